@@ -14,6 +14,8 @@ from record_files import (
     WRITERS,
     bad_text,
     parquet_of,
+    parse_rows,
+    read_rows,
     to_arrow_file,
     to_arrow_stream,
     to_parquet,
@@ -23,8 +25,7 @@ from record_files import (
 
 from sft_play.data import tables, text_files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.row_detection import detect_format, read_rows
-from sft_play.data.row_parsing import parse_rows
+from sft_play.data.row_detection import detect_format
 from sft_play.data.rows import BadRow, UnreadableRecord
 from sft_play.errors import DataError, ExitClass
 

@@ -49,9 +49,10 @@ def test_a_template_that_refuses_every_row_is_named_with_what_to_type() -> None:
 
 
 def test_causes_are_counted_over_chunks() -> None:
-    bad = BadRows(rows_read=20)
+    bad = BadRows()
     for chunk in range(2):
-        bad.add(BadRow(f"a:{chunk}{n}", f"messages[{n}].content is empty", "") for n in range(10))
+        for n in range(10):
+            bad.add(BadRow(f"a:{chunk}{n}", f"messages[{n}].content is empty", ""))
     assert (bad.total, dict(bad.causes)) == (20, {"messages[_].content is empty": 20})
     assert len(bad.first) == 5
 

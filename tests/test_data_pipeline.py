@@ -13,7 +13,6 @@ from plan_examples import plan_for
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
 from sft_play.data.assemble import DataFacts, RunData, assemble
-from sft_play.data.chunk_tokenizer import TokenizePolicy
 from sft_play.data.ledger import LengthPercentiles, PaddedTokens, Tally
 from sft_play.data.order import StepSampler
 from sft_play.data.pipeline import build_run_data, count_padding, packed_run
@@ -153,9 +152,9 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
         if not path.name.endswith(".lock")
     ], "nothing half-written"
     assert (
-        build_run_data(
-            config_of(train, on_bad_row="quarantine", **allow), tokenizer
-        ).ledger.train.dropped["unproven"]
+        build_run_data(config_of(train, on_bad_row="quarantine", **allow), tokenizer)
+        .ledger.splits["train"]
+        .tally.dropped["unproven"]
         == 1
     )
 
@@ -465,9 +464,7 @@ def test_several_processes_make_the_same_store_as_one(
     made = {}
     for processes in (1, 3):
         monkeypatch.setattr(tokenize, "count_processes", lambda _, count=processes: count)
-        tokenize.build_store(
-            tmp_path / str(processes), source, TokenizePolicy.of(config), tokenizer
-        )
+        tokenize.build_store(tmp_path / str(processes), source, config, tokenizer, Tally())
         made[processes] = {
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
         }

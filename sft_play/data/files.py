@@ -1,12 +1,13 @@
 """Data files (JSONL, JSON, CSV, TSV, Parquet, Arrow) as chunks of records.
 
 Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json,
-whose text is read whole. Parsing is slow, so `parse_records` does it in any process: chunks hold
+whose text is read at once. Parsing is slow, so `parse_records` does it in any process: chunks have
 JSONL lines undecoded, and Parquet and Arrow rows as Arrow batches.
 """
 
 import contextlib
 import difflib
+import functools
 import gzip
 import io
 import json
@@ -14,8 +15,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,6 +40,21 @@ FORMATS = (
 )
 ROWS_PER_CHUNK = 2000
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
+# Of the rows that were read. The others are no reason to list a cause row by row.
+NEARLY_ALL = 0.9
+MOST = 0.5  # of the rows, where the cause is the chat template
+# What differs between rows of one cause: quoted texts, values, numbers
+VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
+PLACE = re.compile(r"(:\d+|\[\d+\])$")
+GO_ON_WITHOUT = (
+    "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
+)
+TEMPLATE_CAUSE = "the chat template"
+NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
+TEMPLATE = (
+    "the chat template of model.name does this; "
+    "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
+)
 
 
 @dataclass(frozen=True)
@@ -62,16 +77,7 @@ class Chunk:
 
     def origin(self, position: int) -> str:
         """Return `file:line` or `file[index]` of the record at a position of this chunk."""
-        number = self.numbers[position]
-        return f"{self._name}:{number}" if self._has_lines else f"{self._name}[{number}]"
-
-    @cached_property
-    def _name(self) -> str:
-        return str(self.path)
-
-    @cached_property
-    def _has_lines(self) -> bool:
-        return base_format(self.path) in LINE_FORMATS
+        return format_origin(self.path, self.numbers[position])
 
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it is in the file, else JSON."""
@@ -92,6 +98,7 @@ def file_format(path: Path) -> str | None:
     return next((suffix for suffix in FORMATS if name.endswith(suffix)), None)
 
 
+@functools.cache
 def base_format(path: Path) -> str:
     """Return the format of a file without its compression, "" if it has none."""
     suffix = file_format(path) or ""
@@ -100,7 +107,7 @@ def base_format(path: Path) -> str:
     return suffix
 
 
-def encoding_hint(path: Path) -> str:
+def _encoding_hint(path: Path) -> str:
     """Return which encoding a text file that is not UTF-8 has, "" if that cannot be told."""
     if base_format(path) not in TEXT_FORMATS:
         return ""
@@ -266,72 +273,52 @@ def _group(
         yield Chunk(path, numbers, values, file_position() - chunk_start)
 
 
-# Of the rows that were read. The others are no reason to list a cause row by row.
-NEARLY_ALL = 0.9
-MOST = 0.5  # of the rows, where the cause is the chat template
-# What differs between rows of one cause: quoted texts, values, numbers
-VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
-PLACE = re.compile(r"(:\d+|\[\d+\])$")
-GO_ON_WITHOUT = (
-    "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
-)
-TEMPLATE_CAUSE = "the chat template"
-NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
-TEMPLATE = (
-    "the chat template of model.name does this; "
-    "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
-)
-
-
-@dataclass
 class BadRows:
     """Bad rows, counted by cause; the first ones are kept."""
 
-    rows_read: int = 0
-    total: int = 0
-    first: list[BadRow] = field(default_factory=list)
-    causes: Counter[str] = field(default_factory=Counter)
-    first_of_cause: dict[str, BadRow] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.total = 0
+        self.first: list[BadRow] = []
+        self.causes: Counter[str] = Counter()
+        self._first_of_cause: dict[str, BadRow] = {}
 
-    def add(self, rows: Iterable[BadRow]) -> None:
-        """Count bad rows."""
-        for row in rows:
-            cause = VARYING.sub("_", row.reason)
-            self.total += 1
-            self.causes[cause] += 1
-            self.first_of_cause.setdefault(cause, row)
-            if len(self.first) < MAX_LISTED_ROWS:
-                self.first.append(row)
+    def add(self, row: BadRow) -> None:
+        """Count a bad row."""
+        cause = VARYING.sub("_", row.reason)
+        self.total += 1
+        self.causes[cause] += 1
+        self._first_of_cause.setdefault(cause, row)
+        if len(self.first) < MAX_LISTED_ROWS:
+            self.first.append(row)
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, rows_read: int) -> NoReturn:
         """Raise DataError: with the cause that nearly all rows have, else with the first rows."""
         ((cause, count),) = self.causes.most_common(1)
-        row = self.first_of_cause[cause]
+        row = self._first_of_cause[cause]
         share = MOST if row.reason.startswith(TEMPLATE_CAUSE) else NEARLY_ALL
-        if self.rows_read > MAX_LISTED_ROWS and count >= share * self.rows_read:
-            lines = [
-                f"{row.origin}: {row.reason}",
-                f"so it is with {count:,} of {self.rows_read:,} rows, the first of them named",
-            ]
-            raise DataError("\n".join([*lines, *self._hints([row])]))
-        lines = [f"{row.origin}: {row.reason}" for row in self.first]
-        if self.total > len(self.first):
-            lines.append(f"... and {self.total - len(self.first)} more bad rows")
-        raise DataError("\n".join([*lines, *self._hints(self.first), GO_ON_WITHOUT]))
-
-    def _hints(self, rows: Iterable[BadRow]) -> list[str]:
-        """Return what helps against the causes of rows, each once."""
-        hints: dict[str, None] = {}
-        for row in rows:
+        has_one_cause = rows_read > MAX_LISTED_ROWS and count >= share * rows_read
+        listed = [row] if has_one_cause else self.first
+        lines = [f"{row.origin}: {row.reason}" for row in listed]
+        if has_one_cause:
+            lines.append(f"so it is with {count:,} of {rows_read:,} rows, the first of them named")
+        elif self.total > len(listed):
+            lines.append(f"... and {self.total - len(listed)} more bad rows")
+        hints: dict[str, None] = {}  # what helps against the causes, each once
+        for row in listed:
             if row.reason.startswith(("not UTF-8", "a text is not UTF-8")):
-                hints[encoding_hint(Path(PLACE.sub("", row.origin)))] = None
+                hints[_encoding_hint(Path(PLACE.sub("", row.origin)))] = None
             elif row.reason.startswith(TEMPLATE_CAUSE) and not NAMES_A_SETTING.search(row.reason):
                 hints[TEMPLATE] = None
-        return [hint for hint in hints if hint]
+        lines += filter(None, hints)
+        if not has_one_cause:
+            lines.append(GO_ON_WITHOUT)
+        raise DataError("\n".join(lines))
 
 
-def refuse_bad_rows(rows: Iterable[BadRow], rows_read: int = 0) -> NoReturn:
-    """Raise DataError for bad rows among `rows_read`; 0: how many were read does not matter."""
-    bad = BadRows(rows_read)
-    bad.add(rows)
-    bad.refuse()
+def refuse_bad_rows(rows: Iterable[BadRow], rows_read: int = 0) -> None:
+    """Raise DataError if there are bad rows; 0: how many were read does not matter."""
+    bad = BadRows()
+    for row in rows:
+        bad.add(row)
+    if bad.total:
+        bad.refuse(rows_read)

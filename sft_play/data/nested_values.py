@@ -21,7 +21,7 @@ from sft_play.data.rows import InvalidRowError, Json, shorten
 from sft_play.data.text_files import InvalidJsonError, parse_json
 
 MARKED_TEXT = re.compile(r"\s*(?:### ?)?(?:Human|User): ?")
-# A mark begins a paragraph, or stands behind ###
+# A mark begins a paragraph, or stands after ###
 TURN_MARK = re.compile(r"(?:^|\n\n|\s*###) ?(Human|User|Assistant): ?")
 MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 
@@ -33,24 +33,34 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
             return _split_marked_text(value, name)
         value = parse_json_text(value, name)
     if isinstance(value, dict):
-        value = _objects_of_columns(value)
+        value = _split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
     first = value[0]
+    turns: list[Json] = []
     if isinstance(first, str):
-        return _texts_in_turn(value, name)
+        for number, text in enumerate(value):
+            if not isinstance(text, str):
+                raise InvalidRowError(f"{name}[{number}] is {shorten(text)}, and others are texts")
+            turns.append({"role": ("user", "assistant")[number % 2], "content": text})
+        return turns
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
-    if "input" in first and "output" in first:
-        return _pairs(value, name)
-    return value
+    if "input" not in first or "output" not in first:
+        return value
+    for number, pair in enumerate(value):
+        if "input" not in pair or "output" not in pair:
+            raise InvalidRowError(f"{name}[{number}] has no input and output, and others have")
+        turns.append({"role": "user", "content": pair["input"]})
+        turns.append({"role": "assistant", "content": pair["output"]})
+    return turns
 
 
-def _objects_of_columns(value: Json) -> Any:
+def _split_columns(value: Json) -> Any:
     """Return an object for each place of the lists of an object; other values as they are."""
     columns = list(value.values())
-    if not all(isinstance(column, list) for column in columns) or len(columns) < 2:
+    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
         return value
     if len({len(column) for column in columns}) > 1:
         return value
@@ -82,25 +92,6 @@ def _split_marked_text(text: str, name: str) -> list[Json]:
     return turns
 
 
-def _texts_in_turn(texts: list[Any], name: str) -> list[Json]:
-    turns = []
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InvalidRowError(f"{name}[{number}] is {shorten(text)}, and others are texts")
-        turns.append({"role": ("user", "assistant")[number % 2], "content": text})
-    return turns
-
-
-def _pairs(pairs: list[Json], name: str) -> list[Json]:
-    turns = []
-    for number, pair in enumerate(pairs):
-        if "input" not in pair or "output" not in pair:
-            raise InvalidRowError(f"{name}[{number}] has no input and output, and others have")
-        turns.append({"role": "user", "content": pair["input"]})
-        turns.append({"role": "assistant", "content": pair["output"]})
-    return turns
-
-
 class FoundValues(NamedTuple):
     """The values at a path; several if it leads through a list without an index."""
 
@@ -114,7 +105,7 @@ def top_column(column: str, keys: Iterable[str]) -> str:
 
 
 def find_values(record: Mapping[str, Any], path: str) -> FoundValues:
-    """Return the values at a path, None where a key is absent.
+    """Return the values at a path, None if a key is absent.
 
     Raises InvalidRowError where it leads nowhere.
     """

@@ -118,15 +118,13 @@ def batch_shape(
     return BatchShape(1, padded_width(sum(tokens), filled))  # less padding where tokens are few
 
 
-# Of documents. A micro-batch without any trains a filler.
-PackedSequence = list[int]
-PackedMicroBatch = list[PackedSequence]
+PackedMicroBatch = list[list[int]]  # sequences of documents; one without any trains a filler
 
 
 def deal(costs: Sequence[float], hands: int, most: int | None = None) -> list[list[int]]:
     """Return the numbers of the items of each hand, so that all hands cost nearly the same.
 
-    The costliest item goes first, each to the hand with the least so far that holds fewer than
+    The costliest item goes first, each to the hand with the least so far that has fewer than
     `most` items. Without `most` no hand has over 4/3 of the least possible (Graham 1969).
 
     >>> deal([5, 4, 3, 3, 3], hands=2)
@@ -163,8 +161,8 @@ def pack_for_ranks(lengths: Sequence[int], layout: Layout) -> list[list[PackedMi
     slowest rank end sooner. The first balances better. The second pads less where a rank has few
     sequences.
     """
-    together = _packed_together(lengths, layout)
-    by_rank = _packed_by_rank(lengths, layout)
+    together = _pack_together(lengths, layout)
+    by_rank = _pack_by_rank(lengths, layout)
     if by_rank is None:
         return together
     return min(by_rank, together, key=lambda ranks: slowest_cost(ranks, lengths, layout))
@@ -174,7 +172,7 @@ def slowest_cost(
     ranks: Sequence[Sequence[PackedMicroBatch]], lengths: Sequence[int], layout: Layout
 ) -> float:
     """Return what a step costs the rank that the others wait for, in tokens."""
-    costs = [[_cost(batch, lengths, layout) for batch in own] for own in ranks]
+    costs = [[_cost(batch, lengths, layout) for batch in batches] for batches in ranks]
     if layout.waits_each_micro_batch:
         return sum(map(max, zip(*costs, strict=True)))
     return max(map(sum, costs))
@@ -194,30 +192,32 @@ def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) 
         capacity = min(max_seq_len, capacity + max(8, capacity // 64))
         sequences = pack(lengths, capacity)
     # packing fills all but the last ones
-    evened = deal(lengths, len(sequences))
-    if _width(evened, lengths, max_seq_len) <= _width(sequences, lengths, max_seq_len):
-        return evened
-    return sequences
+
+    def width(packed: list[list[int]]) -> int:
+        """Return the padded width of the longest sequence."""
+        return padded_width(max(_sum_lengths(one, lengths) for one in packed), max_seq_len)
+
+    return min(deal(lengths, len(sequences)), sequences, key=width)
 
 
-def _packed_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]] | None:
-    """Return the micro-batches of each rank; None where a rank's documents do not fit."""
+def _pack_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]] | None:
+    """Return the micro-batches of each rank; None if a rank's documents do not fit."""
     costs = [document_cost(length, layout) for length in lengths]
     most = layout.micro_batches * layout.sequences
     ranks = []
     for documents in deal(costs, layout.world_size):
-        sequences: list[PackedSequence] = []
+        sequences: PackedMicroBatch = []
         if documents:
-            own = [lengths[document] for document in documents]
-            for places in pack_shortest(own, most, layout.max_seq_len):
-                sequences.append([documents[place] for place in places])
+            dealt = [lengths[document] for document in documents]
+            for positions in pack_shortest(dealt, most, layout.max_seq_len):
+                sequences.append([documents[position] for position in positions])
         if len(sequences) > most:
             return None
-        ranks.append(_micro_batches(sequences, lengths, layout, layout.micro_batches))
+        ranks.append(_cut_micro_batches(sequences, lengths, layout, layout.micro_batches))
     return ranks
 
 
-def _packed_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
+def _pack_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
     """Return the micro-batches of each rank, packed from the documents of all."""
     count = layout.micro_batches * layout.world_size
     sequences = pack_shortest(lengths, count * layout.sequences, layout.max_seq_len)
@@ -225,17 +225,17 @@ def _packed_together(lengths: Sequence[int], layout: Layout) -> list[list[Packed
         f"{len(sequences)} sequences for {count} micro-batches of {layout.sequences}: "
         "count them with fullest_step"
     )
-    batches = _micro_batches(sequences, lengths, layout, count)
+    batches = _cut_micro_batches(sequences, lengths, layout, count)
     costs = [_cost(batch, lengths, layout) for batch in batches]
     ranks = ranks_of_micro_batches(costs, layout)
     return [[batches[number] for number in numbers] for numbers in ranks]
 
 
-def _micro_batches(
-    sequences: list[PackedSequence], lengths: Sequence[int], layout: Layout, count: int
+def _cut_micro_batches(
+    sequences: PackedMicroBatch, lengths: Sequence[int], layout: Layout, count: int
 ) -> list[PackedMicroBatch]:
     """Return sequences in `count` micro-batches, those of similar length together."""
-    ordered = sorted(sequences, key=lambda one: _tokens(one, lengths), reverse=True)
+    ordered = sorted(sequences, key=lambda one: _sum_lengths(one, lengths), reverse=True)
     least, longer = divmod(len(ordered), count)
     batches = []
     start = 0
@@ -263,9 +263,5 @@ def document_cost(length: int, layout: Layout) -> float:
     return length * (1 + layout.pair_cost * length)
 
 
-def _width(batch: PackedMicroBatch, lengths: Sequence[int], max_seq_len: int) -> int:
-    return padded_width(max(_tokens(sequence, lengths) for sequence in batch), max_seq_len)
-
-
-def _tokens(sequence: PackedSequence, lengths: Sequence[int]) -> int:
-    return sum(lengths[document] for document in sequence)
+def _sum_lengths(documents: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[document] for document in documents)

@@ -4,7 +4,7 @@ The text is decoded from the stored ids that a run trains on, not taken from the
 tokens of one sample.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -20,6 +20,17 @@ from sft_play.data.store import Sample, Split
 
 SEARCHED_SAMPLES = 10_000  # to find one with several answers
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+MAX_TOKENS = 400  # of a document; the page shows them all
+MAX_DOCUMENTS = 4  # of a sequence
+# rich's names of styles
+STYLES = {  # by whether tokens are trained, and special
+    (False, False): "",
+    (False, True): "cyan",
+    (True, False): "bold green",
+    (True, True): "bold green reverse",
+}
+FAINT = "dim"
+HEADING = "bold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ def preview_sequences(
 ) -> list[PreviewSequence]:
     """Return the first training samples, and one of each kind that is easy to get wrong.
 
-    The last sequence holds the samples `packed`, if there are any.
+    The last sequence has the samples `packed`, if there are any.
     """
     find_spans = SpanFinder(tokenizer)
 
@@ -126,7 +137,7 @@ def count_answers(sample: Sample) -> int:
 
 
 def cut_note(cut_tokens: int, too_long: str) -> str | None:
-    """Return what the length policy cut from a sample's row, in words."""
+    """Return what the length policy cut from a sample's row, as text."""
     if not cut_tokens:
         return None
     where = "of this row are in no sample"
@@ -198,16 +209,6 @@ class SpanFinder:
         return tuple(spans)
 
 
-MAX_TOKENS = 400  # of a document; the page shows them all
-MAX_DOCUMENTS = 4  # of a sequence
-# rich's names of styles
-TRAINED = "bold green"
-SPECIAL = "cyan"
-TRAINED_SPECIAL = "bold green reverse"
-FAINT = "dim"
-HEADING = "bold"
-
-
 class Fragment(NamedTuple):
     """A piece of text in one of rich's styles."""
 
@@ -232,17 +233,15 @@ def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> Non
 
 def in_color(sequence: PreviewSequence) -> list[Fragment]:
     """Return a sequence for a terminal in which trained tokens have a colour."""
-    return list(_fragments(sequence, _color_spans))
+    return list(_fragments(sequence, has_color=True))
 
 
 def in_marks(sequence: PreviewSequence) -> str:
     """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
-    return "".join(fragment.text for fragment in _fragments(sequence, _mark_spans))
+    return "".join(fragment.text for fragment in _fragments(sequence, has_color=False))
 
 
-def _fragments(
-    sequence: PreviewSequence, style_spans: Callable[[Sequence[TokenSpan]], list[Fragment]]
-) -> Iterator[Fragment]:
+def _fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
     yield Fragment(f"── {make_visible(sequence.heading)}\n", HEADING)
     for number, document in enumerate(sequence.documents[:MAX_DOCUMENTS], 1):
         if len(sequence.documents) > 1:
@@ -250,39 +249,29 @@ def _fragments(
             yield Fragment(f"┄┄ document {number}: {origin}  {counts([document])}\n", FAINT)
         if document.note:
             yield Fragment(f"┄┄ {document.note}\n", FAINT)
-        if len(document.spans) <= MAX_TOKENS:
-            yield from style_spans(document.spans)
+        spans = document.spans
+        if len(spans) <= MAX_TOKENS:
+            yield from _show_spans(spans, has_color)
         else:
             half = MAX_TOKENS // 2
-            left_out = sum(len(span.ids) for span in document.spans[half:-half])
-            yield from style_spans(document.spans[:half])
+            left_out = sum(len(span.ids) for span in spans[half:-half])
+            yield from _show_spans(spans[:half], has_color)
             yield Fragment(f"\n┄┄ {left_out:,} tokens more, on the page ┄┄\n", FAINT)
-            yield from style_spans(document.spans[-half:])
+            yield from _show_spans(spans[-half:], has_color)
         yield Fragment("\n", "")
     more = len(sequence.documents) - MAX_DOCUMENTS
     if more > 0:
         yield Fragment(f"┄┄ {more} documents more, on the page\n", FAINT)
 
 
-def _color_spans(spans: Sequence[TokenSpan]) -> list[Fragment]:
-    runs = groupby(spans, key=_style_of)
-    return [Fragment(_terminal_text(run), style) for style, run in runs]
-
-
-def _style_of(span: TokenSpan) -> str:
-    if span.is_trained:
-        return TRAINED_SPECIAL if span.is_special else TRAINED
-    return SPECIAL if span.is_special else ""
-
-
-def _mark_spans(spans: Sequence[TokenSpan]) -> list[Fragment]:
-    fragments = []
-    for is_trained, run in groupby(spans, key=lambda span: span.is_trained):
-        text = _terminal_text(run)
-        fragments.append(Fragment(f"⟦{text}⟧" if is_trained else text, ""))
-    return fragments
-
-
-def _terminal_text(spans: Iterable[TokenSpan]) -> str:
-    text = "".join(span.text for span in spans)
-    return make_visible(text).replace("\t", "⇥\t").replace("\n", "↵\n")
+def _show_spans(spans: Sequence[TokenSpan], has_color: bool) -> Iterator[Fragment]:
+    """Yield the text of spans, those next to each other that look alike as one."""
+    for (is_trained, is_special), run in groupby(
+        spans, key=lambda span: (span.is_trained, span.is_special and has_color)
+    ):
+        text = make_visible("".join(span.text for span in run))
+        text = text.replace("\t", "⇥\t").replace("\n", "↵\n")
+        if has_color:
+            yield Fragment(text, STYLES[is_trained, is_special])
+        else:
+            yield Fragment(f"⟦{text}⟧" if is_trained else text, "")

@@ -62,8 +62,7 @@ def read_prompts(
             found.append(prompt_of(record, columns, system_prompt, origin))
         except InvalidRowError as error:
             bad.append(BadRow(origin, str(error), raw))
-    if bad:
-        refuse_bad_rows(bad, len(found) + len(bad))
+    refuse_bad_rows(bad, len(found) + len(bad))
     return found
 
 
@@ -82,7 +81,7 @@ def prompt_of(
 
 
 def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
-    """Return the record with an answer behind its question, where it has none."""
+    """Return the record with an answer after its question, if it has none."""
     if record.keys() == {"text"}:
         record = {"prompt": record["text"]}
     for name, fields in ROW_FORMATS.items():

@@ -1,4 +1,4 @@
-"""Which row format a file has, found in its first rows; where it has none, what to type.
+"""Which row format a file has, found in its first rows; if it has none, what to type.
 
 A suggestion is checked on the file's first rows before it is given.
 """
@@ -22,12 +22,11 @@ from sft_play.data.row_formats import (
     RowFormat,
     match_format,
 )
-from sft_play.data.row_parsing import SystemPrompt, parse_record, parse_rows
+from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
     BadRow,
     InvalidRowError,
     Json,
-    Row,
     UnreadableRecord,
     list_columns,
 )
@@ -38,6 +37,30 @@ FIRST_RECORDS = 100  # of a file, from which its format is detected
 PREFERENCE = frozenset(("chosen", "rejected"))
 MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
 ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values())))
+# Names that files give to a question, to what it is about, and to its answer; likeliest first
+QUESTIONS = (
+    *(
+        "definition",
+        "instruction",
+        "instructions",
+        "prompt",
+        "question",
+        "query",
+        "problem",
+        "input",
+        "inputs",
+    ),
+    *("user", "human", "ask", "request", "document", "article", "text", "source", "title"),
+)
+EXTRAS = ("context", "input", "inputs", "passage")
+ANSWERS = (
+    *("output", "outputs", "response", "responses", "completion", "answer", "answers"),
+    *("target", "targets", "assistant", "solution", "reply", "bot", "summary", "highlights"),
+    *("chosen", "best_answer", "generation", "translation"),
+)
+MAX_DEPTH = 4
+PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
+Columns = Mapping[str, str]
 
 
 def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
@@ -58,24 +81,6 @@ def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
     if found is None:
         raise DataError(_no_format(path, columns, records, keys))
     return found
-
-
-def read_rows(
-    path: Path, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
-) -> list[Row]:
-    """Return all rows of a file that fits into memory. Raises DataError."""
-    row_format = detect_format(path, columns or {})
-    rows: list[Row] = []
-    bad: list[BadRow] = []
-    for chunk in read_chunks(path):
-        for row in parse_rows(chunk, row_format, SystemPrompt(system_prompt)):
-            if isinstance(row, BadRow):
-                bad.append(row)
-            else:
-                rows.append(row)
-    if bad:
-        refuse_bad_rows(bad, len(rows) + len(bad))
-    return rows
 
 
 def _readable_records(chunk: Chunk) -> list[Json]:
@@ -109,22 +114,21 @@ def _check_columns(
                 f"{path}: no column {column!r}, which data.columns names as the {field}; "
                 f"the columns are {list_columns(keys)}{hint}"
             )
-        if column not in keys:
-            _check_path(path, field, column, records)
+        reason = None if column in keys else _explain_path(column, records)
+        if reason is not None:
+            raise DataError(f"{path}: {reason}; data.columns names it as the {field}")
 
 
-def _check_path(path: Path, field: str, column: str, records: Sequence[Json]) -> None:
-    """Raise DataError if a path leads to a value in none of the records."""
+def _explain_path(column: str, records: Sequence[Json]) -> str | None:
+    """Return why a path leads to a value in none of the records, None if it leads to one."""
     reason = f"{column}: nothing is there"
     for record in records:
         try:
-            found = find_values(record, column)
+            if any(value is not None for value in find_values(record, column).values):
+                return None
         except InvalidRowError as error:
             reason = str(error)
-            continue
-        if any(value is not None for value in found.values):
-            return
-    raise DataError(f"{path}: {reason}; data.columns names it as the {field}")
+    return reason
 
 
 def _refuse_other_training(
@@ -139,11 +143,9 @@ def _refuse_other_training(
         )
     if PREFERENCE.issubset(keys) and (found is None or not _works(records, found)):
         columns = suggest_chosen(records, lambda columns: _columns_work(records, columns))
-        hint = (
-            f"to train on chosen alone: {columns_setting(columns)}"
-            if columns
-            else ("to train on chosen alone, write it as messages")
-        )
+        hint = "to train on chosen alone, write it as messages"
+        if columns:
+            hint = f"to train on chosen alone: {columns_setting(columns)}"
         raise DataError(
             f"{path}: chosen and rejected are a preference set, "
             f"and preference training is not here; {hint}"
@@ -197,39 +199,12 @@ def _no_format(
     )
 
 
-# Names that files give to a question, to what it is about, and to its answer; likeliest first
-QUESTIONS = (
-    *(
-        "definition",
-        "instruction",
-        "instructions",
-        "prompt",
-        "question",
-        "query",
-        "problem",
-        "input",
-        "inputs",
-    ),
-    *("user", "human", "ask", "request", "document", "article", "text", "source", "title"),
-)
-EXTRAS = ("context", "input", "inputs", "passage")
-ANSWERS = (
-    *("output", "outputs", "response", "responses", "completion", "answer", "answers"),
-    *("target", "targets", "assistant", "solution", "reply", "bot", "summary", "highlights"),
-    *("chosen", "best_answer", "generation", "translation"),
-)
-MAX_DEPTH = 4
-PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
-
-Columns = Mapping[str, str]
-
-
 class Leaf(NamedTuple):
     """A text in a record: its path, and the names on the way, the innermost first."""
 
     path: str
     names: tuple[str, ...]
-    is_part: bool  # it stands beside other texts in each object of a list
+    is_part: bool  # it stands next to other texts in each object of a list
 
 
 def columns_setting(columns: Columns) -> str:
@@ -246,7 +221,7 @@ def columns_setting(columns: Columns) -> str:
 
 
 def suggest_columns(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
-    """Return columns with which the rows can be read, None where nobody can guess them."""
+    """Return columns with which the rows can be read, None if nobody can guess them."""
     return next(filter(works, _candidates(records[0])), None)
 
 
@@ -315,12 +290,9 @@ def _first_named(
     leaves: Sequence[Leaf], wanted: Sequence[str], taken: Sequence[Leaf]
 ) -> Leaf | None:
     """Return the leaf with the likeliest name; its own name counts before those around it."""
-    for name in wanted:
-        for leaf in leaves:
-            if leaf not in taken and name == leaf.names[0]:
-                return leaf
-    for name in wanted:
-        for leaf in leaves:
-            if leaf not in taken and name in leaf.names:
-                return leaf
+    for depth in (1, None):
+        for name in wanted:
+            for leaf in leaves:
+                if leaf not in taken and name in leaf.names[:depth]:
+                    return leaf
     return None

@@ -33,8 +33,8 @@ ROW_FORMATS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "segments": ("segments",),
 }
-TURN_FORMATS = ("messages", "conversations", "conversation")  # one column holds all turns
-PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may hold turns, in this order
+TURN_FORMATS = ("messages", "conversations", "conversation")  # one column has all turns
+PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may have turns, in this order
 TEXT_FORMATS = ("text", "segments")  # no chat template is used
 # Optional in every format but plain text: the system message, and the functions that may be called
 SHARED_FIELDS = ("system", "tools")
@@ -55,13 +55,13 @@ MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "video
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a file holds its rows: one of ROW_FORMATS, and the file's column for each field."""
+    """How a file has its rows: one of ROW_FORMATS, and the file's column for each field."""
 
     name: str
     columns: Mapping[str, str]  # or a path into a column, such as answers.text.0
     is_sharegpt: bool = False  # messages have from and value, not role and content
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
-    media_column: str | None = None  # holds images, sound or films
+    media_column: str | None = None  # has images, sound or films
 
     @cached_property
     def required(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class RowFormat:
 
     @property
     def turn_column(self) -> str | None:
-        """The column that holds all turns, if one does."""
+        """The column that has all turns, if one does."""
         return self.required[0] if self.name in TURN_FORMATS else None
 
 
@@ -89,40 +89,34 @@ def match_format(records: Sequence[Json], columns: Mapping[str, str]) -> RowForm
     `columns` gives fields the file's own column names, or paths.
     """
     keys = set(chain.from_iterable(records))
+    column_of = {name: _name_columns(name, columns, keys) for name in ROW_FORMATS}
     for record in records:
         for name, required in ROW_FORMATS.items():
-            column_of = _columns_of(name, columns, keys)
-            has_required = all(_has_column(record, column_of[field]) for field in required)
-            if has_required and columns.keys() <= column_of.keys():
-                return _row_format(name, column_of, records, keys)
+            named = column_of[name]
+            has_required = all(top_column(named[field], record) in record for field in required)
+            if has_required and columns.keys() <= named.keys():
+                paths = (
+                    column for column in named.values() if "." in column and column not in keys
+                )
+                has_turns = name in (*TURN_FORMATS, *PROMPT_FORMATS)
+                return RowFormat(
+                    name,
+                    named,
+                    is_sharegpt=has_turns and _is_sharegpt(records, named[required[0]]),
+                    paths=tuple(paths),
+                    media_column=min(MEDIA_COLUMNS.intersection(keys), default=None),
+                )
     return None
 
 
-def _columns_of(name: str, columns: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+def _name_columns(name: str, columns: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    """Return the column of each field of a format."""
     column_of = {field: columns.get(field, field) for field in ROW_FORMATS[name]}
     for field in OPTIONAL_FIELDS[name]:
         other = OTHER_NAMES.get(field)
         default = other if other in keys and field not in keys else field
         column_of[field] = columns.get(field, default)
     return column_of
-
-
-def _row_format(
-    name: str, column_of: Mapping[str, str], records: Sequence[Json], keys: Collection[str]
-) -> RowFormat:
-    paths = [column for column in column_of.values() if "." in column and column not in keys]
-    has_turns = name in (*TURN_FORMATS, *PROMPT_FORMATS)
-    return RowFormat(
-        name,
-        column_of,
-        is_sharegpt=has_turns and _is_sharegpt(records, column_of[ROW_FORMATS[name][0]]),
-        paths=tuple(paths),
-        media_column=next(iter(sorted(MEDIA_COLUMNS.intersection(keys))), None),
-    )
-
-
-def _has_column(record: Json, column: str) -> bool:
-    return top_column(column, record) in record
 
 
 def _is_sharegpt(records: Sequence[Json], column: str) -> bool:

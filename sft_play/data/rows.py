@@ -107,12 +107,10 @@ HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
 
 def make_visible(text: str) -> str:
     """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(character: str) -> str:
-    if character in SHOWN_WHITESPACE or character in JOINERS:
-        return character
-    if unicodedata.category(character) in HIDDEN_CATEGORIES:
-        return f"⟨U+{ord(character):04X}⟩"
-    return character
+    visible = ""
+    for character in text:
+        is_shown = character in SHOWN_WHITESPACE or character in JOINERS
+        if not is_shown and unicodedata.category(character) in HIDDEN_CATEGORIES:
+            character = f"⟨U+{ord(character):04X}⟩"
+        visible += character
+    return visible

@@ -5,8 +5,7 @@ Hub data sets are fetched by the datasets library. Loads no torch.
 
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from sft_play.data.files import (
     read_chunks,
     suggest_path,
 )
-from sft_play.data.ledger import DataAccount, Tally
+from sft_play.data.ledger import DataAccount, SourceAccount, Tally
 from sft_play.data.row_detection import detect_format
-from sft_play.data.row_parsing import SystemPrompt, parse_rows
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import BadRow, Json
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
@@ -32,6 +31,18 @@ DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # whole splits only, not train[:10%]
 LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
+SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
+CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
+# Files that the datasets library saves next to the rows
+METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+# Files that may have rows: a folder with one of them is refused, not read in part
+UNSUPPORTED = (
+    *(".xls", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
+    *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5"),
+    *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar"),
+    *(".db", ".sqlite", ".sqlite3", ".tfrecord", ".msgpack"),
+)
+Recorded = Mapping[str, Any]  # a source as data.json has it
 
 
 def is_dataset_id(name: str) -> bool:
@@ -55,7 +66,16 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
     try:
         loaded = datasets.load_dataset(section.path, name=section.subset, split=section.split)
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise _not_found(section.path, where, str(error)) from None
+        if "gated" in str(error):
+            page = f"https://huggingface.co/datasets/{section.path}"
+            raise EnvironmentFault(
+                f"{where}: a gated data set; ask for access at {page}, then {LOG_IN}"
+            ) from None
+        hint = suggest_path(Path(section.path)) or "."
+        raise DataError(
+            f"{where}: no such path, and no such data set on the hub{hint} "
+            f"If it is a private one, {LOG_IN}"
+        ) from None
     except (
         FileNotFoundError,
         RuntimeError,
@@ -86,36 +106,10 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
     return tuple(Path(file["filename"]) for file in loaded.cache_files)
 
 
-def _not_found(dataset_id: str, where: str, reason: str) -> DataError | EnvironmentFault:
-    if "gated" in reason:
-        page = f"https://huggingface.co/datasets/{dataset_id}"
-        return EnvironmentFault(
-            f"{where}: a gated data set; ask for access at {page}, then {LOG_IN}"
-        )
-    hint = suggest_path(Path(dataset_id)) or "."
-    return DataError(
-        f"{where}: no such path, and no such data set on the hub{hint} "
-        f"If it is a private one, {LOG_IN}"
-    )
-
-
 def _sentence(error: Exception) -> str:
     """Return what a library's error says, as one sentence."""
     words = (str(error) or type(error).__name__).split()
     return " ".join(words)[:MAX_REASON_CHARACTERS].rstrip(".") + "."
-
-
-SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
-CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
-# Files that the datasets library saves beside the rows
-METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-# Files that may hold rows: a folder with one of them is refused, not read in part
-UNSUPPORTED = (
-    *(".xls", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
-    *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5"),
-    *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar"),
-    *(".db", ".sqlite", ".sqlite3", ".tfrecord", ".msgpack"),
-)
 
 
 @dataclass(frozen=True)
@@ -151,15 +145,14 @@ def find_sources(
             )
     for split, sources in found.items():
         for source in sources:
-            account.find(split, source.name, len(source.files))
+            account.record(SourceAccount(split, source.name, len(source.files)))
     for split, sources in found.items():
         for source in sources:
-            bad = check_first_rows(source, config)
-            dropped = Counter({"bad_row": bad.total})
-            tally = Tally(rows_in=bad.rows_read, dropped=dropped)
-            account.read(split, source.name, len(source.files), tally)
+            tally, bad = Tally(), BadRows()
+            _check_first_rows(source, config, tally, bad)
+            account.record(SourceAccount(split, source.name, len(source.files), tally))
             if bad.total and config.data.on_bad_row == "fail":
-                bad.refuse()
+                bad.refuse(tally.rows_in)
     return found
 
 
@@ -176,7 +169,7 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
 def find_source(
     section: SourceSection, setting: str, columns: Mapping[str, str] | None = None
 ) -> Source:
-    """Return the files of a source; `columns` holds where the section names none.
+    """Return the files of a source; `columns` has where the section names none.
 
     Raises: DataError where nothing of that name exists, EnvironmentFault where the hub cannot be
     reached.
@@ -184,15 +177,23 @@ def find_source(
     path = Path(section.path)
     where = f"{setting}={section.path}"
     if path.exists():
-        _refuse_hub_options(section, where)
-        files = local_files(path, where)
+        if section.subset is not None or section.split != "train":
+            choice = f"split {section.split!r}"
+            if section.subset is not None:
+                choice = f"subset {section.subset!r}"
+            raise DataError(
+                f"{where}: {choice} is of hub data sets, and this is a path; "
+                "name the file or folder that holds it"
+            )
+        if not path.is_dir() and file_format(path) is None:
+            raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
+        files = _list_folder(path, where) if path.is_dir() else (path,)
     elif is_dataset_id(section.path):
         files = _fetch(section, where)
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
-    own_columns = dict(section.columns or columns or {})
-    return Source(name_of(section), files, section.weight, own_columns)
+    return Source(name_of(section), files, section.weight, section.columns or columns or {})
 
 
 def name_of(section: SourceSection) -> str:
@@ -207,49 +208,22 @@ def digest_source(source: Source) -> str:
         return cache.digest_files(source.files)
 
 
-def check_first_rows(source: Source, config: Config) -> BadRows:
-    """Return the bad ones among the first rows of every file: most mistakes show there.
+def _check_first_rows(source: Source, config: Config, tally: Tally, bad: BadRows) -> None:
+    """Count the first rows of every file, and the bad ones: most mistakes show there.
 
     Raises DataError for a file that cannot be read.
     """
-    bad = BadRows()
     for path in source.files:
         row_format = detect_format(path, source.columns)
         chunk = next(read_chunks(path, CHECKED_ROWS))
-        rows = parse_rows(chunk, row_format, system_prompt_of(config))
-        bad.add(row for row in rows if isinstance(row, BadRow))
-        bad.rows_read += len(chunk.records)
-    return bad
+        tally.rows_in += len(chunk.records)
+        for rows in parse_record_rows(chunk, row_format, SystemPrompt.from_config(config)):
+            if isinstance(rows, BadRow):
+                bad.add(rows)
+    tally.dropped["bad_row"] = bad.total
 
 
-def system_prompt_of(config: Config) -> SystemPrompt:
-    """Return the system message of data.system_prompt."""
-    return SystemPrompt(config.data.system_prompt, config.data.system_prompt_mode == "replace")
-
-
-def local_files(path: Path, where: str) -> tuple[Path, ...]:
-    """Return the data files that a path holds; `where` begins errors. Raises DataError."""
-    if path.is_dir():
-        return _files_of_folder(path, where)
-    if file_format(path) is None:
-        raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
-    return (path,)
-
-
-def _refuse_hub_options(section: SourceSection, where: str) -> None:
-    choice = None
-    if section.split != "train":
-        choice = f"split {section.split!r}"
-    if section.subset is not None:
-        choice = f"subset {section.subset!r}"
-    if choice:
-        raise DataError(
-            f"{where}: {choice} is of hub data sets, and this is a path; "
-            "name the file or folder that holds it"
-        )
-
-
-def _files_of_folder(folder: Path, where: str) -> tuple[Path, ...]:
+def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
     """Return the data files in and below a folder, sorted, without names that begin with . or _."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -295,9 +269,6 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
                 unsupported.append(path)  # also a linked folder, which might lead back here
 
 
-Recorded = Mapping[str, Any]  # a source as data.json has it
-
-
 def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
     """Return in what the sources are not those of a run's data.json (`facts`), by setting.
 
@@ -309,27 +280,19 @@ def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
     for split, name in SETTINGS.items():
         setting = f"data.{name}"
         sections = source_sections(getattr(config.data, name))
-        reasons = _differences(sections, facts["sources"].get(split, []), setting)
+        recorded = facts["sources"].get(split, [])
+        if len(sections) != len(recorded):
+            changed[setting] = [f"sources={len(sections)}, and it was trained with {len(recorded)}"]
+            continue
+        found = [_find_difference(*pair, setting) for pair in zip(sections, recorded, strict=True)]
+        reasons = [reason for reason in found if reason is not None]
         if reasons:
             changed[setting] = reasons
     return changed
 
 
-def _differences(
-    sections: Sequence[SourceSection], recorded: Sequence[Recorded], setting: str
-) -> list[str]:
-    if len(sections) != len(recorded):
-        return [f"sources={len(sections)}, and it was trained with {len(recorded)}"]
-    reasons = []
-    for now, then in zip(sections, recorded, strict=True):
-        reason = _difference(now, then, setting)
-        if reason is not None:
-            reasons.append(reason)
-    return reasons
-
-
-def _difference(now: SourceSection, then: Recorded, setting: str) -> str | None:
-    """Return in what a source is not the one that was recorded, None where it is."""
+def _find_difference(now: SourceSection, then: Recorded, setting: str) -> str | None:
+    """Return in what a source is not the one that was recorded, None if it is."""
     name = name_of(now)
     if now.weight != then["weight"]:
         return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"

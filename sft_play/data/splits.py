@@ -1,4 +1,4 @@
-"""Which samples are trained on, evaluated on and asked, and which tokens they hold.
+"""Which samples are trained on, evaluated on and asked, and which tokens they have.
 
 Works on the samples' records (`store.RECORD`); indices are into one array of records. Loads no
 torch.
@@ -8,15 +8,20 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from sft_play.data.files import format_origin
 from sft_play.data.ledger import EqualRows, LengthPercentiles
 from sft_play.data.rows import MAX_HELD_OUT_ROWS
-from sft_play.data.store import Split, Store
+from sft_play.data.store import Split
 from sft_play.runs.report import LengthHistogram
+
+MIN_ANSWER_TOKENS = 64
+MAX_ANSWER_TOKENS = 1024  # an untrained base may run on to the limit in every answer
+TOKENS_STEP = 16
+TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
+BINS = 24  # of a histogram, at most
+ROUND_WIDTHS = (1, 2, 2.5, 5, 10)  # of bins, times a power of ten
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def count_duplicates(records: np.ndarray) -> EqualRows:
     rows = records[begins_row(records)]
     return EqualRows(
         exact=len(rows) - len(np.unique(rows["exact"])),
-        normalized=len(rows) - len(np.unique(rows["normalized"])),
+        normalised=len(rows) - len(np.unique(rows["normalized"])),
     )
 
 
@@ -105,11 +110,6 @@ def mix_sources(
         last = generator.choice(source, rest, replace=False) if rest else source[:0]
         mixed.append(np.concatenate([np.tile(source, repeats), np.sort(last)]))
     return mixed
-
-
-MIN_ANSWER_TOKENS = 64
-MAX_ANSWER_TOKENS = 1024  # an untrained base may run on to the limit in every answer
-TOKENS_STEP = 16
 
 
 def question_indices(split: Split, max_rows: int | None) -> np.ndarray:
@@ -140,17 +140,13 @@ def answer_token_limit(splits: Iterable[Split], max_rows: int | None, max_seq_le
     return max(1, min(wanted, room))
 
 
-TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
-
-
 @dataclass(frozen=True)
 class UsedTokens:
     """The token ids of all samples. These have no padding: a padding token here is from a row."""
 
     ids: np.ndarray  # (U,) int64, sorted: each id that occurs
     trained_ids: np.ndarray  # those that are predicted somewhere, sorted
-    stores: tuple[Store, ...] = ()
-    files: tuple[tuple[str, ...], ...] = ()  # of each store; without them rows have no name
+    samples: Split
 
     @property
     def largest_id(self) -> int:
@@ -158,21 +154,24 @@ class UsedTokens:
         return int(self.ids[-1]) if len(self.ids) else -1
 
     def origin(self, token_id: int) -> str | None:
-        """Return `file:line` of the first row that holds a token, None where it is not known."""
-        for store, files in zip(self.stores, self.files, strict=False):
-            position = _find_token(store, token_id)
-            if position is not None:
-                sample = np.searchsorted(store.records["end"], position, side="right")
-                record = store.records[sample]
-                return format_origin(Path(files[record["file"]]), int(record["number"]))
+        """Return `file:line` of the first row that has a token, None if it is not known."""
+        first_sample = 0  # of a store, among all samples
+        for store in self.samples.stores if self.samples.files else ():
+            for start in range(0, len(store.ids), TOKENS_PER_SCAN):
+                found = np.flatnonzero(store.ids[start : start + TOKENS_PER_SCAN] == token_id)
+                if len(found):
+                    token = start + int(found[0])
+                    sample = np.searchsorted(store.records["end"], token, side="right")
+                    return self.samples.origin(first_sample + int(sample))
+            first_sample += len(store)
         return None
 
 
-def find_used_tokens(stores: Sequence[Store], files: Sequence[Sequence[str]] = ()) -> UsedTokens:
-    """Return the ids that stores hold; `files` are the names of the files of each store."""
+def find_used_tokens(samples: Split) -> UsedTokens:
+    """Return the ids that whole stores have."""
     counts = np.zeros(0, np.int64)
     trained_counts = np.zeros(0, np.int64)
-    for store in stores:
+    for store in samples.stores:
         sample_starts = store.records["end"] - store.lengths
         for start in range(0, len(store.ids), TOKENS_PER_SCAN):
             end = start + TOKENS_PER_SCAN
@@ -182,21 +181,7 @@ def find_used_tokens(stores: Sequence[Store], files: Sequence[Sequence[str]] = (
             trained[sample_starts[first:last] - start] = False  # nothing predicts a first token
             counts = _add(counts, np.bincount(ids))
             trained_counts = _add(trained_counts, np.bincount(ids[trained]))
-    return UsedTokens(
-        np.flatnonzero(counts),
-        np.flatnonzero(trained_counts),
-        tuple(stores),
-        tuple(tuple(names) for names in files),
-    )
-
-
-def _find_token(store: Store, token_id: int) -> int | None:
-    """Return the first place of a token in a store's ids. Reads them up to there."""
-    for start in range(0, len(store.ids), TOKENS_PER_SCAN):
-        places = np.flatnonzero(store.ids[start : start + TOKENS_PER_SCAN] == token_id)
-        if len(places):
-            return start + int(places[0])
-    return None
+    return UsedTokens(np.flatnonzero(counts), np.flatnonzero(trained_counts), samples)
 
 
 def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -213,28 +198,19 @@ def length_percentiles(lengths: np.ndarray) -> LengthPercentiles:
     return LengthPercentiles(*map(int, percentiles), int(lengths.max()))
 
 
-BINS = 24  # at most
-ROUND_WIDTHS = (1, 2, 2.5, 5, 10)  # times a power of ten
-
-
 def length_histogram(lengths: np.ndarray) -> LengthHistogram:
     """Return how many of the lengths (N,) in tokens lie in each of at most BINS equal bins.
 
-    The first bin starts at 0 and the last one ends behind the longest. Without lengths there is no
-    bin.
+    The first bin starts at 0, the last one ends after the longest, and all have the smallest round
+    width with which BINS are enough. Without lengths there is no bin.
     """
     if not len(lengths):
         return LengthHistogram([], [])
     longest = int(lengths.max())
-    width = _round_width(longest + 1)
+    least = (longest + 1) / BINS
+    power = 10 ** math.floor(math.log10(max(least, 1)))
+    widths = (math.ceil(factor * power) for factor in ROUND_WIDTHS)
+    width = next(width for width in widths if width >= least)
     edges = list(range(0, longest + width + 1, width))
     counts, _ = np.histogram(lengths, edges)
     return LengthHistogram(edges, counts.tolist())
-
-
-def _round_width(span: int) -> int:
-    """Return the smallest round width with which BINS bins cover `span` tokens."""
-    least = span / BINS
-    power = 10 ** math.floor(math.log10(max(least, 1)))
-    widths = [math.ceil(factor * power) for factor in ROUND_WIDTHS]
-    return next(width for width in widths if width >= least)

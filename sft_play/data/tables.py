@@ -39,7 +39,10 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
         try:
             fields = next(reader, None)
         except csv.Error as error:  # nobody can tell where the next row begins
-            raise DataError(f"{path}:{line}: {_reason_of(error)}") from None
+            reason = f"not valid CSV: {error}"
+            if "field larger" in str(error) or "unexpected end" in str(error):
+                reason = "a quote is opened in this row and never closed"
+            raise DataError(f"{path}:{line}: {reason}; quotes inside a field are doubled") from None
         if fields is None:
             return
         if not fields or (len(fields) == 1 and not fields[0].strip()):
@@ -53,18 +56,14 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
         yield NumberedRecord(line, _parse_row(header, fields, row_text), len(row_text))
 
 
-def _reason_of(error: csv.Error) -> str:
-    if "field larger" in str(error) or "unexpected end" in str(error):
-        return "a quote is opened in this row and never closed; quotes inside a field are doubled"
-    return f"not valid CSV: {error}; quotes inside a field are doubled"
-
-
 def _find_delimiter(first_line: str) -> str:
     """Return the delimiter by which the first line has the most fields; a comma before others."""
-    fields: dict[str, int] = {}
-    for delimiter in (",", *OTHER_DELIMITERS):
-        fields[delimiter] = len(next(csv.reader([first_line], delimiter=delimiter), []))
-    return max(fields, key=lambda delimiter: fields[delimiter])
+
+    def count_fields(delimiter: str) -> int:
+        """Return how many fields the delimiter makes."""
+        return len(next(csv.reader([first_line], delimiter=delimiter), []))
+
+    return max((",", *OTHER_DELIMITERS), key=count_fields)
 
 
 def name_columns(where: str, names: list[str]) -> list[str]:
@@ -105,7 +104,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
         raw = row_text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return UnreadableRecord("not UTF-8; save the file as UTF-8", raw)
     while len(fields) > len(header) and not fields[-1].strip():
-        fields.pop()  # empty columns behind the last that has a name
+        fields.pop()  # empty columns after the last that has a name
     if len(fields) != len(header):
         reason = (
             f"{len(fields)} fields, and the first line names {len(header)} columns; "

@@ -23,6 +23,27 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 CLOCK_NAME = "strftime_now"
 Template = str | dict[str, str]
+logger = logging.getLogger(__name__)
+FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
+# Read in this order where the tokenizer's own templates have not the one that is asked for.
+# transformers forgets tokenizer_config.json's where additional_chat_templates/ has files.
+FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+# Templates of image-text models may take contents only as lists of parts, and leave strings out
+# without a word. This makes parts of strings, for the roles that need it. The line break ends the
+# tag, so that the template begins at the start of a line as before.
+AS_PARTS = (
+    "{%% set parts = namespace(messages=[]) %%}{%% for message in messages %%}"
+    "{%% if message.content is string and message.role in %s %%}"
+    "{%% set message = dict(message, content=[dict(type='text', text=message.content)]) %%}"
+    "{%% endif %%}{%% set parts.messages = parts.messages + [message] %%}{%% endfor %%}"
+    "{%% set messages = parts.messages %%}\n"
+)
+ROLES = (("user", "tool"), ("assistant",), ("system",))
+# what a template is tried with; the second one is for templates without system messages
+TRIED = tuple(
+    [{"role": role, "content": f"text of {role}"} for role in roles]
+    for roles in (("system", "user", "assistant"), ("user", "assistant"))
+)
 
 
 def with_variables(template: Template, model: ModelSection) -> Template:
@@ -79,31 +100,6 @@ def _clock(template: str, date: str) -> str:
     return f"{{% macro {CLOCK_NAME}(format) %}}{cases}{{% endmacro +%}}"
 
 
-logger = logging.getLogger(__name__)
-
-FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
-# Read in this order where the tokenizer's own templates have not the one that is asked for.
-# transformers forgets tokenizer_config.json's where additional_chat_templates/ has files.
-FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
-
-# Templates of image-text models may take contents only as lists of parts, and leave strings out
-# without a word. This makes parts of strings, for the roles that need it. The line break ends the
-# tag, so that the template begins at the start of a line as before.
-AS_PARTS = (
-    "{%% set parts = namespace(messages=[]) %%}{%% for message in messages %%}"
-    "{%% if message.content is string and message.role in %s %%}"
-    "{%% set message = dict(message, content=[dict(type='text', text=message.content)]) %%}"
-    "{%% endif %%}{%% set parts.messages = parts.messages + [message] %%}{%% endfor %%}"
-    "{%% set messages = parts.messages %%}\n"
-)
-ROLES = (("user", "tool"), ("assistant",), ("system",))
-# what a template is tried with; the second one is for templates without system messages
-TRIED = tuple(
-    [{"role": role, "content": f"text of {role}"} for role in roles]
-    for roles in (("system", "user", "assistant"), ("user", "assistant"))
-)
-
-
 def find_template(
     own: Any, find: FindFile, model: ModelSection, special_tokens: Mapping[str, str]
 ) -> Template:
@@ -117,7 +113,7 @@ def find_template(
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file. Raises: EnvironmentFault if it holds none."""
+    """Return the object of a JSON file. Raises: EnvironmentFault if it has none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -144,8 +140,17 @@ def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
     if not named and setting is None:
         _say_without_template(model.name)
         return DEFAULT_TEMPLATE
+    if not named:
+        raise ConfigError(
+            f"model.chat_template={setting}: the model has no chat template; leave it out"
+        )
     if wanted not in named:
-        raise ConfigError(_without_name(setting, wanted, sorted(named)))
+        names = sorted(named)
+        raise ConfigError(
+            f"model.chat_template={setting or 'null'}: none of the model's chat templates is named "
+            f"{wanted}; it has {', '.join(names)}: "
+            f"set MODEL_CHAT_TEMPLATE={NAMED_TEMPLATE}{names[0]}"
+        )
     template = named[wanted]
     return {**named, "default": template} if len(named) > 1 else template
 
@@ -162,15 +167,6 @@ def _by_name(templates: Any) -> dict[str, str]:
                 "the model's folder, or set MODEL_CHAT_TEMPLATE to a Jinja file"
             ) from None
     return dict(templates) if isinstance(templates, Mapping) else {"default": templates}
-
-
-def _without_name(setting: str | None, wanted: str, names: list[str]) -> str:
-    if not names:
-        return f"model.chat_template={setting}: the model has no chat template; leave it out"
-    return (
-        f"model.chat_template={setting or 'null'}: none of the model's chat templates is named "
-        f"{wanted}; it has {', '.join(names)}: set MODEL_CHAT_TEMPLATE={NAMED_TEMPLATE}{names[0]}"
-    )
 
 
 @functools.cache  # one line a process
@@ -201,15 +197,14 @@ def _taking_strings(template: Template, special_tokens: Mapping[str, str]) -> Te
     """
     if isinstance(template, Mapping):
         return {name: _taking_strings(text, special_tokens) for name, text in template.items()}
-    choices = chain.from_iterable(combinations(ROLES, count) for count in range(len(ROLES) + 1))
-    forms = [_with_parts(template, tuple(chain.from_iterable(roles))) for roles in choices]
+    forms = []
+    for count in range(len(ROLES) + 1):
+        for chosen in combinations(ROLES, count):
+            roles = tuple(chain.from_iterable(chosen))
+            forms.append(AS_PARTS % (roles,) + template if roles else template)
     for messages in TRIED:
         for form in forms:
             text = compile_template(form, special_tokens)(messages)
             if text and all(message["content"] in text for message in messages):
                 return form
     return template
-
-
-def _with_parts(template: str, roles: tuple[str, ...]) -> str:
-    return AS_PARTS % (roles,) + template if roles else template

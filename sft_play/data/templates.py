@@ -6,6 +6,7 @@ they do not end or fill the memory. Loads no torch; tokenizes nothing.
 
 import contextlib
 import copy
+import functools
 import json
 import re
 import resource
@@ -27,6 +28,30 @@ MAX_GROWN_BYTES = 1 << 30
 TICK_SECONDS = 0.05  # of CPU time between two checks
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
+# Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
+# Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
+TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>"),
+    *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
+    "<end_of_utterance>",
+)
+# For base models without a template: as ChatML, but in plain words, so that no token has to be
+# added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
+# for others it is empty.
+DEFAULT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
+)
+# Some templates write today's date. A run that starts before midnight, is resumed a day later and
+# is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
+# template uses where it has no clock.
+CLOCK = datetime(2024, 7, 26)
+# transformers' marks of what an assistant generates, which plain Jinja does not know
+MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
+Render = Callable[..., str | None]
 
 
 class _Stopped(BaseException):
@@ -76,33 +101,6 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
 
 
-# Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
-# Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
-TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>"),
-    *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
-    "<end_of_utterance>",
-)
-
-# For base models without a template: as ChatML, but in plain words, so that no token has to be
-# added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
-# for others it is empty.
-DEFAULT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
-)
-
-# Some templates write today's date. A run that starts before midnight, is resumed a day later and
-# is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
-# template uses where it has no clock.
-CLOCK = datetime(2024, 7, 26)
-
-# transformers' mark of what an assistant generates
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
 class RenderError(DataError):
     """A row whose trained tokens cannot be determined with certainty."""
 
@@ -124,15 +122,9 @@ class TemplateText(NamedTuple):
     generated: list[CharacterSpan] | None
 
 
-class _Source(NamedTuple):
-    """The Jinja text of a template, and whether it has generation marks."""
-
-    jinja: str
-    has_marks: bool
-
-    @classmethod
-    def of(cls, jinja: str) -> "_Source":
-        return cls(jinja, GENERATION.search(jinja) is not None)
+@functools.cache
+def _has_marks(jinja: str) -> bool:
+    return MARK_START.search(jinja) is not None
 
 
 class ChatTemplate:
@@ -140,15 +132,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         default = None if tokenizer.chat_template else DEFAULT_TEMPLATE
-        self._plain = _Source.of(tokenizer.get_chat_template(default, tools=None))
+        self.jinja: str = tokenizer.get_chat_template(default, tools=None)
         # some tokenizers have a second template, for conversations with tools
-        self._with_tools = _Source.of(tokenizer.get_chat_template(default, tools=[{}]))
+        self._with_tools = tokenizer.get_chat_template(default, tools=[{}])
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
-
-    @property
-    def jinja(self) -> str:
-        """The text of the template for conversations without tools."""
-        return self._plain.jinja
 
     def with_variable(self, name: str, value: Any) -> Self:
         """Return the template with another value of one of its variables."""
@@ -165,49 +152,39 @@ class ChatTemplate:
         return self._render(messages, tools, add_generation_prompt=False)
 
     def _render(
-        self,
-        messages: list[Json],
-        tools: Sequence[Json],
-        add_generation_prompt: bool,
+        self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
     ) -> TemplateText:
         try:
-            with limited():
-                return self._run(messages, tools, add_generation_prompt)
+            return self._run(messages, tools, add_generation_prompt)
         except RenderError as error:
             has_calls = any("tool_calls" in message for message in messages)
             if not (has_calls and isinstance(error.__cause__, TypeError)):
                 raise
         # DeepSeek's template concatenates the arguments of calls with text
         messages = [_with_json_arguments(message) for message in messages]
-        with limited():
-            return self._run(messages, tools, add_generation_prompt)
+        return self._run(messages, tools, add_generation_prompt)
 
     def _run(
-        self,
-        messages: list[Json],
-        tools: Sequence[Json],
-        add_generation_prompt: bool,
+        self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
     ) -> TemplateText:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self._with_tools if tools else self._plain
-        has_marks = source.has_marks and not add_generation_prompt
-        try:
-            texts, marks = render_jinja_template(
-                conversations=[messages],
-                tools=list(tools) or None,
-                chat_template=source.jinja,
-                return_assistant_tokens_mask=has_marks,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
-        # a template may fail in any of these ways
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise RenderError(f"the chat template refuses the conversation: {error}") from error
-        if not has_marks:
-            return TemplateText(texts[0], None)
-        return TemplateText(texts[0], [CharacterSpan(*span) for span in marks[0]])
+        jinja = self._with_tools if tools else self.jinja
+        has_marks = _has_marks(jinja) and not add_generation_prompt
+        with limited():
+            try:
+                texts, marks = render_jinja_template(
+                    conversations=[messages],
+                    tools=list(tools) or None,
+                    chat_template=jinja,
+                    return_assistant_tokens_mask=has_marks,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._variables,
+                )
+            except _template_errors() as error:
+                raise RenderError(f"the chat template refuses the conversation: {error}") from error
+        spans = [CharacterSpan(*span) for span in marks[0]] if has_marks else None
+        return TemplateText(texts[0], spans)
 
 
 def template_of(tokenizer: Any) -> str:
@@ -224,7 +201,7 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
 def stop_ids(tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: eos, and the end-of-turn tokens that the tokenizer has."""
     known: dict[str, int] = {}
-    # not by get_vocab, which copies the whole vocabulary
+    # not by get_vocab, which copies the entire vocabulary
     ids = tokenizer.convert_tokens_to_ids(list(TURN_ENDS))
     for token, token_id in zip(TURN_ENDS, ids, strict=True):
         if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token:
@@ -261,25 +238,22 @@ def iterate_strings(value: Any) -> Iterator[str]:
 
 
 def _template_message(message: Message) -> Json:
-    fields: Json = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        fields["reasoning_content"] = message.reasoning  # Qwen, GLM
-        fields["thinking"] = message.reasoning  # gpt-oss
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            _map_arguments(call, decode_arguments) for call in message.tool_calls
-        ]
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    return fields
+    calls = [map_arguments(call, decode_arguments) for call in message.tool_calls]
+    optional = {
+        "reasoning_content": message.reasoning,  # Qwen, GLM
+        "thinking": message.reasoning,  # gpt-oss
+        "tool_calls": calls or None,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    given = {name: value for name, value in optional.items() if value is not None}
+    return {"role": message.role, "content": message.content, **given}
 
 
 def _with_json_arguments(message: Json) -> Json:
     if "tool_calls" not in message:
         return message
-    calls = [_map_arguments(call, _encode_arguments) for call in message["tool_calls"]]
+    calls = [map_arguments(call, _encode_arguments) for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}
 
 
@@ -287,17 +261,11 @@ def _encode_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
+def map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
     function = call.get("function")
     if not isinstance(function, Mapping) or "arguments" not in function:
         return dict(call)
     return {**call, "function": {**function, "arguments": change(function["arguments"])}}
-
-
-# transformers' marks of what an assistant generates, which plain Jinja does not know
-MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
-MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
-Render = Callable[..., str | None]
 
 
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
@@ -305,12 +273,16 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def raise_exception(message: str) -> None:
+        """Refuse a conversation, as a template asks."""
+        raise TemplateError(message)
+
     # as transformers' own
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = CLOCK.strftime
     try:
         compiled = environment.from_string(
@@ -330,18 +302,14 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
                     add_generation_prompt=False,
                     **special_tokens,
                 )
-            # a template may fail in any of these ways
-            except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError):
+            except _template_errors():
                 return None
 
     return render
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_template_error(message: str) -> None:
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Return the ways in which a template may fail."""
     from jinja2 import TemplateError
 
-    raise TemplateError(message)
+    return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)

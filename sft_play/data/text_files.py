@@ -81,7 +81,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_line(line: bytes) -> Json | UnreadableRecord:
-    """Return the object that a line of JSONL holds, or why it holds none."""
+    """Return the object that a line of JSONL has, or why it has none."""
     try:
         record = parse_json(line.rstrip(b"\r\n"))
     except InvalidJsonError as error:
@@ -150,7 +150,7 @@ def _document(lines: list[bytes], first_line: int) -> Iterator[NumberedRecord]:
 
 
 def read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:
-    """Yield the elements of the list that a .json file holds. Raises DataError."""
+    """Yield the elements of the list that a .json file has. Raises DataError."""
     try:
         text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -19,6 +19,7 @@ from sft_play.plan.model_shape import find_file
 if TYPE_CHECKING:
     import tokenizers
 
+ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -34,7 +35,7 @@ class TokenCounter:
     def find(cls, config: Config, environ: Mapping[str, str]) -> Self | None:
         """Return the counter of a local model or one in the hub's cache.
 
-        None where it is in neither, or in a format that needs conversion.
+        None if it is in neither, or in a format that needs conversion.
         Raises: EnvironmentFault for a damaged file; ConfigError for model.chat_template.
         """
         model = config.model
@@ -46,20 +47,19 @@ class TokenCounter:
         settings_path = find("tokenizer_config.json")
         if path is None or settings_path is None:
             return None
-        settings = read_object(settings_path)
-        special_tokens = _special_tokens(settings)
-        files = [*settings_path.parent.glob("additional_chat_templates/*.jinja")]
-        own = {file.stem: file.read_text(encoding="utf-8") for file in files}
+        special_tokens = _special_tokens(read_object(settings_path))
+        files = {file.stem: file for file in settings_path.parent.glob(ADDITIONAL_TEMPLATES)}
         template_path = find("chat_template.jinja")
         if template_path is not None:
-            own["default"] = template_path.read_text(encoding="utf-8")
-        template = find_template(own, find, model, special_tokens)
-        return cls(_load(path), _default_of(template), special_tokens)
+            files["default"] = template_path
+        named = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        template = find_template(named, find, model, special_tokens)
+        return cls(_load(path), _choose_default(template), special_tokens)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
         """Return the counter of a tokenizer of transformers."""
-        template = _default_of(tokenizer.chat_template)
+        template = _choose_default(tokenizer.chat_template)
         return cls(tokenizer.backend_tokenizer, template, tokenizer.special_tokens_map)
 
     def count(self, rows: Sequence[Row]) -> list[int | None]:
@@ -93,7 +93,7 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def _default_of(template: Template | None) -> str:
+def _choose_default(template: Template | None) -> str:
     return template["default"] if isinstance(template, dict) else template or DEFAULT_TEMPLATE
 
 

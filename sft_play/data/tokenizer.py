@@ -1,4 +1,4 @@
-"""The tokenizer of a run; where none can be loaded, what is wrong with its files.
+"""The tokenizer of a run; if none can be loaded, what is wrong with its files.
 
 Separate from the weights, so that reading data imports no model class, adapters or quantisation.
 transformers' AutoTokenizer itself imports torch.
@@ -21,7 +21,7 @@ from sft_play.data.template_sources import FindFile, find_template, read_object
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.progress import Stage, watched
 
-# Files that hold a vocabulary, of some models alone and of others beside tokenizer_config.json
+# Files that have a vocabulary, of some models alone and of others next to tokenizer_config.json
 FILES = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
@@ -31,6 +31,11 @@ POINTER = b"version https://git-lfs"  # begins what git writes where git-lfs is 
 # A file by this name may be of either package
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token, and its rank
 SENTENCEPIECE_START = b"\n"  # tag of a protobuf's first field
+logger = logging.getLogger(__name__)
+# The special tokens of a converted tekken.json, which does not say what they are for
+TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+# Read for an eos that tokenizer_config.json does not name
+EOS_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
 
 
 def why_not_loaded(name: str, find: FindFile, error: Exception) -> str:
@@ -90,14 +95,6 @@ def _why_not_read(path: Path) -> str | None:
     return f"{path.name} is a file of {package}, which is not installed: pip install {packages}"
 
 
-logger = logging.getLogger(__name__)
-
-# The special tokens of a converted tekken.json, which does not say what they are for
-TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-# Read for an eos that tokenizer_config.json does not name
-EOS_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
-
-
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a chat template, an eos and a pad token.
 
@@ -108,7 +105,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     with watched(Stage(f"loading the tokenizer of {model.name}")):
         tokenizer = _load(model, find)
     if str(tokenizer.init_kwargs.get("vocab_file")).endswith("tekken.json"):
-        _name_tekken_tokens(tokenizer)
+        for role, token in TEKKEN.items():
+            if getattr(tokenizer, role) is None and token in tokenizer.added_tokens_encoder:
+                setattr(tokenizer, role, token)
     if tokenizer.eos_token_id is None:
         _take_eos(tokenizer, model.name, find)
     if tokenizer.pad_token_id is None:
@@ -167,13 +166,6 @@ def fetch_file(model: ModelSection, file: str) -> Path | None:
     return Path(path) if path else None
 
 
-def _name_tekken_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the special tokens of a converted tekken.json their roles."""
-    for role, token in TEKKEN.items():
-        if getattr(tokenizer, role) is None and token in tokenizer.added_tokens_encoder:
-            setattr(tokenizer, role, token)
-
-
 def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> None:
     """Make the eos that another file names the tokenizer's. Raises: EnvironmentFault."""
     for file in EOS_FILES:
@@ -194,7 +186,7 @@ def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> I
     if token:
         yield token["content"] if isinstance(token, dict) else token
     ids = values.get("eos_token_id")
-    if ids is None:  # composite configs may hold a null beside that of the text
+    if ids is None:  # composite configs may have a null next to that of the text
         ids = (values.get("text_config") or {}).get("eos_token_id")
     for eos in ids if isinstance(ids, list) else [ids]:
         if isinstance(eos, int) and 0 <= eos < len(tokenizer):

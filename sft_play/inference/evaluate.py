@@ -165,10 +165,11 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
     rows = assemble_other_rows(config, found["test"], trained_on)
     names = ", ".join(source.name for source in found["test"])
     name = _free_name(folder, Path(found["test"][0].files[0]).stem, data.test_path)
-    dropped = " ".join(f"{reason}={count}" for reason, count in rows.ledger.dropped.items())
+    counts = rows.ledger.tally
+    dropped = " ".join(f"{reason}={count}" for reason, count in counts.dropped.items())
     lines = [
-        f"test {names} rows={rows.ledger.rows_in} used={rows.ledger.rows_used} "
-        f"{dropped or 'dropped=0'} tokens={rows.ledger.tokens} trained={rows.ledger.trained_tokens}"
+        f"test {names} rows={counts.rows_in} used={counts.rows_used} "
+        f"{dropped or 'dropped=0'} tokens={counts.tokens} trained={counts.trained_tokens}"
     ]
     if rows.trained_on:
         lines.append(
