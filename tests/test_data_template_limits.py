@@ -8,8 +8,8 @@ from renderings import row
 
 from sft_play.data import templates
 from sft_play.data.render import Renderer, RenderError, render_prompt
+from sft_play.data.row_estimates import TokenCounter
 from sft_play.data.rows import Message
-from sft_play.data.token_counter import TokenCounter
 from sft_play.errors import DataError
 
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sft_play.data.nested_values import parse_json_text, parse_message_list
+from sft_play.data.row_formats import parse_json_text, parse_message_list
 from sft_play.data.rows import InvalidRowError, Json, Message, Segment, shorten
 
 ROLES = {  # role in a file: ours

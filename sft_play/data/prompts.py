@@ -15,8 +15,13 @@ from sft_play.data.files import (
     read_chunks,
     refuse_bad_rows,
 )
-from sft_play.data.nested_values import parse_message_list
-from sft_play.data.row_formats import ROW_FORMATS, TEXT_FORMATS, TURN_FORMATS, match_format
+from sft_play.data.row_formats import (
+    ROW_FORMATS,
+    TEXT_FORMATS,
+    TURN_FORMATS,
+    match_format,
+    parse_message_list,
+)
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
     BadRow,

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
-from sft_play.data.nested_values import find_values, is_marked_text, top_column
 from sft_play.data.row_formats import (
     FIELDS,
     OPTIONAL_FIELDS,
     PROMPT_FORMATS,
     ROW_FORMATS,
     RowFormat,
+    find_values,
+    is_marked_text,
     match_format,
+    top_column,
 )
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (

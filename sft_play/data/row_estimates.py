@@ -1,7 +1,9 @@
 """How many training rows there are, and how long in tokens, before a run is planned.
 
 Recorded when the same rows were tokenized, or estimated from the beginning of each source, which
-takes a second or two for files of any size. Loads no torch, unless a tokenizer must be fetched.
+takes a second or two for files of any size. Their tokens are counted without transformers, whose
+import takes seconds: what a run trains on comes from `render.Renderer`, which also checks it. Loads
+no torch, unless a tokenizer must be fetched.
 """
 
 import hashlib
@@ -11,9 +13,10 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.files import Chunk, read_chunks
@@ -22,21 +25,114 @@ from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Row
 from sft_play.data.sources import SETTINGS, find_source, source_sections
-from sft_play.data.token_counter import TokenCounter
-from sft_play.errors import DataError
+from sft_play.data.template_sources import Template, find_template, read_object
+from sft_play.data.templates import DEFAULT_TEMPLATE, Render, compile_template, template_messages
+from sft_play.errors import DataError, EnvironmentFault
 from sft_play.plan import sources
+from sft_play.plan.model_shape import find_file
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, estimated, estimated_tokens
 from sft_play.runs.cache import cache_folder
 from sft_play.runs.files import read_json, write_json
 
 if TYPE_CHECKING:
+    import tokenizers
+if TYPE_CHECKING:
     from sft_play.data.assemble import RunData
 
+
+ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 READ_BYTES = 16 << 20  # of each source
 SAMPLED_ROWS = 2000  # of all sources together
 COUNTED_CHARACTERS = 2 << 20  # a tokenizer takes about a second
 FEWEST_COUNTED_ROWS = 50
+
+
+@dataclass(frozen=True)
+class TokenCounter:
+    """A tokenizer and the chat template that it renders rows with."""
+
+    tokenizer: "tokenizers.Tokenizer"
+    template: str
+    special_tokens: Mapping[str, str]  # by the names that templates use
+
+    @classmethod
+    def find(cls, config: Config, environ: Mapping[str, str]) -> Self | None:
+        """Return the counter of a local model or one in the hub's cache.
+
+        None if it is in neither, or in a format that needs conversion.
+        Raises: EnvironmentFault for a damaged file; ConfigError for model.chat_template.
+        """
+        model = config.model
+
+        def find(file: str) -> Path | None:
+            return find_file(model.name, file, model.revision, environ)
+
+        path = find("tokenizer.json")
+        settings_path = find("tokenizer_config.json")
+        if path is None or settings_path is None:
+            return None
+        special_tokens = _special_tokens(read_object(settings_path))
+        files = {file.stem: file for file in settings_path.parent.glob(ADDITIONAL_TEMPLATES)}
+        template_path = find("chat_template.jinja")
+        if template_path is not None:
+            files["default"] = template_path
+        named = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        template = find_template(named, find, model, special_tokens)
+        return cls(_load(path), _choose_default(template), special_tokens)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Return the counter of a tokenizer of transformers."""
+        template = _choose_default(tokenizer.chat_template)
+        return cls(tokenizer.backend_tokenizer, template, tokenizer.special_tokens_map)
+
+    def count(self, rows: Sequence[Row]) -> list[int | None]:
+        """Return the tokens of each row, None for one that the template does not take."""
+        texts = [self._text(row) for row in rows]
+        given = [text for text in texts if text is not None]
+        encodings = self.tokenizer.encode_batch_fast(given, add_special_tokens=False)
+        lengths = iter([len(encoding.ids) for encoding in encodings])
+        return [None if text is None else next(lengths) for text in texts]
+
+    def _text(self, row: Row) -> str | None:
+        if row.text is not None or row.segments:
+            begin = self.special_tokens.get("bos_token", "")
+            return f"{begin}{row.plain_text}{self.special_tokens.get('eos_token', '')}"
+        return self._render(template_messages(row.messages), row.tools)
+
+    @cached_property
+    def _render(self) -> Render:
+        return compile_template(self.template, self.special_tokens)
+
+
+def _load(path: Path) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises no other class
+        raise EnvironmentFault(f"{path}: no tokenizer: {error}; download the model again") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _choose_default(template: Template | None) -> str:
+    return template["default"] if isinstance(template, dict) else template or DEFAULT_TEMPLATE
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens of a tokenizer_config.json, which has texts or objects."""
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        token = settings.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,13 @@ from sft_play.data.messages import (
     parse_segments,
     parse_text,
 )
-from sft_play.data.nested_values import expand_record, is_marked_text
-from sft_play.data.row_formats import PROMPT_FORMATS, TURN_FORMATS, RowFormat
+from sft_play.data.row_formats import (
+    PROMPT_FORMATS,
+    TURN_FORMATS,
+    RowFormat,
+    expand_record,
+    is_marked_text,
+)
 from sft_play.data.rows import (
     BadRow,
     InvalidRowError,
