@@ -70,7 +70,7 @@ def tokenize_sources(
         tokenized: list[TokenizedSource] = []
         for source in sources:
             reading = SourceAccount(split, source.name, len(source.files), Tally())
-            account.record(reading)
+            account.record(reading)  # its tally grows while the source is read
             done = _tokenize_source(config, source, tokenizer, tokenizer_digest, reading.tally)
             account.record(replace(reading, tally=done.read_summary().tally))
             tokenized.append(done)
