@@ -146,7 +146,7 @@ def ours(rows: Path, work: Path) -> ArmReport:
     It reads, checks, hashes, tokenizes into a store, splits, and looks for overlap and duplicates.
     """
     from sft_play.config.schema import Config
-    from sft_play.data.data_facts import DataFacts
+    from sft_play.data.assemble import DataFacts
     from sft_play.data.ledger import PaddedTokens
     from sft_play.data.pipeline import build_run_data
     from sft_play.data.tokenizer import load_tokenizer
@@ -182,8 +182,7 @@ def ours_packed(rows: Path, work: Path) -> ArmReport:
 def ours_epoch(rows: Path, work: Path) -> ArmReport:
     """Open what `ours` made, as every rank does, and pack every step of the first epoch."""
     from sft_play.config.schema import Config
-    from sft_play.data.assemble import assemble
-    from sft_play.data.data_facts import DataFacts
+    from sft_play.data.assemble import DataFacts, assemble
     from sft_play.data.order import StepSampler, fullest_step
     from sft_play.plan.layout import Layout
 

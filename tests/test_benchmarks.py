@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from record_files import read_rows
+
 from benchmarks import smaller_gpus
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
 from benchmarks.machine import ROOT, Machine
@@ -37,7 +39,6 @@ from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_in
 from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
-from sft_play.data.row_detection import read_rows
 from sft_play.runs.report import LoggedLoss
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sft_play.commands.call import Call, as_text, hardware_of, load_config, plan_run, settle
 from sft_play.config.schema import env_name, settings
-from sft_play.data.row_counts import count_rows_or_reason
+from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun

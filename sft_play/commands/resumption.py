@@ -128,7 +128,7 @@ def _other_settings(loaded: LoadedConfig, folder: RunFolder, asked: AskedRun) ->
 
 def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     """Return a line for each data setting whose files are not those of a finished run."""
-    from sft_play.data.changed_sources import changed_sources
+    from sft_play.data.sources import changed_sources
 
     lines = []
     for setting, reasons in changed_sources(folder.read_data(), loaded.config).items():

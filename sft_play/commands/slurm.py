@@ -7,7 +7,7 @@ from sft_play.commands.call import Call, load_config, without_meeting
 from sft_play.commands.plan import given_variables, override_variables, plan_for_display
 from sft_play.commands.train import refuse_what_does_not_fit, run_stem
 from sft_play.config.loader import PROJECT_ROOT
-from sft_play.data.row_counts import count_rows_or_reason
+from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.errors import ConfigError
 from sft_play.plan import next_command
 from sft_play.plan.run_plan import PlannedRun

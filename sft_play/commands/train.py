@@ -316,7 +316,7 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
 
 def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
     """Refuse to resume on other rows, once they are tokenised. Raises CheckpointError."""
-    from sft_play.data.data_facts import DataFacts
+    from sft_play.data.assemble import DataFacts
 
     if planned.config.train.resume_from is None:
         return

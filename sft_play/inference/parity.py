@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from sft_play.data.questions import question_indices
 from sft_play.data.render import RenderError, render_prompt
 from sft_play.data.rows import Message
+from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.evaluation.generate import Generator

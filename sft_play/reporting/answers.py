@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sft_play.data.visible_text import make_visible
+from sft_play.data.rows import make_visible
 from sft_play.runs.folder import RunFolder
 
 ROWS_SHOWN = 8  # of the most improved, and of the most worsened

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sft_play.data.visible_text import make_visible
+from sft_play.data.rows import make_visible
 
 TEMPLATES = Path(__file__).parent / "templates"
 GIB = 2**30
