@@ -103,7 +103,7 @@ def good_result(**changed: Any) -> RunResult:
 
 def results(runs: dict[str, RunResult]) -> PlannerResults:
     machine = Machine("NVIDIA H200", "3.12", {"torch": "2.11"}, None, None)
-    return PlannerResults(Path("planner.json"), machine, runs)
+    return PlannerResults(machine=machine, runs=runs)
 
 
 def line_of(name: str, text: str) -> str:

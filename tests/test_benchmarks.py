@@ -315,7 +315,7 @@ def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_on
         trained_tokens=sum(step.trained for step in timed),
     )
     unjudged = Verdict(counts=False, why_not=[], off=None)
-    results = SpeedResults(tmp_path / "results.json", Machine("CPU", "", {}, None, None), {})
+    results = SpeedResults(machine=Machine("CPU", "", {}, None, None), path=tmp_path / "r.json")
     found = results.of(workload.name)
     found.arms["hf-best"] = ArmResult(run, unjudged, PeakShares(), 5, {}, None)
     found.reference = Reference("float32", {}, FALLING[:10])

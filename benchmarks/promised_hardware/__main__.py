@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.inputs import fixed_rows
-from benchmarks.machine import GIB, ROOT, Machine, repository_commit
+from benchmarks.machine import GIB, ROOT, repository_commit
 from benchmarks.planner.workloads import HELD_OUT_ROWS
 from benchmarks.processes import clean_environment, run_limited
 from benchmarks.promised_hardware.cases import CASES, Case
@@ -65,10 +65,7 @@ def main() -> None:
         return
     if not args.toy:
         check_gpus(cases)
-    machine = Machine.here(args.toy)
-    path = args.results or machine.results_path("promised")
-    results = PromisedResults.read(path) if path.exists() else PromisedResults(path, machine)
-    results.machine = machine
+    results = PromisedResults.on_this_machine(args.results, args.toy, "promised")
     for case in cases:
         run_case(case, results, folder, args)
     write_report(results, args.docs)

@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.machine import ROOT
@@ -135,7 +134,8 @@ def main() -> None:
         list_workloads()
         return
     if args.report:
-        write_report(SpeedResults.read(args.report), args.docs)
+        results = SpeedResults.read(args.report)
+        results.write_page(markdown(results), args.docs, draw)
         return
     # an exit kills the arm that runs; it would hold the GPU
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -152,7 +152,7 @@ def main() -> None:
     with busy_cores() if args.busy else nullcontext():
         for workload in choose_workloads(args):
             benchmark.run(workload, choose_arms(args, workload))
-    write_report(results, args.docs)
+    results.write_page(markdown(results), args.docs, draw)
 
 
 def list_workloads() -> None:
@@ -160,18 +160,6 @@ def list_workloads() -> None:
     for workload in WORKLOADS.values():
         arms = [arm.name for arm in ARMS.values() if runs_by_default(workload, arm)]
         print(f"{workload.name:<15} {' '.join(arms)}")
-
-
-def write_report(results: SpeedResults, folder: Path | None) -> None:
-    """Print the tables, and write them and the plot to `folder`, by default that of the results."""
-    table = markdown(results)
-    path = (folder or results.path.parent) / results.path.stem
-    path.with_suffix(".md").write_text(table, encoding="utf-8")
-    print(table)
-    if find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (requirements-bench.txt)", file=sys.stderr)
-        return
-    draw(results, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def markdown(results: SpeedResults) -> str:
         WITH_FLASH if machine.versions.get("flash-attn") else WITHOUT_FLASH,
     ]
     for name, workload in WORKLOADS.items():
-        if name in results.workloads:
-            lines += table(workload, results.workloads[name], machine)
+        if name in results.works:
+            lines += table(workload, results.works[name], machine)
     return "\n".join(lines) + "\n"
 
 
@@ -137,7 +137,7 @@ def draw(results: SpeedResults, path: Path) -> None:
 
     counting = {}
     for name in WORKLOADS:
-        arms = counting_arms(results.workloads.get(name))
+        arms = counting_arms(results.works.get(name))
         if arms:
             counting[name] = arms
     if not counting:

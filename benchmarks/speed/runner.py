@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import read_as, write_as
 from benchmarks.machine import ROOT, repository_commit
 from benchmarks.processes import clean_environment, failure_cause, run_limited
 from benchmarks.speed import ours
@@ -47,7 +48,6 @@ from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.flops import step_flops
 from sft_play.plan.model_shape import ModelShape
-from sft_play.runs.files import read_json
 
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
 
@@ -226,7 +226,7 @@ class Benchmark:
             started=time.time(),
             on_cpu=self.options.on_cpu,
         )
-        job.write(out / "job.json")
+        write_as(out / "job.json", job)
         launcher = []
         if ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -235,7 +235,7 @@ class Benchmark:
         environ = _with_repository(clean_environment(os.environ))
         status = run_limited(command, out / "log", seconds, out, environ)
         if job.out.exists():
-            return ArmRun.from_json(read_json(job.out))
+            return read_as(ArmRun, job.out)
         error = failure_cause(status, seconds, out / "log")
         return ArmRun("failed", job.started, error=error)
 
