@@ -18,18 +18,17 @@ import re
 import runpy
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import grid
 from benchmarks.inputs import TINY, fixed_rows
 from benchmarks.machine import GIB, ROOT, Machine, repository_commit
-from benchmarks.processes import clean_environment, last_words
+from benchmarks.processes import clean_environment, failure_cause, run_limited
 from benchmarks.speed.samples import make_model
 from benchmarks.speed.workloads import LLAMA_1B
 from sft_play.notebooks import code as codes
@@ -45,7 +44,6 @@ WARM_UP = 3  # steps that compile
 ACCUMULATION = 4  # micro-batches of a step on one GPU; half of it under torchrun
 DATA_ROWS = 96
 SAID_OF_GPUS = re.compile(r"GPU \d|Detected \d|Using device_map|Single GPU|Total across|Effective")
-SAMPLE_SECONDS = 0.2  # between two looks at the load of the GPUs
 MOST_OFF = 0.02  # of a loss in 16 bits
 
 
@@ -72,7 +70,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, int] = field(default_factory=dict)  # on each device
     peak_gib: dict[str, float] = field(default_factory=dict)  # reserved on each GPU
-    busy_percent: list[float] = field(default_factory=list)  # of each GPU, from start to end
+    busy_percent: list[float] = field(default_factory=list)  # of each GPU, while it trained
     printed: list[str] = field(default_factory=list)  # what it says of GPUs itself
     error: str | None = None
 
@@ -133,28 +131,21 @@ def train(run: Run, size: Size, out: Path, args: argparse.Namespace) -> None:
     """Run the notebook in one way, and read what it wrote, or why it failed."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    command = prepare(run, size, out)
-    environ = environment(run, args, os.environ)
-    end = time.monotonic() + args.seconds
-    loads: list[list[float]] = []
-    with (out / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=out, env=environ, stdout=log, stderr=log)
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(SAMPLE_SECONDS)
-            if not args.toy:
-                loads.append(gpu_loads(run.gpus))
-        process.kill()  # torchrun's processes end with it
-    run.busy_percent = [statistics.mean(each) for each in zip(*loads, strict=True)]
-    lines = (out / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-    run.printed = [line.strip() for line in lines if SAID_OF_GPUS.match(line.strip())]
-    if process.wait() != 0:
-        run.error = f"ended with {process.returncode}: {last_words(out / 'log')}"
+    log = out / "log"
+    command, environ = prepare(run, size, out), environment(run, args, os.environ)
+    status = run_limited(command, log, args.seconds, out, environ)
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if SAID_OF_GPUS.match(line.strip()):
+            run.printed.append(line.strip())
+    if status != 0:
+        run.error = failure_cause(status, args.seconds, log)
         return
     results = [json.loads(path.read_text()) for path in sorted(out.glob("result-*.json"))]
     timed = [result["step_seconds"][WARM_UP:] for result in results]
     run.step_seconds = statistics.median(map(max, zip(*timed, strict=True)))
     run.rows_per_step = results[0]["rows_per_step"]
     run.losses = results[0]["losses"]
+    run.busy_percent = results[0]["busy_percent"]
     for result in results:
         for device, weights in result["weights"].items():
             run.weights[device] = run.weights.get(device, 0) + weights
@@ -220,14 +211,6 @@ def environment(run: Run, args: argparse.Namespace, environ: Mapping[str, str]) 
     return found | {"CUDA_VISIBLE_DEVICES": ",".join(visible[: run.gpus])}
 
 
-def gpu_loads(count: int) -> list[float]:
-    """Return the load of the first visible GPUs in percent, as NVML has it."""
-    gpus = devices.detect("auto", os.environ).gpus[:count]
-    with devices.nvml_session() as nvml:
-        handles = [nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
-        return [float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) for handle in handles]
-
-
 def record(path: Path, folder: Path) -> None:
     """Run a notebook or its script here; each process writes what its trainer's steps took.
 
@@ -279,25 +262,19 @@ def find_faults(runs: list[Run], on_cpu: bool) -> list[str]:
 
 def table(runs: list[Run]) -> str:
     """Return the runs beside each other."""
-    lines = [
-        "| run | GPUs | processes | rows a step | seconds a step | GiB reserved | GPUs' load "
-        "| weights | losses |",
-        "| --- | --: | --: | --: | --: | --- | --- | --- | --- |",
-    ]
+    head = ["run", "GPUs", "processes", "rows a step", "seconds a step", "GiB reserved"]
+    head += ["GPUs' load", "weights", "losses"]
+    rows = []
     for run in runs:
-        cells = [
-            run.name,
-            str(run.gpus),
-            str(run.processes),
-            str(run.rows_per_step),
-            f"{run.step_seconds:.3f}",
+        figures = [str(figure) for figure in (run.gpus, run.processes, run.rows_per_step)]
+        words = [
             ", ".join(f"{device} {peak:.2f}" for device, peak in sorted(run.peak_gib.items())),
             ", ".join(f"{load:.0f}%" for load in run.busy_percent),
             ", ".join(f"{device} {count:,}" for device, count in sorted(run.weights.items())),
             " ".join(f"{loss:.3f}" for loss in run.losses),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([run.name, *figures, f"{run.step_seconds:.3f}", *words])
+    return grid(head, rows, ("run", *head[-4:]))
 
 
 if __name__ == "__main__":

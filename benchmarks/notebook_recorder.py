@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ class Recorder(TrainerCallback):
     def __init__(self) -> None:
         self.begun = 0.0
         self.step_seconds: list[float] = []
+        self.loads: list[list[int]] = []  # of the GPUs, in percent
 
     def on_step_begin(self, args, state, control, **found: Any) -> None:
         synchronize()
@@ -27,6 +29,8 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args, state, control, **found: Any) -> None:
         synchronize()
         self.step_seconds.append(time.perf_counter() - self.begun)
+        gpus = range(torch.cuda.device_count())
+        self.loads.append([torch.cuda.utilization(gpu) for gpu in gpus])
 
     def on_train_end(self, args, state, control, model=None, **found: Any) -> None:
         micro_batches = args.gradient_accumulation_steps * args.world_size
@@ -39,6 +43,7 @@ class Recorder(TrainerCallback):
             "losses": [log["loss"] for log in state.log_history if "loss" in log],
             "rows_per_step": args.train_batch_size * micro_batches,
             "weights": weights,
+            "busy_percent": [statistics.mean(each) for each in zip(*self.loads, strict=True)],
             "peak_bytes": {f"cuda:{gpu}": torch.cuda.max_memory_reserved(gpu) for gpu in gpus},
         }
         path = Path(os.environ["BENCHMARK_FOLDER"]) / f"result-{os.environ.get('RANK', 0)}.json"

@@ -285,17 +285,14 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
     results = json.loads((tmp_path / "toy.json").read_text())
     arms = results["works"]["toy-ragged"]["arms"]
     for name in ("hf-best", "ours-bnb"):
-        assert arms[name]["counts"], arms[name]["why_not"]
-        assert (
-            arms[name]["off"] < 1e-4
-        )  # float32 throughout: the same rows, the same adapters, the same steps
-        assert (
-            arms[name]["seconds"] > 0
-            and arms[name]["real_tokens"] == arms["hf-best"]["real_tokens"]
-        )
-    assert (
-        arms["unsloth-best"]["status"] == "failed" and "unsloth" in arms["unsloth-best"]["error"]
-    )  # told, not hidden
+        verdict, measured = arms[name]["verdict"], arms[name]["run"]["measured"]
+        assert verdict["counts"], verdict["why_not"]
+        # float32 throughout: the same rows, the same adapters, the same steps
+        assert verdict["off"] < 1e-4
+        assert measured["seconds"] > 0
+        assert measured["real_tokens"] == arms["hf-best"]["run"]["measured"]["real_tokens"]
+    failed = arms["unsloth-best"]["run"]
+    assert failed["status"] == "failed" and "unsloth" in failed["error"]  # told, not hidden
     table = markdown(SpeedResults.read(tmp_path / "toy.json"))
     assert table == (tmp_path / "toy.md").read_text()
     assert table.index("| unsloth-best |") > max(
@@ -331,7 +328,7 @@ def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) 
 
     def refer() -> dict[str, object]:
         # the second time read back from the file
-        results = SpeedResults.on_this_machine(path, on_cpu=True)
+        results = SpeedResults.on_this_machine(path, True, "speed")
         options = Options(seconds=300, on_cpu=True, steps=5, keep=True)
         Benchmark(results, tmp_path / "work", options).run(work, [])
         return json.loads(path.read_text())["works"][work.name]
