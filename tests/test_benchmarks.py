@@ -18,22 +18,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import smaller_gpus
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
-from benchmarks.machine import ROOT, Machine
+from benchmarks.machine import ROOT
 from benchmarks.processes import busy_cores, clean_environment, run_limited
 from benchmarks.speed import ours
 from benchmarks.speed.report import markdown
 from benchmarks.speed.results import (
-    ArmResult,
     ArmRun,
     Measurement,
-    PeakShares,
-    Reference,
     SpeedResults,
     TokenCount,
     Verdict,
 )
 from benchmarks.speed.runner import Benchmark, Options, number_of_steps
-from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
+from benchmarks.speed.samples import Inputs, Samples, make_inputs
 from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
@@ -298,27 +295,6 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
     assert table.index("| unsloth-best |") > max(
         table.index("| hf-best |"), table.index("| ours-bnb |")
     )
-
-
-def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_one(
-    tmp_path: Path,
-) -> None:
-    workload = WORKLOADS["toy-fixed"]
-    samples = Samples.read(make_inputs(workload, 5, tmp_path).samples)
-    timed = count_step_tokens(workload, samples, WARM_UP + 5)[WARM_UP:]
-    run = honest_run(
-        losses=logged([9.6, 8.6]),
-        real_tokens=5 * 4 * 64,
-        trained_tokens=sum(step.trained for step in timed),
-    )
-    unjudged = Verdict(counts=False, why_not=[], off=None)
-    results = SpeedResults(machine=Machine("CPU", "", {}, None, None), path=tmp_path / "r.json")
-    found = results.of(workload.name)
-    found.arms["hf-best"] = ArmResult(run, unjudged, PeakShares(), 5, {}, None)
-    found.reference = Reference("float32", {}, FALLING[:10])
-    options = Options(seconds=1, on_cpu=True, steps=5, keep=True, train_reference=False)
-    Benchmark(results, tmp_path, options).run(workload, [ARMS["hf-best"]])
-    assert found.arms["hf-best"].verdict == Verdict(True, [], pytest.approx(0))
 
 
 @pytest.mark.long

@@ -70,18 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--exact", action="store_true", help="ask for the trace's prediction, too")
     add("--toy", action="store_true", help="the tiny model, on the CPU")
     add("--keep", action="store_true", help="leave out what has a result that counts")
-    add("--list", action="store_true", help="list runs and sweeps")
     add("--report", type=Path, metavar="FILE", help="run nothing: tables of results that are there")
     add(
         "--folder",
         type=Path,
         default=ROOT / "outputs" / "benchmarks" / "planner",
         help="of models and rows; models take much room",
-    )
-    add(
-        "--runs",
-        type=Path,
-        help="folder of the runs, with the weights that they save (default runs in --folder)",
     )
     add(
         "--results",
@@ -98,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     unknown = [name for name in args.works if name not in WORKLOADS and name not in SWEEPS]
     if unknown:
-        parser.error(f"no work is called {', '.join(unknown)}; see --list")
+        parser.error(f"no work is called {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     return args
 
 
@@ -120,9 +114,6 @@ def choose_names(args: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Run what was asked for, one after the other, and write the tables."""
     args = parse_arguments()
-    if args.list:
-        print("\n".join([*WORKLOADS, *SWEEPS]))
-        return
     if args.report:
         results = PlannerResults.read(args.report)
         results.write_page(markdown(results), args.docs)
@@ -131,9 +122,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = PlannerResults.on_this_machine(args.results, args.toy, "planner")
     folder = args.folder.resolve()
-    runs = args.runs.resolve() if args.runs else folder / "runs"
     seconds = args.seconds or (CPU_SECONDS if args.toy else GPU_SECONDS)
-    place = Place(folder, runs, seconds, on_cpu=args.toy)
+    place = Place(folder, folder / "runs", seconds, on_cpu=args.toy)
     for name in choose_names(args):
         if args.keep and results.counts(name):
             continue

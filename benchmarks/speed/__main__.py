@@ -52,16 +52,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--toy", action="store_true", help="the tiny model, on the CPU")
     add(
-        "--references",
-        action="store_true",
-        help="train references alone: they are not timed, so several may run at once",
-    )
-    add(
-        "--unjudged",
-        action="store_true",
-        help="train no reference: without one that is there already, no speed counts",
-    )
-    add(
         "--busy",
         action="store_true",
         help="keep every core busy with other processes; results go to speed-busy-CARD.json",
@@ -120,8 +110,6 @@ def choose_workloads(args: argparse.Namespace) -> list[Workload]:
 
 def choose_arms(args: argparse.Namespace, workload: Workload) -> list[Arm]:
     """Return the arms that are named, else those that run on the workload by default."""
-    if args.references:
-        return []
     if args.arms:
         return [arm for arm in ARMS.values() if arm.name in args.arms]
     return [arm for arm in ARMS.values() if runs_by_default(workload, arm)]
@@ -146,7 +134,6 @@ def main() -> None:
         on_cpu=args.toy,
         steps=args.steps,
         keep=args.keep,
-        train_reference=not args.unjudged,
     )
     benchmark = Benchmark(results, args.folder.resolve(), options)
     with busy_cores() if args.busy else nullcontext():

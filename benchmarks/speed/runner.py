@@ -28,14 +28,12 @@ from benchmarks.speed.results import (
     PeakShares,
     Reference,
     SpeedResults,
-    TokenCount,
     Verdict,
 )
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import COMPARED_STEPS, check_run
 from benchmarks.speed.workloads import (
     ALONE,
-    ARMS,
     LORA_RANK,
     WARM_UP,
     Arm,
@@ -73,7 +71,6 @@ class Options:
     on_cpu: bool = False
     steps: int = 0  # that are timed; 0: as the workload says
     keep: bool = False  # arms whose results count already are left out
-    train_reference: bool = True  # unless the results have it
     launch: Launch = ALONE
 
 
@@ -91,10 +88,8 @@ class Benchmark:
         inputs = make_inputs(workload, steps, self.folder)
         samples = Samples.read(inputs.samples)
         tokens = count_step_tokens(workload, samples, WARM_UP + steps)
-        if self.options.train_reference:
-            self.ensure_reference(workload, inputs, steps)
+        self.ensure_reference(workload, inputs, steps)
         found = self.results.of(workload.name)
-        self.check_again(workload, steps, tokens)
         for arm in arms:
             known = found.arms.get(arm.name)
             if self.options.keep and known and known.verdict.counts:
@@ -115,15 +110,6 @@ class Benchmark:
         """Return the loss of each step of the reference, [] where there is none."""
         reference = self.results.of(workload.name).reference
         return reference.losses if reference else []
-
-    def check_again(self, workload: Workload, steps: int, tokens: list[TokenCount]) -> None:
-        """Check the results of arms that may have been measured before there was a reference."""
-        losses = self.reference_losses(workload)
-        arms = self.results.of(workload.name).arms
-        for name, result in arms.items():
-            if result.timed_steps == steps:
-                verdict = check_run(workload, ARMS[name], result.run, losses, tokens)
-                arms[name] = dataclasses.replace(result, verdict=verdict)
 
     def ensure_reference(self, workload: Workload, inputs: Inputs, steps: int) -> None:
         """Train the reference and keep its losses, unless the results have the same one."""
