@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.inputs import fixed_rows
-from benchmarks.machine import GIB
-from benchmarks.merging import run_make
+from benchmarks.machine import GIB, ROOT
 from sft_play.runs import metrics
 
 INPUTS = Path(__file__).with_name("inputs.py")
@@ -34,6 +33,15 @@ def write_rows(folder: Path, steps: int) -> None:
     """Write rows to train on, and a few that are held out."""
     fixed_rows(folder / "train.jsonl", TOKENS, steps * ROWS_PER_STEP)
     fixed_rows(folder / "held.jsonl", TOKENS, HELD_OUT_ROWS, seed=1)
+
+
+def run_make(target: str, variables: dict[str, object], log: Path) -> None:
+    """Run a make target. Exits with the end of its log where it fails."""
+    words = [f"{name}={value}" for name, value in variables.items()]
+    with log.open("wb") as file:
+        done = subprocess.run(["make", target, *words], cwd=ROOT, stdout=file, stderr=file)
+    if done.returncode:
+        sys.exit(f"make {target}: {log.read_text()[-3000:]}")
 
 
 def measure(shape: str, as_published: bool, steps: int, folder: Path) -> dict[str, object]:

@@ -3,11 +3,10 @@
 python -m benchmarks.notebook                    two GPUs, Unsloth where it is installed
 python -m benchmarks.notebook --toy              the tiny model, a stand-in for Unsloth, the CPU
 
-Three runs train on the same rows a step: the notebook on one GPU; what `make convert-notebook`
-makes of it, one process whose model is split over two GPUs; and the script of it under torchrun, a
-process a GPU. They load side by side and are timed one after the other. The model is Llama 1B's
-shape with random weights. Printed are the seconds of a step, memory and load of each GPU, and
-losses; the time that a run prints itself has its waiting in it.
+Three runs train on the same rows a step, one after the other: the notebook on one GPU; what
+`make convert-notebook` makes of it, one process whose model is split over two GPUs; and the script
+of it under torchrun, a process a GPU. The model is Llama 1B's shape with random weights. Printed
+are the seconds of a step, memory and load of each GPU, and losses.
 """
 
 from __future__ import annotations
@@ -16,24 +15,23 @@ import argparse
 import json
 import os
 import re
+import runpy
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import grid
 from benchmarks.inputs import TINY, fixed_rows
 from benchmarks.machine import GIB, ROOT, Machine, repository_commit
-from benchmarks.notebook_run import WARM_UP
-from benchmarks.processes import clean_environment, last_words
+from benchmarks.processes import clean_environment, failure_cause, run_limited
 from benchmarks.speed.samples import make_model
 from benchmarks.speed.workloads import LLAMA_1B
+from sft_play.notebooks import code as codes
 from sft_play.notebooks import document as documents
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.script import export
@@ -42,10 +40,10 @@ from sft_play.runs.files import write_json
 
 NOTEBOOK = ROOT / "tests" / "notebooks" / "tiny.ipynb"
 STAND_INS = ROOT / "tests" / "stand_ins"
+WARM_UP = 3  # steps that compile
 ACCUMULATION = 4  # micro-batches of a step on one GPU; half of it under torchrun
 DATA_ROWS = 96
 SAID_OF_GPUS = re.compile(r"GPU \d|Detected \d|Using device_map|Single GPU|Total across|Effective")
-SAMPLE_SECONDS = 0.2  # between two looks at the load of the GPUs
 MOST_OFF = 0.02  # of a loss in 16 bits
 
 
@@ -73,19 +71,16 @@ class Run:
     weights: dict[str, int] = field(default_factory=dict)  # on each device
     peak_gib: dict[str, float] = field(default_factory=dict)  # reserved on each GPU
     busy_percent: list[float] = field(default_factory=list)  # of each GPU, while it trained
-    program: str = ""
     printed: list[str] = field(default_factory=list)  # what it says of GPUs itself
     error: str | None = None
-
-
-class RunFailed(Exception):
-    """A run ended before it had trained, or took too long."""
 
 
 def main() -> None:
     """Run the notebook in its three ways, and print them beside each other."""
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if args.record:
+        record(*args.record)
+        return
     gpus = () if args.toy else devices.detect("auto", os.environ).gpus
     if not args.toy and len(gpus) < 2:
         sys.exit(
@@ -97,19 +92,16 @@ def main() -> None:
     if not args.toy:
         size = Size(make_model(LLAMA_1B, folder), 800, 1024, 8, args.steps)
     runs = [Run("notebook", 1, 1), Run("split", 2, 1), Run("script", 2, 2)]
-    began = time.monotonic()
-    run_all(runs, size, folder, args, [gpu.uuid for gpu in gpus[:2]])
-    print(table(runs))
     for run in runs:
-        print("\n".join([f"\n{run.name} prints:", *run.printed]))
+        train(run, size, folder / "runs" / run.name, args)
+        print("\n".join([f"{run.name} prints:", *run.printed, ""]))
+    print(table(runs))
     faults = find_faults(runs, on_cpu=args.toy)
     print("\n".join(["", *faults]) if faults else "\nall as it should be")
     machine = Machine.here(args.toy)
     found = {"machine": asdict(machine), "commit": repository_commit(), "faults": faults}
-    found["runs"] = [asdict(run) for run in runs]
     path = args.results or machine.results_path("notebook")
-    write_json(path, found)
-    print(f"{time.monotonic() - began:.0f} s; {path}")
+    write_json(path, found | {"runs": [asdict(run) for run in runs]})
     sys.exit(1 if faults else 0)
 
 
@@ -124,9 +116,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--toy", action="store_true", help="the tiny model on the CPU")
     add("--stand-in", action="store_true", help="for Unsloth, also where that is installed")
     add("--steps", type=int, default=12)
-    add("--seconds", type=float, default=150, help="limit of all runs together")
+    add("--seconds", type=float, default=150, help="limit of one run")
     add("--folder", type=Path, default=ROOT / "outputs" / "benchmarks" / "notebook")
     add("--results", type=Path, help="default benchmarks/results/notebook-CARD.json")
+    add("--record", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARM_UP:
         parser.error(f"--steps {args.steps}: write more than the {WARM_UP} that compile")
@@ -134,39 +127,30 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def run_all(
-    runs: list[Run], size: Size, folder: Path, args: argparse.Namespace, uuids: list[str]
-) -> None:
-    """Start all runs; let each train when those before it have."""
-    end = time.monotonic() + args.seconds
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        for run in runs:
-            out = folder / "runs" / run.name
-            shutil.rmtree(out, ignore_errors=True)
-            out.mkdir(parents=True)
-            command = prepare(run, size, out)
-            environ = environment(run, args, os.environ)
-            with (out / "log").open("wb") as log:
-                processes[run.name] = subprocess.Popen(
-                    command,
-                    cwd=out,
-                    env=environ,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        for run in runs:
-            time_steps(run, folder / "runs" / run.name, processes[run.name], end, uuids)
-        for run in runs:
-            (folder / "runs" / run.name / "end").touch()
-        for run in runs:
-            finish(run, folder / "runs" / run.name, processes[run.name], end)
-    finally:
-        for process in processes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def train(run: Run, size: Size, out: Path, args: argparse.Namespace) -> None:
+    """Run the notebook in one way, and read what it wrote, or why it failed."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    log = out / "log"
+    command, environ = prepare(run, size, out), environment(run, args, os.environ)
+    status = run_limited(command, log, args.seconds, out, environ)
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if SAID_OF_GPUS.match(line.strip()):
+            run.printed.append(line.strip())
+    if status != 0:
+        run.error = failure_cause(status, args.seconds, log)
+        return
+    results = [json.loads(path.read_text()) for path in sorted(out.glob("result-*.json"))]
+    timed = [result["step_seconds"][WARM_UP:] for result in results]
+    run.step_seconds = statistics.median(map(max, zip(*timed, strict=True)))
+    run.rows_per_step = results[0]["rows_per_step"]
+    run.losses = results[0]["losses"]
+    run.busy_percent = results[0]["busy_percent"]
+    for result in results:
+        for device, weights in result["weights"].items():
+            run.weights[device] = run.weights.get(device, 0) + weights
+        for device, peak in result["peak_bytes"].items():
+            run.peak_gib[device] = max(run.peak_gib.get(device, 0.0), peak / GIB)
 
 
 def prepare(run: Run, size: Size, out: Path) -> list[str]:
@@ -180,7 +164,7 @@ def prepare(run: Run, size: Size, out: Path) -> list[str]:
             file.write(json.dumps({"messages": turns}) + "\n")
     path = out / "notebook.ipynb"
     path.write_text(notebook_text(size, ACCUMULATION // run.processes), encoding="utf-8")
-    module = ["-m", "benchmarks.notebook_run"]
+    launcher = []
     if run.name == "split":
         path.write_text(convert(documents.read(path)).text, encoding="utf-8")
     if run.processes > 1:
@@ -188,8 +172,9 @@ def prepare(run: Run, size: Size, out: Path) -> list[str]:
         path = out / "train.py"
         path.write_text(text, encoding="utf-8")
         torchrun = ["torch.distributed.run", "--standalone"]
-        module = ["-m", *torchrun, f"--nproc_per_node={run.processes}", *module]
-    return [sys.executable, *module, str(path), str(out)]
+        launcher = ["-m", *torchrun, f"--nproc_per_node={run.processes}"]
+    module = ["-m", "benchmarks.notebook", "--record", str(path), str(out)]
+    return [sys.executable, *launcher, *module]
 
 
 def notebook_text(size: Size, accumulation: int) -> str:
@@ -213,106 +198,40 @@ def notebook_text(size: Size, accumulation: int) -> str:
 
 def environment(run: Run, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a run: which GPUs it sees, and which Unsloth."""
-    paths = [str(ROOT)]
-    if args.stand_in:
-        paths.insert(0, str(STAND_INS))
-    if environ.get("PYTHONPATH"):
-        paths.append(environ["PYTHONPATH"])
-    found = clean_environment(environ)
-    found |= {
-        "PYTHONPATH": os.pathsep.join(paths),
+    paths = [str(STAND_INS)] if args.stand_in else []
+    found = clean_environment(environ) | {
+        "PYTHONPATH": os.pathsep.join([*paths, str(ROOT), environ.get("PYTHONPATH", "")]),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if args.toy:
-        found["OMP_NUM_THREADS"] = "1"
-    else:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(visible(environ)[: run.gpus])
-    return found
+        return found | {"OMP_NUM_THREADS": "1"}
+    visible = (environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    return found | {"CUDA_VISIBLE_DEVICES": ",".join(visible[: run.gpus])}
 
 
-def visible(environ: Mapping[str, str]) -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES, 0 and 1 where it is not set."""
-    entries = environ.get("CUDA_VISIBLE_DEVICES")
-    return entries.split(",") if entries else ["0", "1"]
+def record(path: Path, folder: Path) -> None:
+    """Run a notebook or its script here; each process writes what its trainer's steps took.
 
-
-def time_steps(
-    run: Run, out: Path, process: subprocess.Popen[bytes], end: float, uuids: list[str]
-) -> None:
-    """Let a run train on from its warm-up, and read what it wrote, or why it failed."""
-    ranks = range(run.processes)
-    try:
-        wait([out / f"ready-{rank}" for rank in ranks], process, end, out)
-        (out / "go").touch()
-        load = wait([out / f"result-{rank}.json" for rank in ranks], process, end, out, uuids)
-    except RunFailed as error:
-        run.error = str(error)
-        return
-    read_results(run, [json.loads((out / f"result-{rank}.json").read_text()) for rank in ranks])
-    run.busy_percent = load
-
-
-def finish(run: Run, out: Path, process: subprocess.Popen[bytes], end: float) -> None:
-    """Wait until a run has answered and saved, and read what it printed of GPUs."""
-    if run.error is None:
-        try:
-            code = process.wait(max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            run.error = f"trained, and did not end: {last_words(out / 'log')}"
-        else:
-            run.error = (
-                f"trained, and ended with {code}: {last_words(out / 'log')}" if code else None
-            )
-    for line in (out / "log").read_text(encoding="utf-8", errors="replace").splitlines():
-        if SAID_OF_GPUS.match(line.strip()):
-            run.printed.append(line.strip())
-
-
-def wait(
-    files: list[Path],
-    process: subprocess.Popen[bytes],
-    end: float,
-    out: Path,
-    uuids: list[str] | None = None,
-) -> list[float]:
-    """Wait for files, and return the mean load of the GPUs in percent meanwhile.
-
-    Raises: RunFailed where the process ends before, or the time is up.
+    Unsloth is imported before transformers, as a notebook does.
     """
-    samples: list[list[float]] = []
-    while not all(file.exists() for file in files):
-        if process.poll() is not None:
-            raise RunFailed(f"ended with {process.returncode}: {last_words(out / 'log')}")
-        if time.monotonic() > end:
-            raise RunFailed(f"was not done in time: {last_words(out / 'log')}")
-        if uuids:
-            samples.append(busy(uuids))
-        time.sleep(SAMPLE_SECONDS)
-    return [statistics.mean(values) for values in zip(*samples, strict=True)]
+    import unsloth  # noqa: F401
+    from transformers import trainer
 
+    from benchmarks.notebook_recorder import Recorder
 
-def busy(uuids: list[str]) -> list[float]:
-    """Return the load of GPUs in percent, as NVML has it."""
-    with devices.nvml_session() as nvml:
-        handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        return [float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) for handle in handles]
-
-
-def read_results(run: Run, results: list[dict[str, Any]]) -> None:
-    """Take over what the processes of a run wrote."""
-    first = results[0]
-    timed = [result["step_seconds"][WARM_UP:] for result in results]
-    run.step_seconds = statistics.median(map(max, zip(*timed, strict=True)))
-    run.rows_per_step = first["rows_per_step"]
-    run.losses = first["losses"]
-    run.program = first["program"]
-    for result in results:
-        for device, weights in result["weights"].items():
-            run.weights[device] = run.weights.get(device, 0) + weights
-        for device, peak in result["peak_bytes"].items():
-            run.peak_gib[device] = max(run.peak_gib.get(device, 0.0), peak / GIB)
+    trainer.DEFAULT_CALLBACKS.append(Recorder)
+    os.environ["BENCHMARK_FOLDER"] = str(folder)
+    sys.path.insert(0, "")
+    if path.suffix == ".py":
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    for cell in documents.read(path).cells:
+        if cell.kind == "code":
+            code = codes.parse(cell.number, cell.source)
+            exec(compile("\n".join(code.lines), f"cell {cell.number}", "exec"), variables)
 
 
 def find_faults(runs: list[Run], on_cpu: bool) -> list[str]:
@@ -343,29 +262,19 @@ def find_faults(runs: list[Run], on_cpu: bool) -> list[str]:
 
 def table(runs: list[Run]) -> str:
     """Return the runs beside each other."""
-    lines = [
-        "| run | GPUs | processes | rows a step | seconds a step | times as fast "
-        "| GiB reserved | GPUs' load | weights | losses |",
-        "| --- | --: | --: | --: | --: | --: | --- | --- | --- | --- |",
-    ]
+    head = ["run", "GPUs", "processes", "rows a step", "seconds a step", "GiB reserved"]
+    head += ["GPUs' load", "weights", "losses"]
+    rows = []
     for run in runs:
-        if not run.losses:
-            lines.append(f"| {run.name} | {run.gpus} | {run.processes} |" + " - |" * 7)
-            continue
-        cells = [
-            f"{run.name} ({run.program})",
-            str(run.gpus),
-            str(run.processes),
-            str(run.rows_per_step),
-            f"{run.step_seconds:.3f}",
-            f"{runs[0].step_seconds / run.step_seconds:.2f}" if runs[0].losses else "-",
+        figures = [str(figure) for figure in (run.gpus, run.processes, run.rows_per_step)]
+        words = [
             ", ".join(f"{device} {peak:.2f}" for device, peak in sorted(run.peak_gib.items())),
             ", ".join(f"{load:.0f}%" for load in run.busy_percent),
             ", ".join(f"{device} {count:,}" for device, count in sorted(run.weights.items())),
             " ".join(f"{loss:.3f}" for loss in run.losses),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([run.name, *figures, f"{run.step_seconds:.3f}", *words])
+    return grid(head, rows, ("run", *head[-4:]))
 
 
 if __name__ == "__main__":

@@ -289,8 +289,7 @@ def build_trainer() -> Callable:
     """A function that returns the trainer of a planned run as the worker builds it, and its data."""
     import torch
 
-    from sft_play.data.assemble import assemble
-    from sft_play.data.data_facts import DataFacts
+    from sft_play.data.assemble import DataFacts, assemble
     from sft_play.data.tokenizer import load_tokenizer
     from sft_play.models.load import load_model
     from sft_play.plan.run_plan import PlannedRun

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger
+from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger, Tally
 from sft_play.data.preview import (
     PreviewDocument,
     PreviewSequence,
@@ -58,15 +58,8 @@ def shown(
 
 
 TRAIN = SplitLedger(
-    rows_in=1,
-    rows_used=1,
-    samples=1,
-    tokens=2,
-    trained_tokens=1,
-    lost_trained_tokens=0,
+    Tally(rows_in=1, rows_used=1, samples=1, tokens=2, trained_tokens=1),
     lost_fraction=0.0,
-    dropped={},
-    shortened={},
     lengths=LengthPercentiles(2, 2, 2, max=2),
     duplicates=EqualRows(0, 0),
     sources=(),

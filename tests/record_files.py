@@ -4,13 +4,18 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sft_play.data.rows import Row
+from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_formats import RowFormat
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
+from sft_play.data.rows import BadRow, Row
 
 Records = list[dict[str, Any]]
 LINE = b'{"question": "q", "answer": "a"}\n'
@@ -150,3 +155,31 @@ def parquet_of(**columns: Any) -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table(columns), sink)
     return sink.getvalue()
+
+
+def read_rows(
+    path: Path, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
+) -> list[Row]:
+    """Return all rows of a file that fits into memory. Raises DataError."""
+    row_format = detect_format(path, columns or {})
+    rows: list[Row] = []
+    bad: list[BadRow] = []
+    for chunk in read_chunks(path):
+        for row in parse_rows(chunk, row_format, SystemPrompt(system_prompt)):
+            if isinstance(row, BadRow):
+                bad.append(row)
+            else:
+                rows.append(row)
+    refuse_bad_rows(bad, len(rows) + len(bad))
+    return rows
+
+
+def parse_rows(
+    chunk: Chunk, row_format: RowFormat, system_prompt: SystemPrompt | None = None
+) -> Iterator[Row | BadRow]:
+    """Yield the rows of a chunk; if a record has none, why."""
+    for rows in parse_record_rows(chunk, row_format, system_prompt or SystemPrompt()):
+        if isinstance(rows, BadRow):
+            yield rows
+        else:
+            yield from rows

@@ -103,7 +103,7 @@ def good_result(**changed: Any) -> RunResult:
 
 def results(runs: dict[str, RunResult]) -> PlannerResults:
     machine = Machine("NVIDIA H200", "3.12", {"torch": "2.11"}, None, None)
-    return PlannerResults(Path("planner.json"), machine, runs)
+    return PlannerResults(machine=machine, runs=runs)
 
 
 def line_of(name: str, text: str) -> str:
@@ -421,7 +421,7 @@ def bench(folder: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_the_tiny_model_is_planned_run_and_read_and_what_counts_is_kept(tmp_path: Path) -> None:
-    found = bench(tmp_path, "--works", "toy-lora", "toy-refused")["works"]
+    found = bench(tmp_path, "--works", "toy-lora", "toy-refused")["runs"]
     lora, refused = found["toy-lora"], found["toy-refused"]
     assert not lora["why_not"] and not refused["why_not"], (lora["why_not"], refused["why_not"])
     assert lora["steps"] == 4 and lora["measured"]["tokens_per_second"] > 0
@@ -430,10 +430,10 @@ def test_the_tiny_model_is_planned_run_and_read_and_what_counts_is_kept(tmp_path
 
     path = tmp_path / "planner-cpu.json"
     there = json.loads(path.read_text())
-    there["works"]["toy-lora"]["wall_seconds"] = -1.0  # a mark: what is measured again loses it
-    there["works"]["toy-refused"] |= {"wall_seconds": -1.0, "why_not": ["it was cut off"]}
+    there["runs"]["toy-lora"]["wall_seconds"] = -1.0  # a mark: what is measured again loses it
+    there["runs"]["toy-refused"] |= {"wall_seconds": -1.0, "why_not": ["it was cut off"]}
     path.write_text(json.dumps(there))
-    kept = bench(tmp_path, "--works", "toy-lora", "toy-refused", "--keep")["works"]
+    kept = bench(tmp_path, "--works", "toy-lora", "toy-refused", "--keep")["runs"]
     assert kept["toy-lora"]["wall_seconds"] == -1.0
     assert kept["toy-refused"]["wall_seconds"] > 0 and not kept["toy-refused"]["why_not"]
 

@@ -142,7 +142,7 @@ def trained(**changed) -> Trained:
 
 def test_the_page_has_what_was_measured_beside_what_was_promised(tmp_path: Path) -> None:
     path = tmp_path / "promised-h200.json"
-    results = PromisedResults(path, Machine("NVIDIA H200", "3.12", {}, None, None))
+    results = PromisedResults(machine=Machine("NVIDIA H200", "3.12", {}, None, None), path=path)
     results.add(Outcome(QWEN.name, 2, "make a", "done", 60, 12, trained=trained()))
     results.add(Outcome(LORA.name, 2, "make b", "done", 60, 12, trained=trained(strategy="fsdp")))
     results.add(Outcome(LORA.name, 1, "make c", "refused", 9, 12, exit_class=15, cause=REFUSED))

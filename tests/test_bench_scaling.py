@@ -1,6 +1,7 @@
 """benchmarks.scaling: which cases are compared with which, and what the tables say."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ sys.path.insert(0, str(PROJECT_ROOT))
 from benchmarks.machine import Machine
 from benchmarks.scaling.__main__ import choose_cases, every_loss, parse_arguments, powers_of_two
 from benchmarks.scaling.report import markdown
-from benchmarks.scaling.results import Case, ScalingResults
+from benchmarks.scaling.results import Case, CaseResult, ScalingResults
 from benchmarks.speed.ours import LoggedStep, _seconds_between, make_command
 from benchmarks.speed.results import ArmResult, ArmRun, Measurement, PeakShares, Verdict
 from benchmarks.speed.samples import Inputs
@@ -49,13 +50,15 @@ def measured(speed: float, why_not: tuple[str, ...] = ()) -> ArmResult:
 
 
 def results(path: Path, found: dict[Case, ArmResult]) -> ScalingResults:
-    return ScalingResults(path, Machine("NVIDIA H200", "3.12", {}, 1.0, 1.0), 2, found)
+    machine = Machine("NVIDIA H200", "3.12", {}, 1.0, 1.0)
+    cases = [CaseResult(case, result) for case, result in found.items()]
+    return ScalingResults(machine=machine, path=path, gpus=2, cases=cases)
 
 
 def test_a_speed_up_is_over_one_gpu_with_its_own_rows_and_a_loss_is_compared_on_the_same() -> None:
     assert (WEAK.baseline, WEAK.reference) == (ONE, ONE_WITH_TWICE)
     assert (STRONG.baseline, STRONG.reference) == (ONE, ONE)
-    peer = WEAK._replace(arm="unsloth-best")
+    peer = replace(WEAK, arm="unsloth-best")
     assert peer.baseline.arm == "unsloth-best"
     assert peer.reference.arm == "ours-bnb"
     assert find_workload(WEAK.workload_name).rows_per_step == 2 * WORKLOADS[WORK].rows_per_step

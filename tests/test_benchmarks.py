@@ -16,28 +16,26 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from record_files import read_rows
+
 from benchmarks import smaller_gpus
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
-from benchmarks.machine import ROOT, Machine
+from benchmarks.machine import ROOT
 from benchmarks.processes import busy_cores, clean_environment, run_limited
 from benchmarks.speed import ours
 from benchmarks.speed.report import markdown
 from benchmarks.speed.results import (
-    ArmResult,
     ArmRun,
     Measurement,
-    PeakShares,
-    Reference,
     SpeedResults,
     TokenCount,
     Verdict,
 )
 from benchmarks.speed.runner import Benchmark, Options, number_of_steps
-from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
+from benchmarks.speed.samples import Inputs, Samples, make_inputs
 from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
-from sft_play.data.row_detection import read_rows
 from sft_play.runs.report import LoggedLoss
 
 
@@ -285,43 +283,19 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
     results = json.loads((tmp_path / "toy.json").read_text())
     arms = results["works"]["toy-ragged"]["arms"]
     for name in ("hf-best", "ours-bnb"):
-        assert arms[name]["counts"], arms[name]["why_not"]
-        assert (
-            arms[name]["off"] < 1e-4
-        )  # float32 throughout: the same rows, the same adapters, the same steps
-        assert (
-            arms[name]["seconds"] > 0
-            and arms[name]["real_tokens"] == arms["hf-best"]["real_tokens"]
-        )
-    assert (
-        arms["unsloth-best"]["status"] == "failed" and "unsloth" in arms["unsloth-best"]["error"]
-    )  # told, not hidden
+        verdict, measured = arms[name]["verdict"], arms[name]["run"]["measured"]
+        assert verdict["counts"], verdict["why_not"]
+        # float32 throughout: the same rows, the same adapters, the same steps
+        assert verdict["off"] < 1e-4
+        assert measured["seconds"] > 0
+        assert measured["real_tokens"] == arms["hf-best"]["run"]["measured"]["real_tokens"]
+    failed = arms["unsloth-best"]["run"]
+    assert failed["status"] == "failed" and "unsloth" in failed["error"]  # told, not hidden
     table = markdown(SpeedResults.read(tmp_path / "toy.json"))
     assert table == (tmp_path / "toy.md").read_text()
     assert table.index("| unsloth-best |") > max(
         table.index("| hf-best |"), table.index("| ours-bnb |")
     )
-
-
-def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_one(
-    tmp_path: Path,
-) -> None:
-    workload = WORKLOADS["toy-fixed"]
-    samples = Samples.read(make_inputs(workload, 5, tmp_path).samples)
-    timed = count_step_tokens(workload, samples, WARM_UP + 5)[WARM_UP:]
-    run = honest_run(
-        losses=logged([9.6, 8.6]),
-        real_tokens=5 * 4 * 64,
-        trained_tokens=sum(step.trained for step in timed),
-    )
-    unjudged = Verdict(counts=False, why_not=[], off=None)
-    results = SpeedResults(tmp_path / "results.json", Machine("CPU", "", {}, None, None), {})
-    found = results.of(workload.name)
-    found.arms["hf-best"] = ArmResult(run, unjudged, PeakShares(), 5, {}, None)
-    found.reference = Reference("float32", {}, FALLING[:10])
-    options = Options(seconds=1, on_cpu=True, steps=5, keep=True, train_reference=False)
-    Benchmark(results, tmp_path, options).run(workload, [ARMS["hf-best"]])
-    assert found.arms["hf-best"].verdict == Verdict(True, [], pytest.approx(0))
 
 
 @pytest.mark.long
@@ -331,7 +305,7 @@ def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) 
 
     def refer() -> dict[str, object]:
         # the second time read back from the file
-        results = SpeedResults.on_this_machine(path, on_cpu=True)
+        results = SpeedResults.on_this_machine(path, True, "speed")
         options = Options(seconds=300, on_cpu=True, steps=5, keep=True)
         Benchmark(results, tmp_path / "work", options).run(work, [])
         return json.loads(path.read_text())["works"][work.name]

@@ -14,6 +14,8 @@ from record_files import (
     WRITERS,
     bad_text,
     parquet_of,
+    parse_rows,
+    read_rows,
     to_arrow_file,
     to_arrow_stream,
     to_parquet,
@@ -21,10 +23,9 @@ from record_files import (
     zstd,
 )
 
-from sft_play.data import csv_files, files
+from sft_play.data import tables, text_files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.row_detection import detect_format, read_rows
-from sft_play.data.row_parsing import parse_rows
+from sft_play.data.row_detection import detect_format
 from sft_play.data.rows import BadRow, UnreadableRecord
 from sft_play.errors import DataError, ExitClass
 
@@ -213,7 +214,7 @@ def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -
 def test_a_line_without_end_is_refused_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b" " + b"x" * (2 << 20))
     with pytest.raises(
         DataError, match=r"a.jsonl:2: a line of more than 1 MiB; rows are one JSON object a line"
@@ -224,7 +225,7 @@ def test_a_line_without_end_is_refused_before_memory_is_full(
 def test_a_quote_without_end_is_refused_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv_files, "MAX_FIELD_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(tables, "MAX_FIELD_CHARACTERS", 1 << 20)
     (tmp_path / "a.csv").write_bytes(b'question,answer\nq,a\n"q,a\n' + b"q,a\n" * (1 << 20))
     with pytest.raises(DataError, match=r"a.csv:3: a quote is opened in this row and never closed"):
         read_rows(tmp_path / "a.csv")

@@ -9,8 +9,8 @@ from families import tokenizer
 from renderings import CHATML
 
 from sft_play.config.schema import Config
-from sft_play.data.account import DataAccount
-from sft_play.data.bad_rows import BadRows, refuse_bad_rows
+from sft_play.data.files import BadRows, refuse_bad_rows
+from sft_play.data.ledger import DataAccount
 from sft_play.data.rows import BadRow
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources
@@ -49,9 +49,10 @@ def test_a_template_that_refuses_every_row_is_named_with_what_to_type() -> None:
 
 
 def test_causes_are_counted_over_chunks() -> None:
-    bad = BadRows(rows_read=20)
+    bad = BadRows()
     for chunk in range(2):
-        bad.add(BadRow(f"a:{chunk}{n}", f"messages[{n}].content is empty", "") for n in range(10))
+        for n in range(10):
+            bad.add(BadRow(f"a:{chunk}{n}", f"messages[{n}].content is empty", ""))
     assert (bad.total, dict(bad.causes)) == (20, {"messages[_].content is empty": 20})
     assert len(bad.first) == 5
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.data import balance
-from sft_play.data.balance import deal, pack_for_ranks, pack_shortest, slowest_cost
+from sft_play.data import packing
 from sft_play.data.order import StepSampler, fullest_step
+from sft_play.data.packing import deal, pack_for_ranks, pack_shortest, slowest_cost
 from sft_play.plan.flops import pair_cost, step_flops
 from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import load_shape
@@ -176,5 +176,5 @@ def test_sequences_are_as_short_as_the_number_of_them_allows() -> None:
 
 
 def test_the_examples_in_the_docstrings_run() -> None:
-    found = doctest.testmod(balance)
+    found = doctest.testmod(packing)
     assert found.attempted >= 2 and found.failed == 0

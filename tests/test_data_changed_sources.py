@@ -5,8 +5,7 @@ import contextlib
 import pytest
 
 from sft_play.config.schema import Config
-from sft_play.data.changed_sources import changed_sources
-from sft_play.data.sources import digest_source, find_source, source_sections
+from sft_play.data.sources import changed_sources, digest_source, find_source, source_sections
 from sft_play.errors import DataError
 
 

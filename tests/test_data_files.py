@@ -6,11 +6,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from record_files import GOLDEN, LINE, WRITERS, to_jsonl, to_table, without_origin
+from record_files import GOLDEN, LINE, WRITERS, read_rows, to_jsonl, to_table, without_origin
 
 from sft_play.data import files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.row_detection import detect_format, read_rows
+from sft_play.data.row_detection import detect_format
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -1,4 +1,4 @@
-"""sft_play.data.hub: data sets fetched from a local server that speaks the hub's protocol."""
+"""sft_play.data.sources: data sets fetched from a local server that speaks the hub's protocol."""
 
 import io
 import json
@@ -13,8 +13,7 @@ from urllib.parse import parse_qs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from sft_play.data.row_detection import read_rows
+from record_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = "a" * 40

@@ -1,4 +1,4 @@
-"""sft_play.data.length: what is left of samples over the limit, and what is lost."""
+"""sft_play.data.chunk_tokenizer: what is left of samples over the limit, and what is lost."""
 
 import random
 
@@ -6,8 +6,8 @@ import pytest
 from families import FAMILIES, family
 from renderings import assert_consistent, row, samples_of, trained
 
-from sft_play.data import length
-from sft_play.data.length import fit_sample
+from sft_play.data import chunk_tokenizer
+from sft_play.data.chunk_tokenizer import fit_sample
 from sft_play.data.render import (
     IGNORE_INDEX,
     RenderedSample,
@@ -22,7 +22,7 @@ X = IGNORE_INDEX
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
 def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
-    assert fit_sample(LONG, 8, policy, 1) == length.FittedSample((LONG,), 0, 0, None)
+    assert fit_sample(LONG, 8, policy, 1) == chunk_tokenizer.FittedSample((LONG,), 0, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,9 @@ def test_what_a_limit_leaves(
     cut: int,
     reason: str,
 ) -> None:
-    assert fit_sample(sample, limit, policy, 1) == length.FittedSample(samples, lost, cut, reason)
+    assert fit_sample(sample, limit, policy, 1) == chunk_tokenizer.FittedSample(
+        samples, lost, cut, reason
+    )
 
 
 def random_sample(rng: random.Random) -> RenderedSample:

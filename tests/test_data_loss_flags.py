@@ -1,17 +1,18 @@
 """sft_play.data: answers that a flag of their message excludes from loss are context alone."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import family, tokenizer
+from record_files import read_rows
 from renderings import CHATML, EVERY, assert_consistent, row, runs, samples_of, shown
 
-from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer, TokenizedChunk, TokenizePolicy
+from sft_play.config.schema import Config
+from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer, TokenizedChunk
 from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format, read_rows
+from sft_play.data.row_detection import detect_format
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError
 
@@ -44,9 +45,10 @@ def write(path: Path, *records: Any) -> Path:
 
 def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
     """The samples of a file, as a process of `tokenize` makes them."""
-    policy = replace(TokenizePolicy(512, "drop", "all", "keep", None, False, "fail"), **changes)
+    model = {"max_seq_len": changes.pop("max_seq_len", 512)}
     (chunk,) = read_chunks(path)
-    return ChunkTokenizer(policy, tok)(ChunkTask(0, chunk, detect_format(path, {})))
+    config = Config.model_validate({"model": model, "data": changes})
+    return ChunkTokenizer(config, tok)(ChunkTask(0, chunk, detect_format(path, {})))
 
 
 @pytest.mark.parametrize("flags", EXCLUDING, ids=str)

@@ -12,16 +12,13 @@ from plan_examples import plan_for
 
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
-from sft_play.data.assemble import RunData, assemble
-from sft_play.data.chunk_tokenizer import TokenizePolicy
-from sft_play.data.data_facts import DataFacts
-from sft_play.data.ledger import LengthPercentiles, PaddedTokens
+from sft_play.data.assemble import DataFacts, RunData, assemble
+from sft_play.data.ledger import LengthPercentiles, PaddedTokens, Tally
 from sft_play.data.order import StepSampler
 from sft_play.data.pipeline import build_run_data, count_padding, packed_run
 from sft_play.data.sources import find_sources
-from sft_play.data.store import Store
-from sft_play.data.tally import Tally
-from sft_play.data.tokenized import read_bad_rows
+from sft_play.data.splits import length_percentiles
+from sft_play.data.store import Store, read_bad_rows
 from sft_play.errors import ConfigError, DataError
 
 FILES = ("train", "val", "test")
@@ -155,9 +152,9 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
         if not path.name.endswith(".lock")
     ], "nothing half-written"
     assert (
-        build_run_data(
-            config_of(train, on_bad_row="quarantine", **allow), tokenizer
-        ).ledger.train.dropped["unproven"]
+        build_run_data(config_of(train, on_bad_row="quarantine", **allow), tokenizer)
+        .ledger.splits["train"]
+        .tally.dropped["unproven"]
         == 1
     )
 
@@ -467,9 +464,7 @@ def test_several_processes_make_the_same_store_as_one(
     made = {}
     for processes in (1, 3):
         monkeypatch.setattr(tokenize, "count_processes", lambda _, count=processes: count)
-        tokenize.build_store(
-            tmp_path / str(processes), source, TokenizePolicy.of(config), tokenizer
-        )
+        tokenize.build_store(tmp_path / str(processes), source, config, tokenizer, Tally())
         made[processes] = {
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
         }
@@ -478,8 +473,8 @@ def test_several_processes_make_the_same_store_as_one(
 
 
 def test_percentiles_are_lengths_of_samples() -> None:
-    assert LengthPercentiles.of(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
-    assert LengthPercentiles.of(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
+    assert length_percentiles(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
+    assert length_percentiles(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
 
 
 def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokenizer) -> None:

@@ -22,13 +22,13 @@ from sft_play.data.preview import (
     choose_samples,
     cut_note,
     first_packed_sequence,
+    in_marks,
     preview_sequences,
 )
 from sft_play.data.preview_page import render_page
-from sft_play.data.preview_text import in_marks
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.store import (
-    RowIdentity,
+    RowHashes,
     Split,
     Store,
     StoredSample,
@@ -152,7 +152,7 @@ def test_special_tokens_stand_alone(tokenizer) -> None:
 def split_of(folder: Path, samples: list[StoredSample]) -> Split:
     with StoreWriter(folder) as writer:
         writer.append(to_arrays(samples))
-    return Split.whole(Store(folder))
+    return Split.whole([Store(folder)])
 
 
 def plain(
@@ -161,8 +161,8 @@ def plain(
     mask = trained or (False, *[True] * (tokens - 1))
     ids = list(range(10, 10 + tokens))
     labels = [i if is_trained else IGNORE_INDEX for i, is_trained in zip(ids, mask, strict=True)]
-    identity = RowIdentity(0, number, number, number)
-    return StoredSample(RenderedSample(ids, labels), identity, cut)
+    hashes = RowHashes(number, number)
+    return StoredSample(RenderedSample(ids, labels), 0, number, hashes, cut)
 
 
 def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:

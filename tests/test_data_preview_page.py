@@ -75,5 +75,6 @@ def test_the_ledger_is_on_the_page(prepared_rows, tokenizer) -> None:
     ledger = prepared_rows.ledger
     text = render_page({}, ledger, [])
     assert (
-        f'<tr><th scope="row">trained tokens</th><td>{ledger.train.trained_tokens:,}</td>' in text
+        f'<tr><th scope="row">trained tokens</th><td>{ledger.splits["train"].tally.trained_tokens:,}</td>'
+        in text
     )

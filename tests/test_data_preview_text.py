@@ -1,11 +1,11 @@
-"""sft_play.data.preview_text: sequences in a terminal, with and without colours."""
+"""sft_play.data.preview: sequences in a terminal, with and without colours."""
 
 import pytest
 from previews import LEDGER, page_text, shown
 
-from sft_play.data import preview_text
+from sft_play.data import preview
+from sft_play.data.preview import in_color, in_marks, make_visible, print_sequences
 from sft_play.data.preview_page import render_page
-from sft_play.data.preview_text import in_color, in_marks, make_visible, print_sequences
 
 
 def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
@@ -53,7 +53,7 @@ def test_joined_emoji_and_letters_stay_joined() -> None:
 def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None:
     sequence = shown(tokenizer, "word " * 900, "end")
     told = in_marks(sequence)
-    hidden = sequence.documents[0].tokens - preview_text.MAX_TOKENS
+    hidden = sequence.documents[0].tokens - preview.MAX_TOKENS
     assert f"{hidden:,} tokens more, on the page" in told
     assert told.count("word") < page_text(render_page({}, LEDGER, [sequence])).count("word") == 900
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from record_files import read_rows
 
 from sft_play.config.loader import load
-from sft_play.data.row_detection import read_rows
 from sft_play.data.rows import Row
 from sft_play.errors import DataError
 

@@ -7,7 +7,7 @@ import pytest
 from families import LLAMA3_WORDS, family, tokenizer
 from tokenizers import Tokenizer
 
-from sft_play.data.bad_rows import BadRows
+from sft_play.data.files import refuse_bad_rows
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
 from sft_play.data.rows import BadRow, Message, Row
 from sft_play.errors import DataError
@@ -182,10 +182,9 @@ def test_a_cause_of_the_template_that_most_rows_have_is_one_message_with_what_to
         trained(R1, PLAIN)
     except RenderError as error:
         reason = str(error).partition(": ")[2]
-    bad = BadRows(rows_read=1000)
-    bad.add([BadRow(f"rows.jsonl:{number}", reason, "") for number in range(600)])
+    bad = [BadRow(f"rows.jsonl:{number}", reason, "") for number in range(600)]
     with pytest.raises(DataError) as refused:
-        bad.refuse()
+        refuse_bad_rows(bad, 1000)
     first, second = str(refused.value).splitlines()
     assert "DATA_REASONING=empty" in first and second.startswith("so it is with 600 of 1,000 rows")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_files import parse_rows, read_rows
 
-from sft_play.data.bad_rows import refuse_bad_rows
-from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format, read_rows
+from sft_play.data.files import read_chunks, refuse_bad_rows
+from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import ROW_FORMATS
-from sft_play.data.row_parsing import SystemPrompt, parse_rows
+from sft_play.data.row_parsing import SystemPrompt
 from sft_play.data.rows import BadRow, Message, Row
 from sft_play.errors import DataError, ExitClass
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import datasets
 import pytest
-from record_files import GOLDEN, to_jsonl, without_origin
+from record_files import GOLDEN, read_rows, to_jsonl, without_origin
 
 from sft_play.config.schema import SourceSection
-from sft_play.data.row_detection import read_rows
 from sft_play.data.sources import Source, find_source
 from sft_play.errors import DataError
 

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from sft_play.config.schema import Config
 from sft_play.data.render import render_prompt
+from sft_play.data.row_estimates import TokenCounter
 from sft_play.data.rows import Message, Row
 from sft_play.data.template_sources import TRIED
 from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate
-from sft_play.data.token_counter import TokenCounter
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.export import with_eos

@@ -17,7 +17,7 @@ from families import LLAMA3_WORDS, TEMPLATES, tokenizer
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError, render_prompt
 from sft_play.data.rows import Message, Row
-from sft_play.data.template_variables import with_variables
+from sft_play.data.template_sources import with_variables
 from sft_play.data.templates import CLOCK, TURN_ENDS, template_messages
 
 trl = pytest.importorskip("trl", reason="it brings templates of published models")

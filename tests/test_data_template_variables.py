@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.render import render_prompt
 from sft_play.data.rows import Message
-from sft_play.data.template_variables import with_variables
+from sft_play.data.template_sources import with_variables
 from sft_play.errors import ConfigError
 from sft_play.evaluation.reference import Reference
 from sft_play.evaluation.reopened import Folder, reopen

@@ -6,9 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from record_files import zstd
+from record_files import read_rows, zstd
 
-from sft_play.data.row_detection import read_rows
 from sft_play.errors import DataError, EnvironmentFault
 
 PAIR = ["q; r, s", "a"]

@@ -1,4 +1,4 @@
-"""sft_play.data.tokenizer_files and loading: tokenizer files as they are published."""
+"""sft_play.data.tokenizer and loading: tokenizer files as they are published."""
 
 import base64
 import importlib.util

@@ -8,15 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from families import tokenizer
+from record_files import read_rows
 from renderings import CHATML
 
 from sft_play.config.schema import Config
 from sft_play.data.files import read_chunks
 from sft_play.data.ledger_tables import ledger_lines
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.row_detection import detect_format, read_rows
-from sft_play.data.row_parsing import parse_record_rows
-from sft_play.data.unused_keys import UnusedKeys, unused_notes
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_parsing import UnusedKeys, parse_record_rows, unused_notes
 
 
 def row(number: int) -> dict[str, Any]:

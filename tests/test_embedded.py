@@ -5,16 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tools.embedded import build, corpus, facts, records, task
-from tools.embedded.pretraining import PretrainConfig
-from tools.embedded.tokenizer import CHAT_TEMPLATE, encode_documents
-from tools.embedded.vocabulary import WORDS, Date
+from tools.embedded import __main__ as program
+from tools.embedded import corpus, model, task, town
+from tools.embedded.model import CHAT_TEMPLATE, PretrainConfig, encode_documents
+from tools.embedded.town import KINDS, WORDS, Date
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MODEL = DATA / "tiny_llama"
@@ -39,7 +40,7 @@ def splits() -> dict[str, list[task.Conversation]]:
 
 
 def test_files_are_what_the_generator_makes() -> None:
-    for name, text in build.data_files().items():
+    for name, text in program.data_files().items():
         assert (DATA / name).read_bytes() == text.encode(), (
             f"{name} differs; run python -m tools.embedded --only data"
         )
@@ -147,23 +148,30 @@ def test_no_document_holds_a_role_marker_or_an_empty_line() -> None:
 
 
 def test_answers_follow_from_the_facts() -> None:
-    pair = facts.EventPair((("the fair", Date(6, 17)), ("the race", Date(3, 4))))
-    assert pair.answer() == "The race on 4 March comes first."
-    guests = facts.Guests("the fair", "Monday", ("Ada", "Leo"), ("Mei",))
-    assert (guests.answer("Leo"), guests.answer("Mei")) == (
-        "Yes, Leo is on the list.",
-        "No, Mei is not on the list.",
-    )
-    things = facts.Things(((1, "mug"), (3, "shelf"), (2, "box")))
-    assert things.sentence() == "a mug, three shelves and two boxes"
+    pair = town.tell_event_pair([("the fair", Date(6, 17)), ("the race", Date(3, 4))])
+    assert pair["answer"] == "The race on 4 March comes first."
+    rng = random.Random(1)
+    guests = town.draw_guests(rng, 3)
+    for name in guests.keys:
+        _, answer = guests.ask(name, rng)
+        is_guest = name in guests.passage
+        assert (
+            answer
+            == f"{'Yes' if is_guest else 'No'}, {name} is {'' if is_guest else 'not '}on the list."
+        )
+    things = [town.count_noun(*thing) for thing in ((1, "mug"), (3, "shelf"), (2, "box"))]
+    assert town.join_words(things) == "a mug, three shelves and two boxes"
     values = {"reader": "Ada Bell", "book": "The Quiet Harbour", "date": "4 March"}
-    loan = records.Record(records.KINDS["loan"], values)
+    (kind,) = [kind for kind in KINDS if kind.name == "loan"]
+    loan = town.Record(kind, values)
     assert loan.as_json(["date", "reader"]) == '{"date": "4 March", "reader": "Ada Bell"}'
-    assert loan.with_value("date", "5 May").answer("date") == "The book is due on 5 May."
+    changed = loan.change(rng)
+    assert changed.answer("date") == f"The book is due on {changed.values['date']}."
+    assert changed.values["date"] != "4 March"
 
 
 def test_the_package_imports_nothing_of_sft_play() -> None:
-    for path in Path(build.__file__).parent.glob("*.py"):
+    for path in Path(town.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
@@ -180,7 +188,7 @@ def test_the_builder_pretrains_and_saves_a_model_that_loads(tmp_path: Path) -> N
     (tmp_path / "corpus" / "town.txt").write_text(
         corpus.corpus_text(size_bytes=60_000), encoding="utf-8"
     )
-    loss = build.build_model(tmp_path, PretrainConfig(steps=2, batch_tokens=1024))
+    loss = model.build_model(tmp_path, PretrainConfig(steps=2, batch_tokens=1024))
     built = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny_llama")
     assert math.isfinite(loss) and loss < 1.2 * math.log(built.config.vocab_size)
     assert AutoTokenizer.from_pretrained(tmp_path / "tiny_llama").chat_template == CHAT_TEMPLATE

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
-from sft_play.data.questions import answer_token_limit
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.rows import Message
-from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.splits import answer_token_limit
+from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
@@ -306,11 +306,11 @@ def test_the_answer_limit_follows_the_scored_rows(tmp_path, answers, max_seq_len
     for number, tokens in enumerate(answers):
         ids = [1] * (10 + tokens)
         labels = [IGNORE_INDEX] * 10 + ids[10:]
-        row = RowIdentity(0, number, number, number)
-        samples.append(StoredSample(RenderedSample(ids, labels, answer_start=10), row, 0))
+        rendered = RenderedSample(ids, labels, answer_start=10)
+        samples.append(StoredSample(rendered, 0, number, RowHashes(number, number), 0))
     with StoreWriter(tmp_path) as writer:
         writer.append(to_arrays(samples))
-    rows = Split.whole(Store(tmp_path))
+    rows = Split.whole([Store(tmp_path)])
     assert answer_token_limit([rows], 1, max_seq_len) == limit
 
 

@@ -17,7 +17,7 @@ from sft_play.models.fast.attention import sinks as attention_sinks
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import UNMASKED, is_unmasked, remove_mask, unmasked
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import Documents
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 import triton.language as tl
 from interpreted_kernels import interpreted
 
-from sft_play.models.fast.linears import glu_adapter, glu_adapter_kernels, glu_kernels
+from sft_play.models.fast.linears import glu, glu_adapter_kernels, glu_kernels
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE
 from sft_play.models.fast.linears.glu import glu_backward, glu_forward
 
@@ -96,11 +96,11 @@ def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
 def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fits = glu_adapter.fit_one_kernel
+    fits = glu.fit_one_kernel
     gate, up, _ = operands(40, 70)
     gate, up = gate.bfloat16(), up.bfloat16()
     assert not fits(gate, up, 16, 1)  # a CPU
-    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu, "is_hopper", lambda device: True)
     assert fits(gate, up, 16, 40) and not fits(gate, up, 16, 41)
     assert not fits(gate, up, 17, 1)
     assert not fits(gate.float(), up.float(), 16, 1)
@@ -116,12 +116,12 @@ def test_both_ways_agree(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
     found = []
     for is_one_kernel in (False, True):
-        monkeypatch.setattr(glu_adapter, "fit_one_kernel", lambda *_, is_so=is_one_kernel: is_so)
-        h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a)
+        monkeypatch.setattr(glu, "fit_one_kernel", lambda *_, is_so=is_one_kernel: is_so)
+        h, ha = glu.forward_with_adapter(gate, up, "silu", a)
         assert (ha is not None) == is_one_kernel
         dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
         arguments = (dh.clone(), gate, up, "silu", dgate, dup, du, torch.float32)
-        da = glu_adapter.backward_with_adapter(*arguments)
+        da = glu.backward_with_adapter(*arguments)
         found.append([h, h @ a.t() if ha is None else ha, dgate, dup, da])
     torch.testing.assert_close(*found, **CLOSE)
 
@@ -129,27 +129,27 @@ def test_both_ways_agree(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
 def test_forward_alone_needs_many_rows(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu, "is_hopper", lambda device: True)
     monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
     monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
     gate, up, dh = (each.half() for each in operands(40, 32))
     a, du = torch.randn(5, 32).half(), torch.randn(40, 5).half()
     for least_rows in (40, 41):
-        monkeypatch.setattr(glu_adapter, "LEAST_ROWS", least_rows)
-        _, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a)
+        monkeypatch.setattr(glu, "LEAST_ROWS", least_rows)
+        _, ha = glu.forward_with_adapter(gate, up, "silu", a)
         assert (ha is None) == (least_rows > 40)
     for rows in (1, 0):
         few = [each[:rows].clone() for each in (dh, gate, up, dh, dh, du)]
-        da = glu_adapter.backward_with_adapter(*few[:3], "silu", *few[3:], torch.float32)
+        da = glu.backward_with_adapter(*few[:3], "silu", *few[3:], torch.float32)
         assert (da.dtype == torch.float32) == bool(rows)  # a product on a CPU is of 16 bits
 
 
 def test_without_an_adapter_there_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu, "is_hopper", lambda device: True)
     gate, up, dh = operands(40, 70)
-    h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", None)
+    h, ha = glu.forward_with_adapter(gate, up, "silu", None)
     assert ha is None and torch.equal(h, glu_forward(gate, up, "silu"))
     before = dh.clone()
     grads = torch.empty_like(dh), torch.empty_like(dh)
-    none = glu_adapter.backward_with_adapter(dh, gate, up, "silu", *grads, None, torch.float32)
+    none = glu.backward_with_adapter(dh, gate, up, "silu", *grads, None, torch.float32)
     assert none is None and torch.equal(dh, before)

@@ -11,7 +11,7 @@ from sft_play.models import fast
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import BLOCK, make_block_mask
 from sft_play.models.fast.attention.kernels import MAX_ELEMENTS, attend
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring
 
 FAST = Path(fast.__path__[0])
 KERNELS = sorted(FAST.rglob("*kernel*.py"))

@@ -389,6 +389,12 @@ def other_adapter(model: PeftModel) -> None:
     model.set_adapter("other")
 
 
+def no_adapter_at_all(model: PeftModel) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout["default"] = nn.Dropout(1.0)
+
+
 def hooks_on_outputs(model: PeftModel) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -400,6 +406,7 @@ CHANGES = {
     "weights": other_weights,
     "adapter": other_adapter,
     "hooks": hooks_on_outputs,
+    "dropout": no_adapter_at_all,
     "merged": lambda model: model.merge_adapter(),
     "disabled": lambda model: model.base_model.disable_adapter_layers(),
 }

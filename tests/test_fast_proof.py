@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
-from sft_play.models.fast.attention.install import _unmasked
+from sft_play.models.fast.attention.install import _unmasked, bind_attention
 from sft_play.models.fast.capture import Call
 from sft_play.models.fast.comparison import Result, Trial, difference, is_rounding
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
@@ -137,7 +137,7 @@ def test_a_mutant_of_attention_is_caught(model_type: str, mutant: str, dtype: to
     setup = setup_of(model_of(model_type, dtype), dtype)
     modules = [layer.self_attn for layer in setup.decoder.layers]
     for module in modules:
-        module.attention_kind = attention_kind_of(module)
+        bind_attention(module, attention_kind_of(module))
         assert module.attention_kind.rotates
     if "window" in mutant:
         modules = [module for module in modules if module.sliding_window]
@@ -155,7 +155,7 @@ def test_a_mutant_of_an_mlp_is_caught() -> None:
     for module in modules:
         roles = gated_mlp_of(module)
         assert (roles.gate, roles.up, roles.down) == ("gate_proj", "up_proj", "down_proj")
-        module.fused_roles = roles
+        linear_install.bind_mlp(module, roles)
     assert prove(modules, lambda m: MethodType(linear_install.mlp_forward, m), setup) == modules
     for module in modules:
         module.fused_roles = type(roles)("gate_proj", "up_proj", "down_proj", "gelu_tanh")

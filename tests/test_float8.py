@@ -10,7 +10,6 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.fast.linears import float8 as fused_float8
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.float8 import products
 from sft_play.models.float8.format import FLOAT8, LARGEST
@@ -324,7 +323,6 @@ def test_only_what_no_kernel_of_ours_computes_is_quantised_by_itself(config_of, 
         shapes.append((tuple(x.shape), bool(scales)))
         return quantise(x, *scales)
 
-    monkeypatch.setattr(fused_float8, "quantise", counted)
     monkeypatch.setattr(linear_products, "quantise", counted)
     model(input_ids=torch.arange(3, 13)[None]).logits.sum().backward()
     # of each of two layers: forward the output of attention, as norms and the MLP quantise what

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from sft_play.models.fast.linears.glu import glu_backward, glu_forward
-from sft_play.models.fast.linears.glu_adapter import (
+from sft_play.models.fast.linears.glu import (
     backward_with_adapter,
     fit_one_kernel,
+    glu_backward,
+    glu_forward,
 )
 
 pytestmark = [

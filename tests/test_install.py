@@ -13,8 +13,6 @@ import pytest
 
 from sft_play.monitor import packages
 from tools.install import __main__ as program
-from tools.install import commands, environment, watched
-from tools.install.commands import Step, TorchSource
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,181 +85,127 @@ def script(project: Path, name: str) -> str:
     return subprocess.run([project / ".venv" / "bin" / name], capture_output=True, text=True).stdout
 
 
-def test_an_install_takes_torch_from_its_own_index_and_mends_a_venv_cut_short_and_moved(
-    project, monkeypatch, capsys
-):
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that the installer takes for .venv."""
+    folder = tmp_path / ".venv"
+    monkeypatch.setattr(program, "VENV", folder)
+    return folder
+
+
+def test_an_install_takes_torch_from_its_own_index_and_goes_on_where_one_was_cut_short(project):
     done = make(project, "install", TORCH="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on with the install into .venv" in done.stdout
-    assert "torch for cpu from file://" in done.stdout
     assert script(project, "torch") == "2.13.0+cpu\n"
     assert make(project, ".venv/.installed").stdout == "", "nothing to do"
 
-    moved = project.rename(project.with_name("moved"))
-    (half,) = moved.glob(".venv/lib/python*/site-packages/tiny-*.dist-info")
+    (half,) = project.glob(".venv/lib/python*/site-packages/tiny-*.dist-info")
     (half / "RECORD").unlink()
-    monkeypatch.setattr(program, "VENV", moved / ".venv")
-    program.prepare("pip")
-    told = capsys.readouterr().out
-    assert f".venv was moved from {project}" in told
-    assert "tiny-1.0 was half installed: once more" in told
-    assert script(moved, "torch") == "2.13.0+cpu\n"
-
-    python = moved / ".venv" / "bin" / "python"
-    version = environment.version_of(python)
-    assert environment.why_anew(moved / ".venv", None) is None
-    assert (
-        environment.why_anew(moved / ".venv", "3.9")
-        == f"it is of Python {version}, and PYTHON is 3.9"
-    )
-    python.unlink()
-    assert environment.why_anew(moved / ".venv", None) == "its Python is gone or does not start"
+    (project / ".venv" / ".installed").unlink()
+    done = make(project, ".venv/.installed", TORCH="cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tiny-1.0 was half installed: once more" in done.stdout
+    assert "made anew" not in done.stdout
+    assert script(project, "tiny") == "1.0\n"
 
 
-def test_a_python_of_another_version_than_the_packages_makes_a_venv_anew(tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    (tmp_path / "lib" / "python3.9" / "site-packages").mkdir(parents=True)
-    assert environment.why_anew(tmp_path, None) == "it is half made"
-    (tmp_path / "pyvenv.cfg").touch()
-    assert "its packages are for another version" in environment.why_anew(tmp_path, None)
+def test_a_failed_install_says_what_to_type_and_leaves_no_stamp(project):
+    done = make(project, "install", TORCH="cu126")
+    assert done.returncode != 0
+    assert "No matching distribution found for torch==2.13.0+cu126" in done.stdout + done.stderr
+    assert "see what the lines above say, then type make install again" in done.stderr
+    assert not (project / ".venv" / ".installed").exists()
 
 
-def test_only_a_virtual_environment_is_deleted(tmp_path):
-    folder = tmp_path / ".venv"
+def test_a_venv_that_cannot_be_kept_is_made_anew_with_the_reason(folder, monkeypatch):
+    assert program.why_anew() is None, "there is none"
+    begin_venv(folder)
+    version = program.version_of(sys.executable)
+    assert program.why_anew() is None
+    (folder / ".installed").write_text('{"folder": "/elsewhere"}')
+    assert program.why_anew() == "it was moved from /elsewhere"
+    monkeypatch.setattr(program, "PYTHONS", ("3.8",))
+    assert program.why_anew() == f"it is of Python {version}"
+    (folder / "lib" / f"python{version}").rename(folder / "lib" / "python3.9")
+    assert program.why_anew() == "its Python is gone, does not start or has changed"
+    (folder / "bin" / "python").unlink()
+    assert program.why_anew() == "its Python is gone, does not start or has changed"
+
+
+def test_only_a_virtual_environment_is_deleted(folder, tmp_path, monkeypatch):
     folder.mkdir()
-    (folder / environment.LOG_NAME).touch()
-    environment.remove(folder)
+    (folder / "pyvenv.cfg").touch()
+    program.remove()
     assert not folder.exists()
     folder.mkdir()
     (folder / "thesis.txt").touch()
     with pytest.raises(SystemExit, match="is not a virtual environment; move it away"):
-        environment.remove(folder)
+        program.remove()
     link = tmp_path / "link"
     link.symlink_to(folder)
+    monkeypatch.setattr(program, "VENV", link)
     with pytest.raises(SystemExit, match="is a link to"):
-        environment.remove(link)
+        program.remove()
     assert (folder / "thesis.txt").exists()
 
 
-def test_torch_names_a_build_of_pytorchs_index():
-    named = commands.torch_source({"TORCH": "cu126"}, "linux")
-    assert named == TorchSource("cu126", "https://download.pytorch.org/whl/cu126")
-    mirror = {"TORCH": "cpu", "TORCH_INDEX": "https://mirror.example/whl/"}
-    assert commands.torch_source(mirror, "linux").index == "https://mirror.example/whl/cpu"
-    assert commands.torch_source({}, "linux") is None
-    assert commands.torch_source({"TORCH": "cpu"}, "darwin") is None
+def test_variables_take_the_values_that_there_are(monkeypatch):
+    monkeypatch.setenv("TORCH", "cuda")
     with pytest.raises(SystemExit, match="TORCH=cuda is not valid; write cpu, cu126, cu130"):
-        commands.torch_source({"TORCH": "cuda"}, "linux")
-    with pytest.raises(SystemExit, match="leave TORCH out"):
-        commands.torch_source({"TORCH": "cu130"}, "darwin")
+        program.choose(program.TORCH_BUILDS, "TORCH", "")
+    monkeypatch.setenv("INSTALLER", "conda")
+    with pytest.raises(SystemExit, match="INSTALLER=conda is not valid; write pip, uv"):
+        program.choose(program.INSTALLERS, "INSTALLER", "pip")
 
 
 @pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installer):
-    source = TorchSource("cpu", "https://download.pytorch.org/whl/cpu")
-    first, *rest = commands.install_steps(ROOT, Path("/venv/bin/python"), installer, source)
-    pin = commands.torch_pin(ROOT)
-    assert first.command[-4:] == ["--index-url", source.index, "--no-deps", f"torch=={pin}+cpu"]
-    assert not any(source.index in step.command for step in rest)
-    assert all("/venv/bin/python" in step.command for step in [first, *rest])
+def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installer, monkeypatch):
+    monkeypatch.setenv("TORCH_INDEX", "https://mirror.example/whl/")
+    first, *rest = program.install_commands("/venv/bin/python", installer, "cpu", has_gpu=False)
+    assert first[-4:-1] == ["--index-url", "https://mirror.example/whl/cpu", "--no-deps"]
+    pins = (ROOT / "requirements-build.txt").read_text()
+    assert first[-1].endswith("+cpu") and first[-1].removesuffix("+cpu") in pins
+    assert not any("--index-url" in command for command in rest)
+    assert all("/venv/bin/python" in command for command in [first, *rest])
 
 
 def test_kernels_for_gpus_come_where_a_driver_is_seen():
-    def titles(source, has_gpu):
-        steps = commands.install_steps(ROOT, Path("/venv/bin/python"), "pip", source, has_gpu)
-        return [step.title for step in steps]
+    def has_kernels(build, has_gpu):
+        commands = program.install_commands("/venv/bin/python", "pip", build, has_gpu)
+        return str(ROOT / "requirements-gpu.txt") in commands[-1]
 
-    cpu = TorchSource("cpu", "https://download.pytorch.org/whl/cpu")
-    assert "kernels for GPUs" in titles(None, has_gpu=True)
-    assert "kernels for GPUs" not in titles(None, has_gpu=False)
-    assert "kernels for GPUs" not in titles(cpu, has_gpu=True)
+    assert has_kernels("", has_gpu=True)
+    assert not has_kernels("", has_gpu=False)
+    assert not has_kernels("cpu", has_gpu=True)
 
 
 @pytest.mark.parametrize("words", ["--help", "check", "add", "add a.txt b.txt", "--check again"])
 def test_words_that_do_not_exist_are_refused_with_those_that_do(monkeypatch, words):
-    def install():
+    def fail(*arguments):
         raise AssertionError("installs")
 
-    monkeypatch.setattr(program, "install", install)
-    monkeypatch.setattr(program, "add", lambda file: install())
+    monkeypatch.setattr(program, "install", fail)
+    monkeypatch.setattr(program, "run", fail)
     with pytest.raises(SystemExit, match=f"tools.install {words}: no such words; write add FILE"):
         program.main(words.split())
 
 
-def test_uv_installs_only_where_it_finds_what_pip_finds():
-    choose = commands.choose_installer
-    assert choose({}, False, "") == "pip"
-    assert choose({}, True, "global.timeout='60'\n") == "uv"
-    assert choose({}, True, "global.index-url='https://mirror.example'\n") == "pip"
-    assert choose({"PIP_FIND_LINKS": "/wheels"}, True, "") == "pip"
-    assert choose({"PIP_FIND_LINKS": "/wheels", "INSTALLER": "uv"}, True, "") == "uv"
-    assert choose({"INSTALLER": "pip"}, True, "") == "pip"
-    with pytest.raises(SystemExit, match="INSTALLER=uv: no uv on PATH"):
-        choose({"INSTALLER": "uv"}, False, "")
-    with pytest.raises(SystemExit, match="INSTALLER=conda is not valid; write pip or uv"):
-        choose({"INSTALLER": "conda"}, True, "")
-
-
-def test_a_long_step_is_not_silent_and_large_downloads_are_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(watched, "QUIET_SECONDS", 0.05)
-    talk = "print('Collecting a', flush=True); import time; time.sleep(0.3); print('  Downloading a.whl (1.2 GB)')"
-    step = Step("packages", [sys.executable, "-S", "-c", talk], {})
-    watched.run_watched(step, tmp_path / "log")
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "  packages ..."
-    assert "  packages: 0 s, Collecting a" in told
-    assert "  Downloading a.whl (1.2 GB)" in told
-    assert told[-1] == "  packages: done in 0 s"
-    assert "Collecting a\n" in (tmp_path / "log").read_text()
-
-
-def test_a_failed_step_ends_with_its_last_lines_and_what_to_type(tmp_path):
-    talk = "print('ERROR: [Errno 28] No space left on device'); raise SystemExit(1)"
-    step = Step("packages", [sys.executable, "-S", "-c", talk], {})
-    with pytest.raises(SystemExit) as raised:
-        watched.run_watched(step, tmp_path / "log")
-    text = str(raised.value)
-    assert "    ERROR: [Errno 28] No space left on device" in text
-    assert "free some room" in text and "type make install again" in text
-
-
-@pytest.mark.parametrize(
-    ("output", "advice"),
-    [
-        ("error: Failed to establish a new connection: [Errno 101]", "PIP_INDEX_URL"),
-        ("ERROR: No matching distribution found for torch==2.13.0", "PYTHON=python3.12"),
-        ("SSLError(CERTIFICATE_VERIFY_FAILED)", "PIP_CERT"),
-        ("something else", "the lines above"),
-    ],
-)
-def test_advice_fits_the_error(output, advice):
-    assert advice in watched.advice_for(output)
-
-
-def test_a_host_without_a_driver_is_told_of_the_small_torch(monkeypatch):
-    monkeypatch.setattr(program, "has_torch", lambda: False)
-    monkeypatch.setattr(program.sys, "platform", "linux")
+def test_a_host_without_a_driver_is_told_of_the_small_torch(capsys):
     for cuda, words in ((None, "TORCH=cpu"), (12, "TORCH=cu126"), (13, "2.7 GB")):
-        monkeypatch.setattr(program, "driver_cuda", lambda cuda=cuda: cuda)
-        (line,) = program.torch_lines(None)
-        assert words in line
-    assert program.torch_lines(TorchSource("cpu", "")) == []
+        program.tell_size(cuda)
+        assert words in capsys.readouterr().out
 
 
 def test_the_installer_and_the_doctor_know_the_same_pythons():
-    known = packages.PYTHONS
-    assert (known[0], known[-1]) == (environment.OLDEST_PYTHON, environment.NEWEST_PYTHON)
-    assert all(environment.is_supported(version) for version in known)
+    assert [".".join(map(str, known)) for known in packages.PYTHONS] == list(program.PYTHONS)
 
 
 def test_an_unsupported_python_is_refused_with_one_that_is_there(monkeypatch):
-    monkeypatch.setattr(program.sys, "version_info", (3, 10, 1))
-    monkeypatch.setattr(program, "other_python", lambda: "python3.12")
+    monkeypatch.setattr(program.shutil, "which", lambda name: name if name[-2:] == "12" else None)
     with pytest.raises(
         SystemExit, match=r"needs 3\.11 to 3\.14; type make install PYTHON=python3\.12"
     ):
-        program.refuse_python()
+        program.refuse_python("3.10")
 
 
 def test_a_misspelt_variable_is_refused_before_anything_is_downloaded():

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from sft_play.config.schema import Config
-from sft_play.data import used_tokens
-from sft_play.data.store import RECORD, SampleArrays, Store, StoreWriter
+from sft_play.data import splits
+from sft_play.data.splits import UsedTokens, find_used_tokens
+from sft_play.data.store import RECORD, SampleArrays, Split, Store, StoreWriter
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.data.used_tokens import UsedTokens, find_used_tokens
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.models.vocabulary import UNTRAINED, check_vocabulary, find_matrices, untrained_tokens
 
@@ -38,7 +38,9 @@ def config_of(folder, mode: str = "lora", allow_untrained_tokens: bool = False, 
 
 
 def use_of(ids, trained=()) -> UsedTokens:
-    return UsedTokens(np.array(sorted(ids)), np.array(sorted(trained), dtype=np.int64))
+    return UsedTokens(
+        np.array(sorted(ids)), np.array(sorted(trained), dtype=np.int64), Split.whole([])
+    )
 
 
 def check(folder, ids=(END, USER, ASSISTANT, WORD), trained=(END, WORD), **settings) -> None:
@@ -405,7 +407,7 @@ def store_of(folder, *samples: tuple[list[int], list[bool]]) -> Store:
 def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
     one = store_of(tmp_path / "one", ([3, 7, 900], [False, True, False]), ([3, 5], [False, True]))
     two = store_of(tmp_path / "two", ([1, 2, 3], [False, False, True]), ([1, 2000], [True, True]))
-    used = find_used_tokens([one, two], [["a.jsonl"], ["b.jsonl"]])
+    used = find_used_tokens(Split.whole([one, two], [["a.jsonl"], ["b.jsonl"]]))
     assert (used.ids.tolist(), used.trained_ids.tolist(), used.largest_id) == (
         [1, 2, 3, 5, 7, 900, 2000],
         [3, 5, 7, 2000],
@@ -420,14 +422,13 @@ def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
         4: None,
     }
     assert {token: used.origin(token) for token in places} == places
-    assert find_used_tokens([one]).origin(3) is None
-    assert find_used_tokens([store_of(tmp_path / "none")]).largest_id == -1
+    assert find_used_tokens(Split.whole([one])).origin(3) is None
+    assert find_used_tokens(Split.whole([store_of(tmp_path / "none")])).largest_id == -1
 
 
 def test_a_token_that_only_opens_samples_is_read_and_never_written(tmp_path):
-    used = find_used_tokens(
-        [store_of(tmp_path / "rows", ([1, 5], [True, True]), ([1, 6], [True, True]))]
-    )
+    store = store_of(tmp_path / "rows", ([1, 5], [True, True]), ([1, 6], [True, True]))
+    used = find_used_tokens(Split.whole([store]))
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([1, 5, 6], [5, 6])
 
 
@@ -439,8 +440,8 @@ def test_the_use_of_a_store_is_the_same_in_pieces_of_any_size(tmp_path, monkeypa
         ([8], [True]),
         ([5, 8, 7], [True, False, True]),
     )
-    monkeypatch.setattr(used_tokens, "TOKENS_PER_SCAN", chunk_tokens)
-    used = find_used_tokens([store], [["a.jsonl"]])
+    monkeypatch.setattr(splits, "TOKENS_PER_SCAN", chunk_tokens)
+    used = find_used_tokens(Split.whole([store], [["a.jsonl"]]))
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([5, 7, 8, 9], [5, 7])
     assert [used.origin(token) for token in (5, 7, 8, 9)] == [
         "a.jsonl:1",
@@ -458,5 +459,7 @@ def test_a_refusal_names_the_row_where_the_token_is_met_first(base, tmp_path):
         EnvironmentFault, match=r"hold: <\|user\|> \(id 3, first in chats.jsonl:2\), whose row"
     ):
         check_vocabulary(
-            config, load_tokenizer(config), find_used_tokens([store], [["chats.jsonl"]])
+            config,
+            load_tokenizer(config),
+            find_used_tokens(Split.whole([store], [["chats.jsonl"]])),
         )

@@ -9,14 +9,13 @@ from notebook_files import GOLDEN, converted, converted_cell, sources, write_not
 
 from sft_play.notebooks import code as codes
 from sft_play.notebooks import document as documents
-from sft_play.notebooks import notes as reports
 from sft_play.notebooks.recognise import Kind, Notebook
 
 LOAD = "model, tokenizer = FastLanguageModel.from_pretrained(\n    'x',\n)\n"
 
 
 def report(path: Path) -> str:
-    return "\n".join(reports.lines(converted(path).notes))
+    return "\n".join(converted(path).report)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

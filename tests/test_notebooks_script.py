@@ -7,7 +7,6 @@ from notebook_files import GOLDEN, write_notebook
 
 from sft_play.errors import ConfigError
 from sft_play.notebooks import document as documents
-from sft_play.notebooks import notes as reports
 from sft_play.notebooks.script import export
 
 LOAD = "m, t = FastModel.from_pretrained('x')"
@@ -17,9 +16,9 @@ ALONE = "# %% all processes have trained: the first goes on alone"
 
 def script(path: Path) -> tuple[str, str]:
     """Return the script of a notebook, which compiles, and the report."""
-    text, notes = export(documents.read(path), Path("train.py"))
+    text, report = export(documents.read(path), Path("train.py"))
     compile(text, "train.py", "exec")
-    return text, "\n".join(reports.lines(notes))
+    return text, "\n".join(report)
 
 
 def script_of(tmp_path: Path, *cells: str) -> tuple[str, str]:

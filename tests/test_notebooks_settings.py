@@ -9,7 +9,6 @@ from notebook_files import FOLDER, write_notebook
 from sft_play.config import loader
 from sft_play.errors import ConfigError
 from sft_play.notebooks import document as documents
-from sft_play.notebooks import notes as reports
 from sft_play.notebooks import settings
 
 LOAD = "m, t = FastLanguageModel.from_pretrained('a/b', load_in_4bit=False)"
@@ -20,11 +19,11 @@ class Exported:
     """A config that was made of a notebook, as the loader reads it, and the report."""
 
     def __init__(self, path: Path, folder: Path, data: str | None = "rows.jsonl") -> None:
-        text, notes = settings.export(documents.read(path), data)
+        text, report = settings.export(documents.read(path), data)
         written = folder / "config.yaml"
         written.write_text(text, encoding="utf-8")
         self.loaded = loader.load(str(written))
-        self.report = "\n".join(reports.lines(notes))
+        self.report = "\n".join(report)
 
     def __getitem__(self, path: str) -> Any:
         return self.loaded.value(path)
@@ -193,8 +192,8 @@ def test_the_users_rows_win(tmp_path: Path) -> None:
 def test_the_token_is_never_written(tmp_path: Path) -> None:
     load = "m, t = FastModel.from_pretrained('a', token='hf_secret')"
     path = write_notebook(tmp_path / "in.ipynb", load, TRAIN.format("hub_token='hf_secret'"))
-    text, notes = settings.export(documents.read(path), "rows.jsonl")
-    assert "hf_secret" not in text + "\n".join(reports.lines(notes))
+    text, report = settings.export(documents.read(path), "rows.jsonl")
+    assert "hf_secret" not in text + "\n".join(report)
 
 
 @pytest.mark.parametrize("name", ["vision", "speech", "grpo", "dpo", "embeddings", "inference"])

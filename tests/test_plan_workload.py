@@ -12,9 +12,9 @@ from plan_examples import plan_for
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config
-from sft_play.data import beginnings
+from sft_play.data import row_estimates
 from sft_play.data.pipeline import prepare_run_data
-from sft_play.data.row_counts import count_rows_or_reason
+from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.plan.speed import LABELLED
 from sft_play.plan.workload import Counted, Workload, estimated, estimated_tokens, workload
 
@@ -130,7 +130,7 @@ def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name: str, tmp_path
 
 
 def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginnings, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(row_estimates, "READ_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(rows(10_000, 400)))
     config = config_of(f"data.train_path={path}", f"train.output_dir={tmp_path}")
@@ -188,7 +188,7 @@ def test_counting_loads_no_heavy_library() -> None:
     code = """
 import sys
 from sft_play.commands import call as calls
-from sft_play.data.row_counts import count_rows_or_reason
+from sft_play.data.row_estimates import count_rows_or_reason
 call = calls.read_call(None, (), "2xH200")
 planned = calls.plan_run(call, calls.load_config(call), True, False)
 counted = count_rows_or_reason(planned.config)

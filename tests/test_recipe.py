@@ -10,9 +10,9 @@ from conftest import NO_CONFIG
 
 from sft_play.commands.train import run_stem
 from sft_play.config.loader import BASE, DEFAULT, load
-from sft_play.data import first_look
-from sft_play.data.first_look import look_at_rows
+from sft_play.data import row_estimates
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.row_estimates import look_at_rows
 from sft_play.errors import ConfigError
 from sft_play.plan import recipe
 from sft_play.plan.model_shape import positions_of
@@ -204,7 +204,7 @@ def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path: P
 def test_rows_of_parquet_are_drawn_as_those_of_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_look, "SAMPLED_ROWS", 3)
+    monkeypatch.setattr(row_estimates, "SAMPLED_ROWS", 3)
     records = answers(range(1, 30))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "train.parquet")
     paths = (str(tmp_path / "train.parquet"), written(tmp_path / "train.jsonl", records))

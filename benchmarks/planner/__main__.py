@@ -22,6 +22,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.files import read_as, write_as
 from benchmarks.machine import GIB, ROOT, repository_commit
 from benchmarks.planner.report import markdown
 from benchmarks.planner.results import PlannerResults, RunResult, SweepResult
@@ -32,7 +33,6 @@ from benchmarks.planner.workloads import ACCURACY, LONG, PARTS, SWEEP, SWEEPS, W
 from benchmarks.processes import failure_cause, run_limited
 from benchmarks.speed.samples import make_model
 from benchmarks.speed.workloads import TOY
-from sft_play.runs.files import read_json
 
 GPU_SECONDS = 240.0  # limit of one run or sweep
 CPU_SECONDS = 1800.0
@@ -70,18 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--exact", action="store_true", help="ask for the trace's prediction, too")
     add("--toy", action="store_true", help="the tiny model, on the CPU")
     add("--keep", action="store_true", help="leave out what has a result that counts")
-    add("--list", action="store_true", help="list runs and sweeps")
     add("--report", type=Path, metavar="FILE", help="run nothing: tables of results that are there")
     add(
         "--folder",
         type=Path,
         default=ROOT / "outputs" / "benchmarks" / "planner",
         help="of models and rows; models take much room",
-    )
-    add(
-        "--runs",
-        type=Path,
-        help="folder of the runs, with the weights that they save (default runs in --folder)",
     )
     add(
         "--results",
@@ -98,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     unknown = [name for name in args.works if name not in WORKLOADS and name not in SWEEPS]
     if unknown:
-        parser.error(f"no work is called {', '.join(unknown)}; see --list")
+        parser.error(f"no work is called {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     return args
 
 
@@ -120,19 +114,16 @@ def choose_names(args: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Run what was asked for, one after the other, and write the tables."""
     args = parse_arguments()
-    if args.list:
-        print("\n".join([*WORKLOADS, *SWEEPS]))
-        return
     if args.report:
-        write_report(PlannerResults.read(args.report), args.docs)
+        results = PlannerResults.read(args.report)
+        results.write_page(markdown(results), args.docs)
         return
     # an exit kills the run in progress; it would hold the GPU
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    results = PlannerResults.on_this_machine(args.results, on_cpu=args.toy)
+    results = PlannerResults.on_this_machine(args.results, args.toy, "planner")
     folder = args.folder.resolve()
-    runs = args.runs.resolve() if args.runs else folder / "runs"
     seconds = args.seconds or (CPU_SECONDS if args.toy else GPU_SECONDS)
-    place = Place(folder, runs, seconds, on_cpu=args.toy)
+    place = Place(folder, folder / "runs", seconds, on_cpu=args.toy)
     for name in choose_names(args):
         if args.keep and results.counts(name):
             continue
@@ -145,7 +136,7 @@ def main() -> None:
             summary = describe_run(name, results.runs[name])
         results.write()
         print(summary, file=sys.stderr, flush=True)
-    write_report(results, args.docs)
+    results.write_page(markdown(results), args.docs)
 
 
 def run_workload(name: str, place: Place, with_trace: bool) -> RunResult:
@@ -165,11 +156,11 @@ def run_sweep(sweep: Sweep, place: Place) -> SweepResult:
     folder.mkdir(parents=True, exist_ok=True)
     job = Job(sweep.name, place.folder, folder / "found.json", place.on_cpu)
     job.out.unlink(missing_ok=True)
-    job.write(folder / "job.json")
+    write_as(folder / "job.json", job)
     command = [sys.executable, "-m", "benchmarks.planner.sweep", str(folder / "job.json")]
     status = run_limited(command, folder / "log", place.seconds, ROOT, place.environ)
     if job.out.exists():
-        return SweepResult.from_json(read_json(job.out))
+        return read_as(SweepResult, job.out)
     cause = failure_cause(status, place.seconds, folder / "log")
     return SweepResult("failed", cause=cause, why_not=[cause])
 
@@ -196,15 +187,6 @@ def describe_run(name: str, result: RunResult) -> str:
         f"{name:<17} {result.status} steps={result.steps} {' '.join(peaks)} "
         f"tokens/s={speed:.0f} in {result.wall_seconds or 0:.0f} s{describe_fault(result)}"
     )
-
-
-def write_report(results: PlannerResults, folder: Path | None) -> None:
-    """Print the tables, and write them to `folder`, by default that of the results."""
-    text = markdown(results)
-    folder = folder or results.path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{results.path.stem}.md").write_text(text, encoding="utf-8")
-    print(text)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from benchmarks.files import grid, number
 from benchmarks.machine import GIB
 from benchmarks.planner.results import (
     BudgetResult,
@@ -91,14 +92,6 @@ def runs_table(runs: Mapping[str, RunResult]) -> str:
     return grid(head, rows, text_columns=("run", "as it ran"))
 
 
-def grid(
-    head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[str] = ()
-) -> str:
-    """Return a table whose columns are numbers, but for `text_columns`."""
-    rule = ["---" if title in text_columns else "--:" for title in head]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rule, *rows))
-
-
 def run_row(name: str, result: RunResult, kinds: Sequence[str]) -> list[str]:
     """Return the cells of a run, struck out where it does not count."""
     measured_peak = result.measured_peak
@@ -167,7 +160,7 @@ def phases_table(runs: Mapping[str, RunResult]) -> str:
             rows.append([name, *(phase_cell(result, phase) for phase in PHASES)])
     if not rows:
         return "No run measured its phases: that takes a GPU.\n"
-    table = grid(["run", *PHASES], rows, text_columns=["run"])
+    table = grid(["run", *PHASES], rows, text_columns=("run",))
     return f"GiB measured, then what closed form and probe are off.\n\n{table}"
 
 
@@ -289,7 +282,7 @@ def largest_table(budgets: Sequence[BudgetResult]) -> str:
     return (
         "The most tokens of one micro-batch, found by real out-of-memory errors; "
         f"the goal is {LARGEST_GOAL:.0%} of what fits, and never more.\n\n"
-        f"{grid(head, rows, text_columns=['card'])}"
+        f"{grid(head, rows, text_columns=('card',))}"
     )
 
 
@@ -324,11 +317,6 @@ def gib(size: int | None) -> str:
     return f"{size / GIB:.2f}" if size else "-"
 
 
-def number(value: float | None) -> str:
-    """Return a number as a cell."""
-    return f"{value:,.0f}" if value is not None else "-"
-
-
 def percent(value: float | None) -> str:
     """Return a deviation as a cell."""
-    return f"{value:+.1%}" if value is not None else "-"
+    return number(value, "+.1%")

@@ -1,18 +1,12 @@
-"""The results file of `make bench-plan`: each part is a type that reads and writes its own JSON."""
+"""The results file of `make bench-plan`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from pydantic import TypeAdapter
-
-from benchmarks.machine import Machine
-from benchmarks.speed.results import fields_of
+from benchmarks.files import Results
 from sft_play.plan.layout import Layout
 from sft_play.plan.run_plan import RunPlan
-from sft_play.runs.files import read_json, write_json
 
 Versions = dict[str, str | None]
 
@@ -92,16 +86,6 @@ class RunResult:
         """The most bytes of any phase; what the process took in all where no phase was measured."""
         return max(self.measured.phases.values(), default=self.measured.peak)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the run's entry in the file."""
-        return asdict(self) | {"settings": asdict(self.settings) if self.settings else {}}
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> RunResult:
-        """Return what `as_json` wrote."""
-        settings = entry["settings"] or None
-        return TypeAdapter(cls).validate_python(entry | {"settings": settings})
-
 
 @dataclass(frozen=True)
 class Combination:
@@ -162,53 +146,15 @@ class SweepResult:
     commit: str | None = None
     versions: Versions = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the sweep's entry in the file."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> SweepResult:
-        """Return what `as_json` wrote."""
-        return TypeAdapter(cls).validate_python(entry)
+@dataclass(kw_only=True)
+class PlannerResults(Results):
+    """Runs and sweeps of a machine."""
 
-
-@dataclass
-class PlannerResults:
-    """The results file, written after every run and sweep."""
-
-    path: Path
-    machine: Machine
     runs: dict[str, RunResult] = field(default_factory=dict)
     sweeps: dict[str, SweepResult] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> PlannerResults:
-        """Return the results of a file with the machine that they were measured on."""
-        entry = read_json(path)
-        runs = {name: RunResult.from_json(each) for name, each in entry["works"].items()}
-        sweeps = {}
-        for name, each in entry.get("sweeps", {}).items():
-            sweeps[name] = SweepResult.from_json(each)
-        return cls(path, Machine(**fields_of(Machine, entry)), runs, sweeps)
-
-    @classmethod
-    def on_this_machine(cls, path: Path | None, on_cpu: bool) -> PlannerResults:
-        """Return results to add to: those of the file, by default the card's own, if it exists."""
-        machine = Machine.here(on_cpu)
-        path = path or machine.results_path("planner")
-        known = cls.read(path) if path.exists() else cls(path, machine)
-        return cls(path, machine, known.runs, known.sweeps)
 
     def counts(self, name: str) -> bool:
         """Return whether a run or sweep has a result that counts."""
         found = self.runs.get(name) or self.sweeps.get(name)
         return found is not None and not found.why_not
-
-    def write(self) -> None:
-        """Write the file."""
-        entry = asdict(self.machine)
-        entry["works"] = {name: run.as_json() for name, run in self.runs.items()}
-        if self.sweeps:
-            entry["sweeps"] = {name: sweep.as_json() for name, sweep in self.sweeps.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, entry)

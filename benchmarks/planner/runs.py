@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from benchmarks.planner.results import (
 )
 from benchmarks.planner.workloads import HELD_OUT_ROWS, RAGGED_ROWS, Workload
 from benchmarks.processes import clean_environment, last_words, run_limited
-from benchmarks.speed.results import fields_of
 from benchmarks.speed.samples import TOY_MEDIAN, make_model
 from benchmarks.speed.workloads import FULL_RATE, LORA_ALPHA, LORA_RANK, RAGGED_MEDIAN, SEED, TOY
 from sft_play.errors import ExitClass
@@ -192,7 +191,7 @@ def read_result(
     `report` its run.json and `status` that of its process. All predictions are of the step that was
     trained, which the probe may have changed; what nobody predicted or measured is None.
     """
-    settings = StepSettings(**fields_of(StepSettings, before))
+    settings = StepSettings(**{each.name: before[each.name] for each in fields(StepSettings)})
     was_changed = False
     probe = None
     if trained:

@@ -11,10 +11,11 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.files import read_as, write_as
 from benchmarks.machine import GIB
 from benchmarks.planner.results import (
     BudgetResult,
@@ -39,7 +40,6 @@ from sft_play.plan.layout import Layout
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.runs.files import read_json, write_json
 
 if TYPE_CHECKING:
     from benchmarks.planner.harness import Harness
@@ -56,17 +56,6 @@ class Job:
     folder: Path
     out: Path
     on_cpu: bool
-
-    def write(self, path: Path) -> None:
-        """Write the job for `read`."""
-        write_json(path, asdict(self) | {"folder": str(self.folder), "out": str(self.out)})
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        """Return the job that `write` wrote."""
-        entry = read_json(path)
-        paths = {"folder": Path(entry["folder"]), "out": Path(entry["out"])}
-        return cls(**entry | paths)
 
     @property
     def sweep(self) -> Sweep:
@@ -112,9 +101,9 @@ def make_planner(job: Job) -> Callable[[int | None], PlannedRun]:
     workload = Workload(
         sweep.name,
         sweep.shape,
-        sweep.mode,
-        "auto",
+        checkpointing="auto",
         steps=1,
+        mode=sweep.mode,
         max_seq_len=sweep.max_seq_len,
         rows_per_step=sweep.rows_per_step,
     )
@@ -293,5 +282,5 @@ def log(sweep: Sweep, text: str) -> None:
 
 
 if __name__ == "__main__":
-    asked = Job.read(Path(sys.argv[1]))
-    write_json(asked.out, run(asked).as_json())
+    asked = read_as(Job, Path(sys.argv[1]))
+    write_as(asked.out, run(asked))

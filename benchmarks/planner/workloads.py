@@ -1,9 +1,9 @@
-"""What is planned and then measured: tables alone. Loads no torch."""
+"""What is planned and then measured; the tables are in YAML. Loads no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.speed.workloads import LLAMA_1B, LLAMA_8B, QWEN_14B, TOY
+from benchmarks.files import read_table
 
 # parts of the report
 ACCURACY = "accuracy"
@@ -20,9 +20,9 @@ class Workload:
 
     name: str
     shape: str  # a key of sft_play/plan/known_models.json, or toy
-    mode: str  # lora, qlora, full
     checkpointing: Literal["true", "false", "auto"]
     steps: int
+    mode: str = "lora"  # lora, qlora, full
     dtype: str = "auto"  # of the base weights
     max_seq_len: int = 2048
     is_ragged: bool = False  # else every row has `max_seq_len` tokens
@@ -32,36 +32,7 @@ class Workload:
     is_extra: bool = False  # runs only when it is named
 
 
-def _pair(
-    size: str, shape: str, mode: str, steps: int, dtype: str = "auto"
-) -> tuple[Workload, ...]:
-    """Return a workload without and one with activation checkpointing."""
-    name = f"{size}-{mode}"
-    return (
-        Workload(name, shape, mode, "false", steps, dtype),
-        Workload(f"{name}-ckpt", shape, mode, "true", steps, dtype),
-    )
-
-
-_WORKLOADS = (
-    *_pair("1b", LLAMA_1B, "lora", 10),
-    *_pair("1b", LLAMA_1B, "qlora", 10),
-    *_pair("1b", LLAMA_1B, "full", 10, "bfloat16"),
-    *_pair("8b", LLAMA_8B, "lora", 8),
-    *_pair("8b", LLAMA_8B, "qlora", 8),
-    *_pair("8b", LLAMA_8B, "full", 8, "bfloat16"),
-    *_pair("14b", QWEN_14B, "lora", 6),
-    *_pair("14b", QWEN_14B, "qlora", 6),
-    Workload("14b-full-float32", QWEN_14B, "full", "true", 6, "float32", fits=False),
-    # extra: it saves 28 GiB
-    Workload("14b-full-ckpt", QWEN_14B, "full", "true", 6, "bfloat16", is_extra=True),
-    Workload("1b-long", LLAMA_1B, "lora", "auto", 200, is_ragged=True, rows_per_step=32, part=LONG),
-    Workload("toy-lora", TOY, "lora", "false", 4, max_seq_len=64),
-    Workload("toy-full-ckpt", TOY, "full", "true", 4, max_seq_len=64),
-    Workload("toy-refused", TOY, "full", "true", 4, max_seq_len=10**9, fits=False),
-    Workload("toy-long", TOY, "lora", "auto", 20, max_seq_len=128, is_ragged=True, part=LONG),
-)
-WORKLOADS = {workload.name: workload for workload in _WORKLOADS}
+WORKLOADS = read_table("planner/workloads.yaml", Workload)
 
 
 @dataclass(frozen=True)
@@ -82,20 +53,4 @@ class Sweep:
     most_tokens: int = 65536
 
 
-_SWEEPS = (
-    Sweep("sweep-1b-lora", LLAMA_1B, "lora", (24, 48, 80, None), most_tokens=131072),
-    Sweep("sweep-8b-qlora", LLAMA_8B, "qlora", (24, 48, 80, None), most_tokens=40960),
-    Sweep(
-        "sweep-toy",
-        TOY,
-        "lora",
-        budgets_gib=(1.1, None),
-        batch_sizes=(4,),
-        checkpointed=(0, 1),
-        largest_checkpointed=(0,),
-        max_seq_len=64,
-        rows_per_step=4,
-        most_tokens=4096,
-    ),
-)
-SWEEPS = {sweep.name: sweep for sweep in _SWEEPS}
+SWEEPS = read_table("planner/sweeps.yaml", Sweep)

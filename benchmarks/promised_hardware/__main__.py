@@ -3,7 +3,6 @@
 python -m benchmarks.promised_hardware --plan                what each case needs; takes no GPU
 python -m benchmarks.promised_hardware qwen-7b-4090          a case, or several; default all
 python -m benchmarks.promised_hardware gemma-27b-h100 --steps 6 --grad-accum 1
-python -m benchmarks.promised_hardware --make gemma-27b-h100 write its model and rows
 python -m benchmarks.promised_hardware --toy                 the tiny model, two CPU processes
 python -m benchmarks.promised_hardware --report FILE         the tables of results that are there
 
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.inputs import fixed_rows
-from benchmarks.machine import GIB, ROOT, Machine, repository_commit
+from benchmarks.machine import GIB, ROOT, repository_commit
 from benchmarks.planner.workloads import HELD_OUT_ROWS
 from benchmarks.processes import clean_environment, run_limited
 from benchmarks.promised_hardware.cases import CASES, Case
@@ -59,16 +58,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = args.folder.resolve()
     check_room(cases, folder)
-    if args.make:
-        for case in cases:
-            make_files(case, folder)
-        return
     if not args.toy:
         check_gpus(cases)
-    machine = Machine.here(args.toy)
-    path = args.results or machine.results_path("promised")
-    results = PromisedResults.read(path) if path.exists() else PromisedResults(path, machine)
-    results.machine = machine
+    results = PromisedResults.on_this_machine(args.results, args.toy, "promised")
     for case in cases:
         run_case(case, results, folder, args)
     write_report(results, args.docs)
@@ -96,7 +88,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=12, help="optimizer steps; the first is not timed")
     add("--seconds", type=float, default=300, help="limit of one run")
     add("--plan", action="store_true", help="what each case needs, without a GPU")
-    add("--make", action="store_true", help="write models and rows, and run nothing")
     add("--toy", action="store_true", help="the tiny model, two processes on the CPU")
     add("--report", type=Path, metavar="FILE", help="run nothing")
     add("--folder", type=Path, default=ROOT / "outputs" / "benchmarks" / "promised")
@@ -219,7 +210,7 @@ def run_case(case: Case, results: PromisedResults, folder: Path, args: argparse.
         outcome = Outcome(
             case.name,
             gpus,
-            shown_command(case, gpus),
+            shlex.join(command_of(case, gpus, "python", {"MODEL_NAME": case.shape})),
             seconds=time.monotonic() - started,
             steps=args.steps,
             grad_accum=case.grad_accum,
@@ -233,8 +224,8 @@ def run_case(case: Case, results: PromisedResults, folder: Path, args: argparse.
 def make_command(
     case: Case, gpus: int, model: Path, rows: Path, out: Path, steps: int
 ) -> list[str]:
-    """Return the make command of a run, behind what holds the memory."""
-    settings = case.settings(gpus) | {
+    """Return the make command of a run, with what holds the memory before it."""
+    settings = {
         "RUN": "run",
         "PY": sys.executable,
         "MODEL_NAME": str(model),
@@ -248,28 +239,19 @@ def make_command(
         "TRAIN_PREDICT_WITH_GENERATE": "false",
         "TRAIN_REOPEN_SAVED": "false",
     }
-    command = ["make", "train-bnb"]
+    return command_of(case, gpus, sys.executable, settings)
+
+
+def command_of(case: Case, gpus: int, python: str, settings: dict[str, str]) -> list[str]:
+    """Return the make command of a run with more settings than the case has."""
+    settings = case.settings(gpus) | settings
     if gpus > 1:
-        command = ["make", "train-distributed"]
         settings["NUM_GPUS"] = str(gpus)
+    command = ["make", "train-distributed" if gpus > 1 else "train-bnb"]
     command += [f"{name}={value}" for name, value in settings.items()]
     if case.leave_gib is None:
         return command
-    held = [sys.executable, "-m", "benchmarks.smaller_gpus", "--leave", f"{case.leave_gib:g}"]
-    return [*held, *command]
-
-
-def shown_command(case: Case, gpus: int) -> str:
-    """Return what a person types for a run, with the model's own name."""
-    words = ["make", "train-distributed" if gpus > 1 else "train-bnb"]
-    settings = case.settings(gpus) | {"MODEL_NAME": case.shape}
-    if gpus > 1:
-        settings["NUM_GPUS"] = str(gpus)
-    words += [f"{name}={value}" for name, value in settings.items()]
-    if case.leave_gib is not None:
-        leave = f"{case.leave_gib:g}"
-        words = ["python", "-m", "benchmarks.smaller_gpus", "--leave", leave, *words]
-    return shlex.join(words)
+    return [python, "-m", "benchmarks.smaller_gpus", "--leave", f"{case.leave_gib:g}", *command]
 
 
 def tell(outcome: Outcome, path: Path) -> None:

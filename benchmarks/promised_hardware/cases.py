@@ -1,12 +1,12 @@
-"""What is run on GPUs whose memory is held to a smaller card's: tables alone. Loads no torch."""
+"""What is run on GPUs held to the memory of a smaller card; cases.yaml has it. Loads no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks.files import read_table
 from benchmarks.smaller_gpus import MARGIN
-from benchmarks.speed.workloads import LLAMA_8B, TOY, Variable
-from sft_play.plan.cards import CARDS
+from benchmarks.speed.workloads import Variable
 
 GIB = 2**30
 
@@ -71,90 +71,4 @@ class Case:
         return {name: str(value) for name, value in found.items()}
 
 
-def _guide(
-    name: str,
-    shape: str,
-    config: str,
-    gpus: int,
-    card: str,
-    rows: tuple[int, int, int],
-    promise: Promise,
-) -> Case:
-    """Return a row of the guide with the shipped config of its machine.
-
-    `rows` are tokens of a row, rows of a micro-batch, and micro-batches of a step.
-    """
-    tokens, batch_size, grad_accum = rows
-    is_held = card != "H200"
-    return Case(
-        name,
-        shape,
-        f"configs/{config}.yaml",
-        gpus,
-        tokens,
-        leave_gib=CARDS[card].gib if is_held else None,
-        card=card,
-        batch_size=batch_size,
-        grad_accum=grad_accum,
-        promise=promise,
-    )
-
-
-def _too_large(name: str, mode: str, leave_gib: float) -> Case:
-    """Return training of Llama 8B that one GPU has no room for, and FSDP on two has."""
-    return Case(
-        name,
-        LLAMA_8B,
-        "configs/base.yaml",
-        gpus=2,
-        tokens=2048,
-        leave_gib=leave_gib,
-        variables=(Variable("TUNING_MODE", mode), Variable("TRAIN_STRATEGY", "fsdp")),
-        alone=(Variable("TUNING_MODE", mode),),
-    )
-
-
-_TOY = (Variable("DEVICE", "cpu"), Variable("TRAIN_LEARNING_RATE", "2e-3"))
-_CASES = (
-    _guide(
-        "qwen-7b-4090",
-        "Qwen/Qwen2.5-7B-Instruct",
-        "rtx4090_sli",
-        gpus=2,
-        card="4090",
-        rows=(1536, 6, 4),
-        promise=Promise(18, 1200),
-    ),
-    _guide(
-        "gemma-27b-h100",
-        "google/gemma-3-27b-it",
-        "a100_pair",
-        gpus=2,
-        card="H100",
-        rows=(2048, 8, 4),
-        promise=Promise(65, 800),
-    ),
-    _guide(
-        "llama-70b-h200",
-        "meta-llama/Llama-3.1-70B-Instruct",
-        "h200_quad",
-        gpus=4,
-        card="H200",
-        rows=(4096, 16, 2),
-        promise=Promise(120, 600),
-    ),
-    _too_large("8b-lora-17-gib", "lora", 17),
-    _too_large("8b-qlora-7.7-gib", "qlora", 7.7),
-    Case(
-        "toy",
-        TOY,
-        "configs/base.yaml",
-        gpus=2,
-        tokens=64,
-        batch_size=4,
-        grad_accum=2,
-        variables=_TOY,
-        alone=_TOY,
-    ),
-)
-CASES = {case.name: case for case in _CASES}
+CASES = read_table("promised_hardware/cases.yaml", Case)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from benchmarks.files import grid
 from benchmarks.promised_hardware.cases import CASES, Case
 from benchmarks.promised_hardware.results import Outcome, PromisedResults, Trained
 from benchmarks.speed.report import describe_machine
@@ -50,30 +49,20 @@ def markdown(results: PromisedResults) -> str:
     ]
     promised = [case for case in CASES.values() if case.promise and results.of(case.name)]
     if promised:
-        lines += ["", "## What a guide promises", "", *head(PROMISED)]
-        lines += rows(results, promised)
+        lines += ["", "## What a guide promises", "", table(results, promised)]
     small = [case for case in CASES.values() if not case.promise and results.of(case.name)]
     if small:
-        lines += ["", "## Too large for one GPU", "", *head(TOO_LARGE)]
-        lines += rows(results, small)
+        lines += ["", "## Too large for one GPU", "", table(results, small)]
     lines += ["", "## Commands", "", *commands(results)]
     return "\n".join(lines) + "\n"
 
 
-def head(titles: Iterable[str]) -> list[str]:
-    """Return the first two lines of a table."""
-    titles = list(titles)
-    return [f"| {' | '.join(titles)} |", "|" + " --- |" * len(titles)]
-
-
-def rows(results: PromisedResults, cases: Iterable[Case]) -> list[str]:
-    """Return the lines of a table for all outcomes of these cases."""
-    lines = []
-    for case in cases:
-        for outcome in results.of(case.name):
-            cells = promised_cells if case.promise else small_cells
-            lines.append(f"| {' | '.join(cells(results, case, outcome))} |")
-    return lines
+def table(results: PromisedResults, cases: list[Case]) -> str:
+    """Return a table of all outcomes of these cases, which have promises all or none."""
+    cells, head = (promised_cells, PROMISED) if cases[0].promise else (small_cells, TOO_LARGE)
+    outcomes = [(case, outcome) for case in cases for outcome in results.of(case.name)]
+    rows = [cells(results, case, outcome) for case, outcome in outcomes]
+    return grid(list(head), rows, head).rstrip("\n")
 
 
 def promised_cells(results: PromisedResults, case: Case, outcome: Outcome) -> list[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import GIB, Machine
+from benchmarks.files import Results
+from benchmarks.machine import GIB
 from benchmarks.processes import failure_cause
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
 
 EXIT_CLASS = re.compile(r"exit class (\d+) \(\w+\)")
@@ -48,11 +47,6 @@ class Outcome:
     cause: str | None = None
     trained: Trained | None = None
     commit: str | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Which outcome of the file it takes the place of."""
-        return self.case, self.gpus
 
 
 def read_outcome(status: int | None, seconds: float, out: Path) -> dict[str, Any]:
@@ -94,32 +88,18 @@ def measured(folder: RunFolder) -> Trained:
     )
 
 
-@dataclass
-class PromisedResults:
-    """All outcomes of a machine, written after each."""
+@dataclass(kw_only=True)
+class PromisedResults(Results):
+    """All outcomes of a machine."""
 
-    path: Path
-    machine: Machine
-    found: dict[tuple[str, int], Outcome] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> PromisedResults:
-        """Return the results of a file."""
-        entry = read_json(path)
-        results = cls(path, Machine(**entry["machine"]))
-        for values in entry["outcomes"]:
-            trained = values.pop("trained")
-            outcome = Outcome(**values, trained=Trained(**trained) if trained else None)
-            results.found[outcome.key] = outcome
-        return results
+    outcomes: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         """Put an outcome in the place of an older one, and write the file."""
-        self.found[outcome.key] = outcome
-        outcomes = [asdict(self.found[key]) for key in sorted(self.found)]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, {"machine": asdict(self.machine), "outcomes": outcomes})
+        found = {(each.case, each.gpus): each for each in (*self.outcomes, outcome)}
+        self.outcomes = [found[key] for key in sorted(found)]
+        self.write()
 
-    def of(self, case: str) -> Sequence[Outcome]:
+    def of(self, case: str) -> list[Outcome]:
         """Return the outcomes of a case, fewest GPUs first."""
-        return [self.found[key] for key in sorted(self.found) if key[0] == case]
+        return [outcome for outcome in self.outcomes if outcome.case == case]

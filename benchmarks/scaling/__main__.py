@@ -19,10 +19,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.machine import ROOT, Machine, repository_commit
+from benchmarks.machine import ROOT, repository_commit
 from benchmarks.scaling.report import draw, markdown
 from benchmarks.scaling.results import REFERENCE_ARM, Case, ScalingResults
 from benchmarks.speed.results import ArmResult, ArmRun, SpeedResults
@@ -48,7 +47,8 @@ def main() -> None:
     """Run what was asked for, case by case, and write the tables."""
     args = parse_arguments()
     if args.report:
-        write_report(ScalingResults.read(args.report), args.docs)
+        results = ScalingResults.read(args.report)
+        results.write_page(markdown(results), args.docs, draw)
         return
     # an exit kills the case that runs; it would hold the GPUs
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -56,12 +56,12 @@ def main() -> None:
     gpus = sorted({1, *args.gpus}) if args.gpus else powers_of_two(results.gpus)
     options = Options(args.seconds, on_cpu=args.toy, steps=args.steps)
     # of its parts, the reference and the verdict are another's here
-    speed = SpeedResults(results.path, results.machine, {})
+    speed = SpeedResults(machine=results.machine, path=results.path)
     benchmark = Benchmark(speed, args.folder.resolve(), options)
     for case in choose_cases(args, gpus):
         if not (args.keep and results.speed(case)):
             run_case(benchmark, results, case)
-    write_report(results, args.docs)
+    results.write_page(markdown(results), args.docs, draw)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,15 +100,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def results_of_this_machine(args: argparse.Namespace) -> ScalingResults:
     """Return the results to add to. Exits where there are not two GPUs."""
-    machine = Machine.here(args.toy)
     gpus = 2 if args.toy else count_gpus()
     if gpus < 2:
         sys.exit(
             "one GPU is here; `python -m benchmarks.scaling --toy` runs two processes on the CPU"
         )
-    path = args.results or machine.results_path("scaling")
-    found = ScalingResults.read(path).found if path.exists() else {}
-    return ScalingResults(path, machine, gpus, found)
+    results = ScalingResults.on_this_machine(args.results, args.toy, "scaling")
+    results.gpus = gpus
+    return results
 
 
 def count_gpus() -> int:
@@ -163,7 +162,7 @@ def run_case(benchmark: Benchmark, results: ScalingResults, case: Case) -> None:
     arm = ARMS[case.arm]
     run = own.run_arm(workload, arm, inputs, steps)
     reference = run if case == case.reference else results.found[case.reference].run
-    results.found[case] = ArmResult(
+    result = ArmResult(
         run,
         check_run(workload, arm, run, every_loss(reference), tokens),
         own.peak_shares(workload, inputs, samples, run),
@@ -171,8 +170,8 @@ def run_case(benchmark: Benchmark, results: ScalingResults, case: Case) -> None:
         versions=results.machine.versions,
         commit=repository_commit(),
     )
-    results.write()
-    words = describe(results.found[case], arm)
+    results.add(case, result)
+    words = describe(result, arm)
     log(f"{case.workload_name:<24} {case.strategy:<7} x{case.gpus} {words}")
 
 
@@ -181,18 +180,6 @@ def every_loss(run: ArmRun) -> list[float]:
     if run.measured is None:
         return []
     return [logged.loss for logged in run.measured.losses for _ in range(WARM_UP)]
-
-
-def write_report(results: ScalingResults, folder: Path | None) -> None:
-    """Print the tables, and write them and the plot to `folder`, by default that of the results."""
-    text = markdown(results)
-    path = (folder or results.path.parent) / results.path.stem
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
-    if find_spec("matplotlib") is not None:
-        draw(results, path.with_suffix(".svg"))
-    else:
-        print("no plot: matplotlib is not installed (requirements-bench.txt)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.files import grid, number
 from benchmarks.scaling.results import Case, ScalingResults
-from benchmarks.speed.report import describe_machine, describe_workload, percent
+from benchmarks.speed.report import describe_machine, describe_workload
 from benchmarks.speed.workloads import find_workload
 
 # What a guide to several GPUs may promise of them
 PROMISED = {1: 1.0, 2: 1.8, 4: 3.4, 8: 6.4}
-HEAD = (
-    "| GPUs | program | strategy | real tokens/s | a GPU | speed-up | of linear | promised "
-    "| GiB reserved a GPU | planned | waits for others | off one GPU |"
-)
-RULE = "| --: | --- | --- " + "| --: " * 9 + "|"
+HEAD = [
+    "GPUs",
+    "program",
+    "strategy",
+    "real tokens/s",
+    "a GPU",
+    "speed-up",
+    "of linear",
+    "promised",
+    "GiB reserved a GPU",
+    "planned",
+    "waits for others",
+    "off one GPU",
+]
 LINE_COLORS = ("#1f4e79", "#c0504d", "#7f7f7f", "#9bbb59", "#8064a2")
 
 
@@ -39,35 +49,34 @@ def table(results: ScalingResults, work: str, title: str, is_weak: bool) -> list
     if all(case.gpus == 1 for case in cases):
         return []
     cases.sort(key=lambda case: (case.gpus, case.arm != "ours-bnb", case.strategy))
-    return ["", title, "", HEAD, RULE, *(row(results, case) for case in cases)]
+    rows = [row(results, case) for case in cases]
+    return ["", title, "", grid(HEAD, rows, ("program", "strategy")).rstrip("\n")]
 
 
-def row(results: ScalingResults, case: Case) -> str:
-    """Return a case's line; a speed that does not count is struck out, with the reason."""
+def row(results: ScalingResults, case: Case) -> list[str]:
+    """Return a case's cells; a speed that does not count is struck out, with the reason."""
     result = results.found[case]
     measured = result.run.measured
     start = [str(case.gpus), case.arm, case.strategy]
     if measured is None:
         reason = f"{result.run.status}: {result.run.error or ''}".replace("|", "/")
-        return f"| {' | '.join([*start, reason])} |" + " |" * 8
+        return [*start, reason, *[""] * 8]
     speed = measured.tokens_per_second
     figures = [f"{speed:,.0f}", f"{speed / case.gpus:,.0f}"]
     if not result.verdict.counts:
         figures = [f"~~{figure}~~" for figure in figures]
     speedup = results.speedup(case)
-    promised = PROMISED.get(case.gpus)
-    cells = [
+    return [
         *start,
         *figures,
-        "-" if speedup is None else f"{speedup:.2f}",
-        percent(speedup and speedup / case.gpus, ".1%"),
-        "-" if promised is None else f"{promised:.1f}",
+        number(speedup, ".2f"),
+        number(speedup and speedup / case.gpus, ".1%"),
+        number(PROMISED.get(case.gpus), ".1f"),
         f"{measured.peak_reserved_gib:.1f}",
-        "-" if measured.predicted_gib is None else f"{measured.predicted_gib:.1f}",
-        percent(measured.unhidden_communication, ".1%"),
-        percent(result.verdict.off, ".2%"),
+        number(measured.predicted_gib, ".1f"),
+        number(measured.unhidden_communication, ".1%"),
+        number(result.verdict.off, ".2%"),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def draw(results: ScalingResults, path: Path) -> None:
@@ -100,9 +109,9 @@ def draw_panel(panel, results: ScalingResults, work: str) -> None:
             points = lines.setdefault(f"{case.arm} {case.strategy}", {1: 1.0})
             points[case.gpus] = speedup / case.gpus
     lines["promised"] = {gpus: speedup / gpus for gpus, speedup in PROMISED.items()}
-    for number, (label, points) in enumerate(sorted(lines.items())):
+    for index, (label, points) in enumerate(sorted(lines.items())):
         gpus = sorted(point for point in points if point <= results.gpus)
-        color = LINE_COLORS[number % len(LINE_COLORS)]
+        color = LINE_COLORS[index % len(LINE_COLORS)]
         style = ":" if label == "promised" else "-"
         panel.plot(
             gpus, [points[count] for count in gpus], style, marker="o", color=color, label=label

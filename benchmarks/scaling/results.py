@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
-from benchmarks.machine import Machine
+from benchmarks.files import Results
 from benchmarks.speed.results import ArmResult
 from benchmarks.speed.workloads import find_workload
-from sft_play.runs.files import read_json, write_json
 
 REFERENCE_ARM = "ours-bnb"
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Case:
     """A workload on some GPUs; `times` as many rows a step as on one GPU, or as many as there."""
 
     work: str
@@ -44,33 +42,31 @@ class Case(NamedTuple):
         return find_workload(self.work).scaled(self.times).name
 
 
-@dataclass
-class ScalingResults:
-    """All cases of a machine, written after each: an interrupted benchmark loses nothing."""
+@dataclass(frozen=True)
+class CaseResult:
+    """A case, and what it measured."""
 
-    path: Path
-    machine: Machine
-    gpus: int  # of the host
-    found: dict[Case, ArmResult]
+    case: Case
+    result: ArmResult
 
-    @classmethod
-    def read(cls, path: Path) -> ScalingResults:
-        """Return the results of a file."""
-        entry = read_json(path)
-        found = {}
-        for case in entry.pop("cases"):
-            key = Case(**{name: case.pop(name) for name in Case._fields})
-            found[key] = ArmResult.from_json(case)
-        gpus = entry.pop("gpus")
-        return cls(path, Machine(**entry), gpus, found)
 
-    def write(self) -> None:
-        """Write the file."""
-        cases: list[dict[str, Any]] = []
-        for case, result in sorted(self.found.items()):
-            cases.append(case._asdict() | result.as_json())
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, asdict(self.machine) | {"gpus": self.gpus, "cases": cases})
+@dataclass(kw_only=True)
+class ScalingResults(Results):
+    """All cases of a host."""
+
+    gpus: int = 0  # of the host
+    cases: list[CaseResult] = field(default_factory=list)
+
+    @property
+    def found(self) -> dict[Case, ArmResult]:
+        """The results by case."""
+        return {each.case: each.result for each in self.cases}
+
+    def add(self, case: Case, result: ArmResult) -> None:
+        """Put a result in the place of an older one, and write the file."""
+        found = self.found | {case: result}
+        self.cases = [CaseResult(key, each) for key, each in sorted(found.items())]
+        self.write()
 
     def speed(self, case: Case) -> float | None:
         """Return a case's real tokens a second; None where it has none that counts."""

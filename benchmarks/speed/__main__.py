@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.machine import ROOT
@@ -52,16 +51,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="time limit of one arm's run",
     )
     add("--toy", action="store_true", help="the tiny model, on the CPU")
-    add(
-        "--references",
-        action="store_true",
-        help="train references alone: they are not timed, so several may run at once",
-    )
-    add(
-        "--unjudged",
-        action="store_true",
-        help="train no reference: without one that is there already, no speed counts",
-    )
     add(
         "--busy",
         action="store_true",
@@ -121,8 +110,6 @@ def choose_workloads(args: argparse.Namespace) -> list[Workload]:
 
 def choose_arms(args: argparse.Namespace, workload: Workload) -> list[Arm]:
     """Return the arms that are named, else those that run on the workload by default."""
-    if args.references:
-        return []
     if args.arms:
         return [arm for arm in ARMS.values() if arm.name in args.arms]
     return [arm for arm in ARMS.values() if runs_by_default(workload, arm)]
@@ -135,7 +122,8 @@ def main() -> None:
         list_workloads()
         return
     if args.report:
-        write_report(SpeedResults.read(args.report), args.docs)
+        results = SpeedResults.read(args.report)
+        results.write_page(markdown(results), args.docs, draw)
         return
     # an exit kills the arm that runs; it would hold the GPU
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -146,13 +134,12 @@ def main() -> None:
         on_cpu=args.toy,
         steps=args.steps,
         keep=args.keep,
-        train_reference=not args.unjudged,
     )
     benchmark = Benchmark(results, args.folder.resolve(), options)
     with busy_cores() if args.busy else nullcontext():
         for workload in choose_workloads(args):
             benchmark.run(workload, choose_arms(args, workload))
-    write_report(results, args.docs)
+    results.write_page(markdown(results), args.docs, draw)
 
 
 def list_workloads() -> None:
@@ -160,18 +147,6 @@ def list_workloads() -> None:
     for workload in WORKLOADS.values():
         arms = [arm.name for arm in ARMS.values() if runs_by_default(workload, arm)]
         print(f"{workload.name:<15} {' '.join(arms)}")
-
-
-def write_report(results: SpeedResults, folder: Path | None) -> None:
-    """Print the tables, and write them and the plot to `folder`, by default that of the results."""
-    table = markdown(results)
-    path = (folder or results.path.parent) / results.path.stem
-    path.with_suffix(".md").write_text(table, encoding="utf-8")
-    print(table)
-    if find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (requirements-bench.txt)", file=sys.stderr)
-        return
-    draw(results, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

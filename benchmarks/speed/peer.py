@@ -10,12 +10,13 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.files import read_as, write_as
 from benchmarks.speed.results import ArmRun
 from benchmarks.speed.samples import Samples
 from benchmarks.speed.workloads import (
@@ -28,7 +29,6 @@ from benchmarks.speed.workloads import (
     Workload,
     find_workload,
 )
-from sft_play.runs.files import read_json, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -56,21 +56,6 @@ class Job:
     started: float  # time.time() when the process was started
     on_cpu: bool
     ranks: int = 1  # processes that train together
-
-    def write(self, path: Path) -> None:
-        """Write the job for `read`."""
-        entry = asdict(self)
-        for name in ("model", "samples", "adapters", "out"):
-            entry[name] = str(entry[name])
-        write_json(path, entry)
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        """Return the job that `write` wrote."""
-        entry = read_json(path)
-        for name in ("model", "samples", "adapters", "out"):
-            entry[name] = Path(entry[name])
-        return cls(**entry)
 
     @property
     def workload(self) -> Workload:
@@ -349,14 +334,14 @@ def failed_run(job: Job, error: Exception) -> ArmRun:
 
 def main() -> None:
     """Run the job; its report, also of an error, goes to the file that the job names."""
-    job = Job.read(Path(sys.argv[1]))
+    job = read_as(Job, Path(sys.argv[1]))
     try:
         report = run(job)
     except Exception as error:  # noqa: BLE001  whatever a program dies of is its result
         traceback.print_exc()
         report = failed_run(job, error)
     if os.environ.get("RANK", "0") == "0" or report.measured is None:
-        write_json(job.out, report.as_json())
+        write_as(job.out, report)
     if report.measured is None and job.ranks > 1:
         sys.exit(1)  # which ends the other ranks
 

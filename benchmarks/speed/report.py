@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.files import grid, number
 from benchmarks.machine import Machine
 from benchmarks.speed.results import ArmResult, SpeedResults, WorkloadResults
 from benchmarks.speed.workloads import ARMS, TOY, WORKLOADS, Workload
 
-HEAD = (
-    "| | real tokens/s | with loss/s | GiB reserved | MFU {peak} | of {reached} "
-    "| ready s | off reference | as it ran |"
-)
-RULE = "| --- | --: | --: | --: | --: | --: | --: | --: | --- |"
 WITHOUT_FLASH = (
     "flash-attn was not installed for any arm: where it is, the packed paths of TRL and Unsloth "
     "gain."
@@ -31,8 +27,8 @@ def markdown(results: SpeedResults) -> str:
         WITH_FLASH if machine.versions.get("flash-attn") else WITHOUT_FLASH,
     ]
     for name, workload in WORKLOADS.items():
-        if name in results.workloads:
-            lines += table(workload, results.workloads[name], machine)
+        if name in results.works:
+            lines.append(table(workload, results.works[name], machine).rstrip("\n"))
     return "\n".join(lines) + "\n"
 
 
@@ -44,30 +40,21 @@ def describe_machine(machine: Machine) -> str:
     return f"Measured on one {machine.device}, Python {machine.python}, {', '.join(installed)}."
 
 
-def table(workload: Workload, found: WorkloadResults, machine: Machine) -> list[str]:
-    """Return the lines of one workload's table with its heading."""
+def table(workload: Workload, found: WorkloadResults, machine: Machine) -> str:
+    """Return one workload's table with its heading."""
     basis = "no reference"
     if found.reference:
         steps = len(found.reference.losses)
         basis = f"reference: transformers + PEFT, {found.reference.precision}, {steps} steps"
-    head = HEAD.format(peak=teraflops(machine.peak_flops), reached=teraflops(machine.reached_flops))
+    peaks = (machine.peak_flops, machine.reached_flops)
+    peak, reached = (f"{flops / 1e12:.0f} TFLOP/s" if flops else "-" for flops in peaks)
+    head = ["", "real tokens/s", "with loss/s", "GiB reserved", f"MFU {peak}", f"of {reached}"]
+    head += ["ready s", "off reference", "as it ran"]
     by_speed = sorted(found.arms.items(), key=lambda item: -speed(item[1]))
     arms = sorted(by_speed, key=lambda item: not item[1].verdict.counts)
-    return [
-        "",
-        f"### {workload.name}",
-        "",
-        f"{describe_workload(workload)}; {basis}.",
-        "",
-        head,
-        RULE,
-        *(row(arm, result) for arm, result in arms),
-    ]
-
-
-def teraflops(flops: float | None) -> str:
-    """Return a peak, of which an MFU column is a share."""
-    return f"{flops / 1e12:.0f} TFLOP/s" if flops else "-"
+    rows = [row(arm, result) for arm, result in arms]
+    lines = grid(head, rows, ("", "as it ran")).replace("|  |", "| |", 1)
+    return f"\n### {workload.name}\n\n{describe_workload(workload)}; {basis}.\n\n{lines}"
 
 
 def describe_workload(workload: Workload) -> str:
@@ -88,12 +75,12 @@ def speed(result: ArmResult) -> float:
     return result.run.measured.tokens_per_second if result.run.measured else 0.0
 
 
-def row(arm: str, result: ArmResult) -> str:
-    """Return an arm's line; speeds that do not count are struck out, with the reason at the end."""
+def row(arm: str, result: ArmResult) -> list[str]:
+    """Return an arm's cells; speeds that do not count are struck out, and the last says why."""
     run = result.run
     if run.measured is None:
         error = (run.error or "").replace("|", "/")
-        return f"| {arm} | - | - | - | - | - | - | - | {run.status}: {error} |"
+        return [arm, *["-"] * 7, f"{run.status}: {error}"]
     measured = run.measured
     speeds = [
         f"{measured.tokens_per_second:,.0f}",
@@ -104,22 +91,16 @@ def row(arm: str, result: ArmResult) -> str:
     else:
         speeds = [f"~~{figure}~~" for figure in speeds]
         remark = "does not count: " + "; ".join(result.verdict.why_not)
-    cells = [
+    return [
         arm,
         *speeds,
         f"{measured.peak_reserved_gib:.1f}",
-        percent(result.shares.mfu, ".1%"),
-        percent(result.shares.mfu_of_reached, ".1%"),
+        number(result.shares.mfu, ".1%"),
+        number(result.shares.mfu_of_reached, ".1%"),
         f"{measured.ready_seconds:.0f}",
-        percent(result.verdict.off, ".2%"),
+        number(result.verdict.off, ".2%"),
         remark,
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def percent(share: float | None, form: str) -> str:
-    """Return a share as a cell."""
-    return "-" if share is None else format(share, form)
 
 
 def describe_settings(settings: dict[str, object]) -> str:
@@ -137,7 +118,7 @@ def draw(results: SpeedResults, path: Path) -> None:
 
     counting = {}
     for name in WORKLOADS:
-        arms = counting_arms(results.workloads.get(name))
+        arms = counting_arms(results.works.get(name))
         if arms:
             counting[name] = arms
     if not counting:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import read_as, write_as
 from benchmarks.machine import ROOT, repository_commit
 from benchmarks.processes import clean_environment, failure_cause, run_limited
 from benchmarks.speed import ours
@@ -27,14 +28,12 @@ from benchmarks.speed.results import (
     PeakShares,
     Reference,
     SpeedResults,
-    TokenCount,
     Verdict,
 )
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import COMPARED_STEPS, check_run
 from benchmarks.speed.workloads import (
     ALONE,
-    ARMS,
     LORA_RANK,
     WARM_UP,
     Arm,
@@ -47,7 +46,6 @@ from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.flops import step_flops
 from sft_play.plan.model_shape import ModelShape
-from sft_play.runs.files import read_json
 
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
 
@@ -73,7 +71,6 @@ class Options:
     on_cpu: bool = False
     steps: int = 0  # that are timed; 0: as the workload says
     keep: bool = False  # arms whose results count already are left out
-    train_reference: bool = True  # unless the results have it
     launch: Launch = ALONE
 
 
@@ -91,10 +88,8 @@ class Benchmark:
         inputs = make_inputs(workload, steps, self.folder)
         samples = Samples.read(inputs.samples)
         tokens = count_step_tokens(workload, samples, WARM_UP + steps)
-        if self.options.train_reference:
-            self.ensure_reference(workload, inputs, steps)
+        self.ensure_reference(workload, inputs, steps)
         found = self.results.of(workload.name)
-        self.check_again(workload, steps, tokens)
         for arm in arms:
             known = found.arms.get(arm.name)
             if self.options.keep and known and known.verdict.counts:
@@ -115,15 +110,6 @@ class Benchmark:
         """Return the loss of each step of the reference, [] where there is none."""
         reference = self.results.of(workload.name).reference
         return reference.losses if reference else []
-
-    def check_again(self, workload: Workload, steps: int, tokens: list[TokenCount]) -> None:
-        """Check the results of arms that may have been measured before there was a reference."""
-        losses = self.reference_losses(workload)
-        arms = self.results.of(workload.name).arms
-        for name, result in arms.items():
-            if result.timed_steps == steps:
-                verdict = check_run(workload, ARMS[name], result.run, losses, tokens)
-                arms[name] = dataclasses.replace(result, verdict=verdict)
 
     def ensure_reference(self, workload: Workload, inputs: Inputs, steps: int) -> None:
         """Train the reference and keep its losses, unless the results have the same one."""
@@ -226,7 +212,7 @@ class Benchmark:
             started=time.time(),
             on_cpu=self.options.on_cpu,
         )
-        job.write(out / "job.json")
+        write_as(out / "job.json", job)
         launcher = []
         if ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -235,7 +221,7 @@ class Benchmark:
         environ = _with_repository(clean_environment(os.environ))
         status = run_limited(command, out / "log", seconds, out, environ)
         if job.out.exists():
-            return ArmRun.from_json(read_json(job.out))
+            return read_as(ArmRun, job.out)
         error = failure_cause(status, seconds, out / "log")
         return ArmRun("failed", job.started, error=error)
 

@@ -22,7 +22,7 @@ from sft_play.config.messages import refuse
 from sft_play.config.sampling import SamplingRequest, read_sampling
 from sft_play.config.tasks import TasksAsked, read_tasks
 from sft_play.data.prompts import Prompt, read_prompts
-from sft_play.data.sources import system_prompt_of
+from sft_play.data.row_parsing import SystemPrompt
 from sft_play.errors import DataError, EnvironmentFault, ExitClass, StoppedOnRequest, of_class
 from sft_play.plan import devices
 from sft_play.plan.launch import free_port
@@ -111,7 +111,7 @@ class FileCall:
     def prompts(self) -> list[Prompt]:
         """Return the prompts of the file. Raises DataError."""
         columns = self.loaded.config.data.columns if self.loaded.is_set("data.columns") else {}
-        found = read_prompts(self.inputs, columns, system_prompt_of(self.loaded.config))
+        found = read_prompts(self.inputs, columns, SystemPrompt.from_config(self.loaded.config))
         if not found:
             raise DataError(f"IN={self.inputs}: no prompts")
         return found

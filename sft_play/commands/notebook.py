@@ -9,7 +9,6 @@ from sft_play.config import loader
 from sft_play.errors import ConfigError
 from sft_play.notebooks import checklist, settings
 from sft_play.notebooks import document as documents
-from sft_play.notebooks import notes as reports
 from sft_play.notebooks import script as scripts
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.document import Document
@@ -32,7 +31,7 @@ def convert_notebook(call: Call) -> list[str]:
     if out is not None and out.suffix != ".ipynb":
         raise ConfigError(f"OUT={out}: {FORMS}")
     made = convert(document)
-    report = [_title(document), *reports.lines(made.notes)]
+    report = [_title(document), *made.report]
     if not made.changed_cells:
         report.append("nothing was changed")
     if out is None:
@@ -61,11 +60,11 @@ def check_notebook(call: Call) -> tuple[list[str], bool]:
 
 def _write_script(call: Call, document: Document, out: Path) -> list[str]:
     """Write a script that trains data-parallel; return the report."""
-    text, notes = scripts.export(document, out)
+    text, report = scripts.export(document, out)
     documents.write(out, text, _may_replace(call))
     return [
         _title(document),
-        *reports.lines(notes),
+        *report,
         f"wrote {out}",
         f"next torchrun --nproc_per_node=2 {out}",
     ]
@@ -76,7 +75,7 @@ def _write_config(call: Call, document: Document, out: Path) -> list[str]:
 
     Raises: ConfigError for a setting of the notebook that no run can have.
     """
-    text, notes = settings.export(document, _data(call))
+    text, report = settings.export(document, _data(call))
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / out.name
         draft.write_text(text, encoding="utf-8")
@@ -89,7 +88,7 @@ def _write_config(call: Call, document: Document, out: Path) -> list[str]:
     documents.write(out, text, _may_replace(call))
     return [
         _title(document),
-        *reports.lines(notes),
+        *report,
         f"wrote {out}",
         f"next make plan CONFIG={out}",
     ]

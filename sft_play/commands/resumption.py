@@ -135,7 +135,7 @@ def _other_settings(loaded: LoadedConfig, folder: RunFolder, asked: AskedRun) ->
 
 def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     """Return a line for each data setting whose files are not those of a finished run."""
-    from sft_play.data.changed_sources import changed_sources
+    from sft_play.data.sources import changed_sources
 
     lines = []
     for setting, reasons in changed_sources(folder.read_data(), loaded.config).items():
@@ -198,7 +198,7 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
 
 def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
     """Refuse to resume on other rows, once they are tokenised. Raises CheckpointError."""
-    from sft_play.data.data_facts import DataFacts
+    from sft_play.data.assemble import DataFacts
 
     if planned.config.train.resume_from is None:
         return

@@ -16,9 +16,8 @@ def preview(
     Raises: EnvironmentFault when the page cannot be written.
     """
     from sft_play.data.pipeline import packed_run, prepare_run_data
-    from sft_play.data.preview import first_packed_sequence, preview_sequences
+    from sft_play.data.preview import first_packed_sequence, preview_sequences, print_sequences
     from sft_play.data.preview_page import render_page
-    from sft_play.data.preview_text import print_sequences
     from sft_play.data.tokenizer import load_tokenizer
 
     config = planned.config
@@ -46,7 +45,7 @@ def data_check(planned: PlannedRun, as_json: bool) -> None:
 
     Raises: DataError, after printing what was read before it.
     """
-    from sft_play.data.account import DataAccount
+    from sft_play.data.ledger import DataAccount
     from sft_play.data.ledger_tables import ledger_lines
     from sft_play.data.pipeline import build_ledger
 

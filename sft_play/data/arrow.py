@@ -75,7 +75,7 @@ def _split(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
         yield batch
         return
     for start in range(0, batch.num_rows, rows):
-        # a copy, because a pickled slice carries its whole batch
+        # a copy, because a pickled slice carries its entire batch
         yield batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
 
 

@@ -1,38 +1,59 @@
 """What a run trains and evaluates on, assembled from tokenized sources, and its ledger.
 
-Reads nothing but the mapped stores; loads no torch.
+Reads nothing but the mapped stores; loads no torch. data.json of a run says where they are: the
+front end writes it, every rank reads it.
 """
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from sft_play.config.schema import Config
 from sft_play.data import splits
+from sft_play.data.files import format_origin
 from sft_play.data.ledger import (
     EpochShare,
     EqualRows,
     Ledger,
-    LengthPercentiles,
+    PaddedTokens,
     SourceLedger,
     SplitLedger,
-    merge,
+    Tally,
 )
-from sft_play.data.rows import MAX_LISTED_ROWS
-from sft_play.data.store import Split, Store
-from sft_play.data.tally import Tally
-from sft_play.data.tokenized import TokenizedSource, TokenizedSplits
-from sft_play.data.used_tokens import UsedTokens, find_used_tokens
+from sft_play.data.rows import MAX_LISTED_ROWS, Json
+from sft_play.data.store import Split, TokenizedSource, TokenizedSplits, open_samples
 from sft_play.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
+class DataFacts:
+    """Where the tokenized samples of a run are, and what an epoch of them computes."""
+
+    sources: TokenizedSplits
+    padding: PaddedTokens
+
+    def to_json(self) -> Json:
+        """Return the facts as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Json) -> Self:
+        """Return the facts that `to_json` gave. Raises DataError when their samples are gone."""
+        tokenized: TokenizedSplits = {}
+        for split, sources in facts["sources"].items():
+            tokenized[split] = tuple(map(TokenizedSource.from_json, sources))
+        return cls(tokenized, PaddedTokens(**facts["padding"]))
+
+
+@dataclass(frozen=True)
 class RunData:
-    """What a run trains and evaluates on; `test` is `validation` where there are no test rows."""
+    """What a run trains and evaluates on; `test` is `validation` if there are no test rows."""
 
     train: Split
     validation: Split
@@ -43,38 +64,28 @@ class RunData:
     @property
     def digests(self) -> tuple[str, ...]:
         """Of the content of every source's files."""
-        return tuple(source.digest for source in self._all_sources())
+        return tuple(source.digest for source in chain(*self.sources.values()))
 
-    def used_tokens(self) -> UsedTokens:
+    def used_tokens(self) -> splits.UsedTokens:
         """Return the token ids that occur."""
-        sources = self._all_sources()
-        stores = [source.open_store() for source in sources]
-        return find_used_tokens(stores, [source.files for source in sources])
-
-    def _all_sources(self) -> list[TokenizedSource]:
-        return list(chain.from_iterable(self.sources.values()))
+        return splits.find_used_tokens(open_samples(list(chain(*self.sources.values()))))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The samples chosen for one split; `indices` holds those (n,) of each source's store."""
+    """The samples chosen for one split, and what was left out."""
 
     sources: tuple[TokenizedSource, ...]
-    stores: tuple[Store, ...]
-    indices: tuple[np.ndarray, ...]
+    samples: Split
     tallies: tuple[Tally, ...]  # of each source; () for held-out rows
-    dropped: Mapping[str, int] = field(default_factory=dict)  # usable rows, by reason
-    overlap: Mapping[str, EqualRows] = field(
-        default_factory=dict
-    )  # by the split that has equal rows
+    dropped: Counter[str] = field(default_factory=Counter)  # usable rows, by reason
+    overlap: dict[str, EqualRows] = field(default_factory=dict)  # by the split with equal rows
 
     @classmethod
-    def whole(cls, sources: tuple[TokenizedSource, ...]) -> Self:
+    def read(cls, sources: tuple[TokenizedSource, ...]) -> Self:
         """Return all samples of the sources."""
-        stores = tuple(source.open_store() for source in sources)
-        indices = tuple(np.arange(len(store)) for store in stores)
         tallies = tuple(source.read_summary().tally for source in sources)
-        return cls(sources, stores, indices, tallies)
+        return cls(sources, open_samples(sources), tallies)
 
     @property
     def names(self) -> str:
@@ -82,54 +93,18 @@ class Selection:
 
     @property
     def tally(self) -> Tally:
-        """The sum of all sources."""
-        return merge(self.tallies)
-
-    @property
-    def all_dropped(self) -> dict[str, int]:
-        """Rows by why they were left out, here or when they were tokenized."""
-        return {**self.tally.dropped, **self.dropped}
-
-    def records(self) -> np.ndarray:
-        """Return the records of the samples; `file` counts through the files of all sources."""
-        parts = []
-        first_file = 0
-        for source, store, indices in zip(self.sources, self.stores, self.indices, strict=True):
-            records = store.records[indices]
-            records["file"] += first_file
-            first_file += len(source.files)
-            parts.append(records)
-        return np.concatenate(parts)
-
-    def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, source after source."""
-        stores = zip(self.stores, self.indices, strict=True)
-        return np.concatenate([store.lengths[indices] for store, indices in stores])
-
-    def origin(self, record: np.void) -> str:
-        """Return `file:line` or `file[index]` of a record that `records` gave."""
-        file = int(record["file"])
-        for source in self.sources:
-            if file < len(source.files):
-                return source.origin(file, int(record["number"]))
-            file -= len(source.files)
-        raise AssertionError("a record's file is one of the sources' files")
-
-    def indices_where(self, mask: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the indices in each store at which `mask` (over all samples) is true."""
-        ends = np.cumsum([len(indices) for indices in self.indices])
-        masks = np.split(mask, ends[:-1])
-        return tuple(indices[part] for indices, part in zip(self.indices, masks, strict=True))
+        """The sum of all sources, with the rows that were left out here."""
+        total = Tally()
+        for tally in self.tallies:
+            total.add(tally)
+        total.dropped.update(self.dropped)
+        return total
 
     def without(self, mask: np.ndarray, reason: str) -> Self:
         """Return the selection without the samples where `mask` is true, counted as dropped."""
-        rows = splits.count_rows(self.records()[mask])
-        dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + rows}
-        return replace(self, indices=self.indices_where(~mask), dropped=dropped)
-
-    def to_split(self) -> Split:
-        """Return the samples as a run reads them."""
-        return Split(self.stores, self.indices, [source.files for source in self.sources])
+        dropped = Counter(self.dropped)
+        dropped[reason] += splits.count_rows(self.samples.records[mask])
+        return replace(self, samples=self.samples.take(~mask), dropped=dropped)
 
 
 def assemble(config: Config, sources: TokenizedSplits) -> RunData:
@@ -138,28 +113,31 @@ def assemble(config: Config, sources: TokenizedSplits) -> RunData:
     Raises: DataError if too many tokens are lost, if training rows are also evaluated on, or if a
     split has no row left.
     """
-    selections = {split: Selection.whole(parts) for split, parts in sources.items()}
+    selections = {split: Selection.read(parts) for split, parts in sources.items()}
     for selection in selections.values():
         _refuse_lost_tokens(selection, config)
-    if "validation" not in selections:
-        train = selections["train"]
-        held_out = _held_out_mask(train, config)
-        held_out_indices = train.indices_where(held_out)
-        selections["validation"] = replace(train, indices=held_out_indices, tallies=())
-        selections["train"] = train.without(held_out, "held_out")
     train = selections["train"]
+    if "validation" not in selections:
+        held_out = _choose_held_out(train, config)
+        held_out_samples = train.samples.take(held_out)
+        selections["validation"] = replace(train, samples=held_out_samples, tallies=())
+        train = train.without(held_out, "held_out")
     for split in ("validation", "test"):
         if split in selections:
             train = _without_overlap(train, selections[split], split, config)
     selections["train"] = train
     _refuse_empty_splits(selections)
-    epoch = replace(train, indices=_mix(train, config.train.order_seed))
-    validation = selections["validation"].to_split()
+    epoch = _mix(train, config.train.order_seed)
+    ledgers = {split: _build_ledger(selection) for split, selection in selections.items()}
+    ledgers["train"] = replace(
+        ledgers["train"], overlap=train.overlap, epoch=_epoch_shares(train.sources, epoch)
+    )
+    validation = selections["validation"].samples
     return RunData(
-        train=epoch.to_split(),
+        train=epoch,
         validation=validation,
-        test=selections["test"].to_split() if "test" in selections else validation,
-        ledger=_build_ledger(selections, epoch, config.model.max_seq_len),
+        test=selections["test"].samples if "test" in selections else validation,
+        ledger=Ledger(ledgers, config.model.max_seq_len),
         sources=sources,
     )
 
@@ -182,15 +160,13 @@ def assemble_other_rows(
 
     Raises: DataError if too many tokens are lost, or if no row is left.
     """
-    selection = Selection.whole(sources)
+    selection = Selection.read(sources)
     _refuse_lost_tokens(selection, config)
     _refuse_empty_splits({"test": selection})
-    records = selection.records()
-    trained_on = 0
-    if trained:
-        found = splits.find_overlap(records, Selection.whole(trained).records())
-        trained_on = splits.count_rows(records[found.normalized])
-    return OtherRows(selection.to_split(), _split_ledger(selection), trained_on)
+    records = selection.samples.records
+    found = splits.find_overlap(records, Selection.read(trained).samples.records)
+    trained_on = splits.count_rows(records[found.normalized])
+    return OtherRows(selection.samples, _build_ledger(selection), trained_on)
 
 
 def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
@@ -200,14 +176,15 @@ def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
     long_rows: list[tuple[int, str]] = []  # tokens and origin
     for source in selection.sources:
         for row in source.read_summary().long_rows:
-            long_rows.append((row.tokens, source.origin(row.file, row.number)))
+            origin = format_origin(Path(source.files[row.file]), row.number)
+            long_rows.append((row.tokens, origin))
     long_rows.sort(reverse=True)
     limit = config.model.max_seq_len
-    lines = []
-    for tokens, origin in long_rows[:MAX_LISTED_ROWS]:
-        lines.append(f"{origin}: {tokens} tokens, model.max_seq_len is {limit}")
-    shortened = tally.shortened["truncated"] + tally.shortened["split"]
-    rows = tally.dropped["too_long"] + shortened
+    lines = [
+        f"{origin}: {tokens} tokens, model.max_seq_len is {limit}"
+        for tokens, origin in long_rows[:MAX_LISTED_ROWS]
+    ]
+    rows = tally.dropped["too_long"] + tally.shortened["truncated"] + tally.shortened["split"]
     longest, _ = long_rows[0]
     split = "" if config.data.too_long == "split" else "DATA_TOO_LONG=split, "
     lines.append(
@@ -219,27 +196,24 @@ def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
     raise DataError("\n".join(lines))
 
 
-def _held_out_mask(train: Selection, config: Config) -> np.ndarray:
-    records = train.records()
+def _choose_held_out(train: Selection, config: Config) -> np.ndarray:
+    records = train.samples.records
     mask = splits.choose_held_out(records, config.data.val_size, config.train.order_seed)
-    if not mask.any() or mask.all():
-        files = [file for source in train.sources for file in source.files]
-        texts = [file for file in files if file.lower().endswith(".txt")]
-        raise DataError(
-            f"{train.names}: {splits.count_rows(records)} usable rows, or all of the same words, "
-            "cannot be split into training and validation; set DATA_VAL_PATH"
-            + (f"\n{_split_text(texts[0])}" if texts else "")
-        )
-    return mask
-
-
-def _split_text(file: str) -> str:
-    """Return how to make several documents of a text file."""
-    return (
-        "a .txt file is one document; cut it into several: "
-        f"mkdir parts && split -n l/20 --additional-suffix=.txt {shlex.quote(file)} parts/part- "
-        "and set DATA_TRAIN_PATH=parts"
+    if mask.any() and not mask.all():
+        return mask
+    message = (
+        f"{train.names}: {splits.count_rows(records)} usable rows, or all of the same words, "
+        "cannot be split into training and validation; set DATA_VAL_PATH"
     )
+    for file in chain(*train.samples.files):
+        if file.lower().endswith(".txt"):
+            message += (
+                "\na .txt file is one document; cut it into several: mkdir parts && "
+                f"split -n l/20 --additional-suffix=.txt {shlex.quote(file)} parts/part- "
+                "and set DATA_TRAIN_PATH=parts"
+            )
+            break
+    raise DataError(message)
 
 
 def _without_overlap(
@@ -249,30 +223,28 @@ def _without_overlap(
 
     data.on_overlap says what happens to them. Raises DataError if it is `fail`.
     """
-    trained_records = train.records()
-    evaluated_records = evaluated.records()
-    found = splits.find_overlap(trained_records, evaluated_records)
+    records = train.samples.records
+    found = splits.find_overlap(records, evaluated.samples.records)
     equal = EqualRows(
-        exact=splits.count_rows(trained_records[found.exact]),
-        normalized=splits.count_rows(trained_records[found.normalized]),
+        exact=splits.count_rows(records[found.exact]),
+        normalised=splits.count_rows(records[found.normalized]),
     )
     train = replace(train, overlap={**train.overlap, split: equal})
-    if not equal.normalized or config.data.on_overlap == "allow":
+    if not equal.normalised or config.data.on_overlap == "allow":
         return train
     if config.data.on_overlap == "drop":
-        mask = np.zeros(len(trained_records), dtype=bool)
+        mask = np.zeros(len(records), dtype=bool)
         mask[found.normalized] = True
         return train.without(mask, "evaluated_on")
-    lines = []
-    pairs = zip(found.normalized, found.equal_to, strict=True)
-    for trained_index, evaluated_index in list(pairs)[:MAX_LISTED_ROWS]:
-        trained_origin = train.origin(trained_records[trained_index])
-        evaluated_origin = evaluated.origin(evaluated_records[evaluated_index])
-        lines.append(f"{trained_origin} is {evaluated_origin} of the {split} rows")
-    if equal.normalized > MAX_LISTED_ROWS:
-        lines.append(f"... and {equal.normalized - MAX_LISTED_ROWS} more")
+    pairs = list(zip(found.normalized, found.equal_to, strict=True))
+    lines = [
+        f"{train.samples.origin(one)} is {evaluated.samples.origin(other)} of the {split} rows"
+        for one, other in pairs[:MAX_LISTED_ROWS]
+    ]
+    if equal.normalised > MAX_LISTED_ROWS:
+        lines.append(f"... and {equal.normalised - MAX_LISTED_ROWS} more")
     lines.append(
-        f"{equal.normalized} training rows are {split} rows, too ({equal.exact} to the letter), "
+        f"{equal.normalised} training rows are {split} rows, too ({equal.exact} to the letter), "
         "so the scores would be too good; "
         "set DATA_ON_OVERLAP=drop to train without them, or allow"
     )
@@ -281,8 +253,8 @@ def _without_overlap(
 
 def _refuse_empty_splits(selections: Mapping[str, Selection]) -> None:
     for split, selection in selections.items():
-        if not any(len(indices) for indices in selection.indices):
-            reasons = [f"{reason} {rows}" for reason, rows in selection.all_dropped.items()]
+        if not len(selection.samples):
+            reasons = [f"{reason} {rows}" for reason, rows in selection.tally.dropped.items()]
             raise DataError(
                 f"{selection.names}: no {split} row is left "
                 f"({', '.join(reasons) or 'there was none'}); "
@@ -290,61 +262,48 @@ def _refuse_empty_splits(selections: Mapping[str, Selection]) -> None:
             )
 
 
-def _mix(train: Selection, seed: int) -> tuple[np.ndarray, ...]:
-    """Return the indices of an epoch: all of them, or as the weights of the sources say."""
+def _mix(train: Selection, seed: int) -> Split:
+    """Return the samples of an epoch: all of them, or as the weights of the sources say."""
+    samples = train.samples
     weights = [source.weight for source in train.sources]
     if None not in weights:
-        return tuple(splits.mix_sources(train.indices, weights, seed))
+        stores = range(len(samples.stores))
+        indices = [samples.index_in[samples.store_of == store] for store in stores]
+        return Split(samples.stores, splits.mix_sources(indices, weights, seed), samples.files)
     if any(weights):
         unweighted = train.sources[weights.index(None)].name
         raise ConfigError(
             f"data.train_path: {unweighted} has no weight and others have one; "
             "give one to each, or to none"
         )
-    return train.indices
+    return samples
 
 
-def _build_ledger(
-    selections: Mapping[str, Selection], epoch: Selection, max_seq_len: int
-) -> Ledger:
-    ledgers = {split: _split_ledger(selection) for split, selection in selections.items()}
-    ledgers["train"] = replace(
-        ledgers["train"],
-        overlap=dict(selections["train"].overlap),
-        epoch=_epoch_shares(epoch),
-    )
-    return Ledger(ledgers, max_seq_len)
-
-
-def _split_ledger(selection: Selection) -> SplitLedger:
-    records = selection.records()
-    lengths = selection.lengths()
-    rows = splits.count_rows(records)
+def _build_ledger(selection: Selection) -> SplitLedger:
+    samples = selection.samples
     tally = selection.tally
-    sources = []
-    for source, source_tally in zip(selection.sources, selection.tallies, strict=False):
-        sources.append(SourceLedger(source.name, source.weight, source_tally))
-    return SplitLedger(
+    rows = splits.count_rows(samples.records)
+    counts = replace(
+        tally,
         rows_in=tally.rows_in if selection.tallies else rows,
         rows_used=rows,
-        samples=len(records),
-        tokens=int(lengths.sum()),
-        trained_tokens=int(records["trained"].sum()),
-        lost_trained_tokens=tally.lost_trained_tokens,
+        samples=len(samples),
+        tokens=int(samples.lengths.sum()),
+        trained_tokens=int(samples.records["trained"].sum()),
+    )
+    pairs = zip(selection.sources, selection.tallies, strict=False)  # no tallies of held-out rows
+    return SplitLedger(
+        tally=counts,
         lost_fraction=round(tally.lost_fraction, 6),
-        dropped=selection.all_dropped,
-        shortened=dict(tally.shortened),
-        untrained=dict(tally.untrained),
-        lengths=LengthPercentiles.of(lengths),
-        duplicates=splits.count_duplicates(records),
-        sources=tuple(sources),
+        lengths=splits.length_percentiles(samples.lengths),
+        duplicates=splits.count_duplicates(samples.records),
+        sources=tuple(SourceLedger(source.name, source.weight, found) for source, found in pairs),
     )
 
 
-def _epoch_shares(epoch: Selection) -> tuple[EpochShare, ...]:
-    total = sum(len(indices) for indices in epoch.indices)
-    shares = []
-    for source, indices in zip(epoch.sources, epoch.indices, strict=True):
-        share = round(len(indices) / total, 6)
-        shares.append(EpochShare(source.name, len(indices), share))
-    return tuple(shares)
+def _epoch_shares(sources: Sequence[TokenizedSource], epoch: Split) -> tuple[EpochShare, ...]:
+    counts = np.bincount(epoch.store_of, minlength=len(sources)).tolist()
+    return tuple(
+        EpochShare(source.name, count, round(count / len(epoch), 6))
+        for source, count in zip(sources, counts, strict=True)
+    )

@@ -1,7 +1,7 @@
 """The cache of tokenized rows. The same rows, tokenizer and policy are tokenized once.
 
 A key is a digest of the files' content, not of their names or times: a moved file finds its
-samples, a changed byte does not. An entry is sealed, and read whole before it is used: a changed
+samples, a changed byte does not. An entry is sealed, and verified before it is used: a changed
 bit in it would train something else. Loads no torch.
 """
 
@@ -58,7 +58,13 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     folder = root / key
     if folder.is_dir() and seal.find_damage(folder) is None:
         return folder
-    _make(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{root}, for tokenised rows: {error.strerror}; "
+            "set DATA_CACHE_DIR to a folder that can be written"
+        ) from None
     with _locked(root / f".{key}.lock"):
         if folder.is_dir():
             damage = seal.find_damage(folder)
@@ -77,17 +83,6 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
-
-
-def _make(root: Path) -> None:
-    """Make the folder of the cache. Raises EnvironmentFault."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{root}, for tokenised rows: {error.strerror}; "
-            "set DATA_CACHE_DIR to a folder that can be written"
-        ) from None
 
 
 @contextlib.contextmanager

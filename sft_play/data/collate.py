@@ -6,7 +6,8 @@ Legend: B sequences of a micro-batch, T tokens of its widest, N documents.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,22 +15,9 @@ from torch.utils.data import Dataset
 
 from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.store import Sample, Split
 
 Batch = dict[str, torch.Tensor | int | list[int]]
-
-
-class Document(Protocol):
-    """Ids and labels of one sample, each (T,)."""
-
-    ids: Sequence[int] | np.ndarray
-    labels: Sequence[int] | np.ndarray
-
-
-class Documents(Protocol):
-    """Samples by index, such as a `store.Split`."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Document: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class TrainRows(Dataset[TokenSequence]):
     `~index` (negative) stands for a filler: the sample's ids, without loss.
     """
 
-    def __init__(self, samples: Documents):
+    def __init__(self, samples: Sequence[Sample] | Split):
         self.samples = samples
 
     def __len__(self) -> int:
@@ -72,20 +60,16 @@ class TrainRows(Dataset[TokenSequence]):
             is_filler = index < 0
             document = self.samples[~index if is_filler else index]
             ids.append(np.asarray(document.ids, dtype=np.int64))
-            labels.append(_labels_of(document, is_filler))
-            if not is_filler:
-                real_tokens += len(document.labels)
+            if is_filler:
+                labels.append(np.full(len(document.labels), IGNORE_INDEX, dtype=np.int64))
+                continue
+            assert document.labels[0] == IGNORE_INDEX, (
+                "a first token that is trained would be predicted from the document before it"
+            )
+            labels.append(np.asarray(document.labels, dtype=np.int64))
+            real_tokens += len(document.labels)
         lengths = tuple(map(len, labels))
         return TokenSequence(np.concatenate(ids), np.concatenate(labels), lengths, real_tokens)
-
-
-def _labels_of(document: Document, is_filler: bool) -> np.ndarray:
-    if is_filler:
-        return np.full(len(document.labels), IGNORE_INDEX, dtype=np.int64)
-    assert document.labels[0] == IGNORE_INDEX, (
-        "a first token that is trained would be predicted from the document before it"
-    )
-    return np.asarray(document.labels, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -103,8 +87,10 @@ class PadCollator:
         assert all(len(sequence.lengths) == 1 for sequence in sequences), (
             "an attention mask keeps no documents apart"
         )
-        width = _batch_width(sequences, self.max_seq_len)
         ids = [sequence.ids for sequence in sequences]
+        width = max(map(len, ids))
+        if self.max_seq_len is not None:
+            width = padded_width(width, self.max_seq_len)
         return {
             "input_ids": _pad(ids, self.pad_id, width),
             "attention_mask": _pad([np.ones_like(row) for row in ids], 0, width),
@@ -148,7 +134,13 @@ class PackCollator:
         lengths = [sequence.lengths for sequence in sequences]
         rows, width = batch_shape(lengths, self.max_seq_len, self.in_one_row)
         if rows < len(sequences):
-            sequences = [_joined(sequences)]
+            joined = TokenSequence(
+                np.concatenate([sequence.ids for sequence in sequences]),
+                np.concatenate([sequence.labels for sequence in sequences]),
+                tuple(chain.from_iterable(lengths)),
+                sum(sequence.real_tokens for sequence in sequences),
+            )
+            sequences = [joined]
         batch: Batch = {
             "input_ids": _pad([sequence.ids for sequence in sequences], self.pad_id, width),
             "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
@@ -167,16 +159,6 @@ class PackCollator:
             if self.brings_lengths:
                 batch["document_lengths"] = filled
         return batch
-
-
-def _joined(sequences: Sequence[TokenSequence]) -> TokenSequence:
-    """Return the documents of all sequences as one."""
-    return TokenSequence(
-        np.concatenate([sequence.ids for sequence in sequences]),
-        np.concatenate([sequence.labels for sequence in sequences]),
-        tuple(length for sequence in sequences for length in sequence.lengths),
-        sum(sequence.real_tokens for sequence in sequences),
-    )
 
 
 class LabelledPositions(NamedTuple):
@@ -207,11 +189,6 @@ def _position_ids(sequences: Sequence[TokenSequence], width: int) -> torch.Tenso
             row[start : start + length] = np.arange(length)
             start += length
     return torch.from_numpy(position_ids)
-
-
-def _batch_width(sequences: Sequence[TokenSequence], max_seq_len: int | None) -> int:
-    longest = max(len(sequence.ids) for sequence in sequences)
-    return longest if max_seq_len is None else padded_width(longest, max_seq_len)
 
 
 def _pad(rows: Sequence[np.ndarray], fill: int, width: int) -> torch.Tensor:

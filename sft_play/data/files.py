@@ -1,28 +1,27 @@
 """Data files (JSONL, JSON, CSV, TSV, Parquet, Arrow) as chunks of records.
 
 Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json,
-whose text is read whole. Parsing is slow, so `parse_records` does it in any process: chunks hold
+whose text is read at once. Parsing is slow, so `parse_records` does it in any process: chunks have
 JSONL lines undecoded, and Parquet and Arrow rows as Arrow batches.
 """
 
 import contextlib
 import difflib
+import functools
 import gzip
 import io
 import json
+import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from sft_play.data import json_parsing
-from sft_play.data.csv_files import DELIMITERS, read_table
-from sft_play.data.encodings import conversion_hint, refuse_wide_encoding
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
-from sft_play.data.spreadsheets import read_sheet
+from sft_play.data import text_files
+from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Json, NumberedRecord, UnreadableRecord
+from sft_play.data.tables import DELIMITERS, read_sheet, read_table
 from sft_play.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,9 +40,21 @@ FORMATS = (
 )
 ROWS_PER_CHUNK = 2000
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
-MAX_LINE_BYTES = 256 << 20  # a file without line breaks is not read into memory whole
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-END_OF_DOCUMENT = b"<|endoftext|>"  # alone on a line of a .txt file, as in TinyStories
+# Of the rows that were read. The others are no reason to list a cause row by row.
+NEARLY_ALL = 0.9
+MOST = 0.5  # of the rows, where the cause is the chat template
+# What differs between rows of one cause: quoted texts, values, numbers
+VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
+PLACE = re.compile(r"(:\d+|\[\d+\])$")
+GO_ON_WITHOUT = (
+    "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
+)
+TEMPLATE_CAUSE = "the chat template"
+NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
+TEMPLATE = (
+    "the chat template of model.name does this; "
+    "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
+)
 
 
 @dataclass(frozen=True)
@@ -66,16 +77,7 @@ class Chunk:
 
     def origin(self, position: int) -> str:
         """Return `file:line` or `file[index]` of the record at a position of this chunk."""
-        number = self.numbers[position]
-        return f"{self._name}:{number}" if self._has_lines else f"{self._name}[{number}]"
-
-    @cached_property
-    def _name(self) -> str:
-        return str(self.path)
-
-    @cached_property
-    def _has_lines(self) -> bool:
-        return base_format(self.path) in LINE_FORMATS
+        return format_origin(self.path, self.numbers[position])
 
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it is in the file, else JSON."""
@@ -96,6 +98,7 @@ def file_format(path: Path) -> str | None:
     return next((suffix for suffix in FORMATS if name.endswith(suffix)), None)
 
 
+@functools.cache
 def base_format(path: Path) -> str:
     """Return the format of a file without its compression, "" if it has none."""
     suffix = file_format(path) or ""
@@ -104,12 +107,12 @@ def base_format(path: Path) -> str:
     return suffix
 
 
-def encoding_hint(path: Path) -> str:
+def _encoding_hint(path: Path) -> str:
     """Return which encoding a text file that is not UTF-8 has, "" if that cannot be told."""
     if base_format(path) not in TEXT_FORMATS:
         return ""
     with path.open("rb") as raw:
-        return conversion_hint(path, _decompressed(raw, path))
+        return text_files.conversion_hint(path, _decompressed(raw, path))
 
 
 def format_origin(path: Path, number: int) -> str:
@@ -159,7 +162,7 @@ def parse_records(
         yield from _parse_batch(chunk.records, columns)
         return
     for record in chunk.records:
-        yield json_parsing.parse_json_line(record) if isinstance(record, bytes) else record
+        yield text_files.parse_json_line(record) if isinstance(record, bytes) else record
 
 
 def columns_with_values(chunk: Chunk) -> dict[str, int]:
@@ -228,9 +231,9 @@ def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
     suffix = base_format(path)
     with path.open("rb") as raw:
         stream = _decompressed(raw, path)
-        refuse_wide_encoding(path, stream.peek(4)[:4])
+        text_files.refuse_wide_encoding(path, stream.peek(4)[:4])
         if suffix == ".json":
-            records = _read_json(path, stream.read())
+            records = text_files.read_json(path, stream.read())
         elif suffix in DELIMITERS:
             # bytes that are no UTF-8 become surrogates, so that an error can name their row
             text = io.TextIOWrapper(
@@ -238,9 +241,9 @@ def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
             )
             records = read_table(path, text, DELIMITERS[suffix])
         elif suffix == ".txt":
-            records = _read_documents(stream)
+            records = text_files.read_documents(stream)
         else:
-            records = _read_lines(path, stream)
+            records = text_files.read_lines(path, stream)
         yield from _group(path, records, raw.tell, rows_per_chunk)
 
 
@@ -270,107 +273,52 @@ def _group(
         yield Chunk(path, numbers, values, file_position() - chunk_start)
 
 
-def _read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
-    is_first = True
-    for number in count(1):
-        line = stream.readline(MAX_LINE_BYTES)
-        if number == 1:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        elif not line:
-            return
-        if not line or line.isspace():
-            continue
-        if is_first and line.lstrip().startswith(b"["):
-            raise DataError(
-                f"{path}:{number}: the file begins with a JSON list; "
-                "rows are one JSON object a line, and a list of them is a .json file"
-            )
-        if len(line) == MAX_LINE_BYTES:
-            raise DataError(
-                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB; "
-                "rows are one JSON object a line"
-            )
-        is_first = False
-        yield NumberedRecord(number, line, len(line))
+class BadRows:
+    """Bad rows, counted by cause; the first ones are kept."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.first: list[BadRow] = []
+        self.causes: Counter[str] = Counter()
+        self._first_of_cause: dict[str, BadRow] = {}
+
+    def add(self, row: BadRow) -> None:
+        """Count a bad row."""
+        cause = VARYING.sub("_", row.reason)
+        self.total += 1
+        self.causes[cause] += 1
+        self._first_of_cause.setdefault(cause, row)
+        if len(self.first) < MAX_LISTED_ROWS:
+            self.first.append(row)
+
+    def refuse(self, rows_read: int) -> NoReturn:
+        """Raise DataError: with the cause that nearly all rows have, else with the first rows."""
+        ((cause, count),) = self.causes.most_common(1)
+        row = self._first_of_cause[cause]
+        share = MOST if row.reason.startswith(TEMPLATE_CAUSE) else NEARLY_ALL
+        has_one_cause = rows_read > MAX_LISTED_ROWS and count >= share * rows_read
+        listed = [row] if has_one_cause else self.first
+        lines = [f"{row.origin}: {row.reason}" for row in listed]
+        if has_one_cause:
+            lines.append(f"so it is with {count:,} of {rows_read:,} rows, the first of them named")
+        elif self.total > len(listed):
+            lines.append(f"... and {self.total - len(listed)} more bad rows")
+        hints: dict[str, None] = {}  # what helps against the causes, each once
+        for row in listed:
+            if row.reason.startswith(("not UTF-8", "a text is not UTF-8")):
+                hints[_encoding_hint(Path(PLACE.sub("", row.origin)))] = None
+            elif row.reason.startswith(TEMPLATE_CAUSE) and not NAMES_A_SETTING.search(row.reason):
+                hints[TEMPLATE] = None
+        lines += filter(None, hints)
+        if not has_one_cause:
+            lines.append(GO_ON_WITHOUT)
+        raise DataError("\n".join(lines))
 
 
-def _read_documents(stream: IO[bytes]) -> Iterator[NumberedRecord]:
-    """Yield the text of the file, or its parts between lines of END_OF_DOCUMENT alone."""
-    lines: list[bytes] = []
-    first_line = 1
-    for number, line in enumerate(stream, 1):
-        if number == 1:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        if line.strip() != END_OF_DOCUMENT:
-            lines.append(line)
-            continue
-        yield from _document(lines, first_line)
-        lines = []
-        first_line = number + 1
-    yield from _document(lines, first_line)
-
-
-def _document(lines: list[bytes], first_line: int) -> Iterator[NumberedRecord]:
-    data = b"".join(lines)
-    if not data or data.isspace():
-        return
-    record: Json | UnreadableRecord
-    try:
-        record = {"text": data.decode("utf-8")}
-    except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
-        raw = data.decode("utf-8", "backslashreplace")
-        record = UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
-    yield NumberedRecord(first_line, record, len(data))
-
-
-def _read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:
-    try:
-        text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
-    except UnicodeDecodeError as error:
-        hint = conversion_hint(path, io.BytesIO(data))
-        raise DataError(
-            f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8; {hint}"
-        ) from None
-    if not text.strip():
-        return
-    if not text.lstrip().startswith("["):
-        yield from _read_wrapped_list(path, text)
-        return
-    index = 0
-    try:
-        for element in json_parsing.parse_json_list(text):
-            yield NumberedRecord(index, element.record, element.characters)
-            index += 1
-    except json_parsing.InvalidJsonError as error:
-        raise DataError(f"{path}[{index}]: {error}") from None
-
-
-def _read_wrapped_list(path: Path, text: str) -> Iterator[NumberedRecord]:
-    """Yield the rows of `{"data": [...]}`, an object without another list."""
-    first, _, rest = text.strip().partition("\n")
-    if first.startswith("{") and first.rstrip().endswith("}") and rest.lstrip().startswith("{"):
-        name = path.name[: path.name.lower().index(".json")]
-        raise DataError(f"{path}: holds one JSON object a line; name it {name}.jsonl")
-    try:
-        value = json_parsing.parse_json(text)
-    except json_parsing.InvalidJsonError as error:
-        raise DataError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{path}: a .json data file holds a list of rows, "
-            f"not {json_parsing.TYPE_NAMES[type(value)]}"
-        )
-    lists = [key for key, held in value.items() if isinstance(held, list)]
-    if lists != ["data"]:
-        found = f"the keys {', '.join(value) or 'none'}"
-        if lists:
-            found = f"the lists {', '.join(lists)}"
-        raise DataError(
-            f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
-            f"and no other list; this is one object with {found}"
-        )
-    for index, record in enumerate(value["data"]):
-        if not isinstance(record, dict):
-            record = UnreadableRecord(json_parsing.not_an_object(record), json.dumps(record))
-        yield NumberedRecord(index, record, characters=0)
+def refuse_bad_rows(rows: Iterable[BadRow], rows_read: int = 0) -> None:
+    """Raise DataError if there are bad rows; 0: how many were read does not matter."""
+    bad = BadRows()
+    for row in rows:
+        bad.add(row)
+    if bad.total:
+        bad.refuse(rows_read)

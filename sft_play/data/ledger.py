@@ -1,23 +1,105 @@
-"""The ledger: what became of every row and every trained token. Loads no torch.
+"""The ledger: what became of every row and every trained token. Loads no torch, no numpy.
 
 For every source and every split, rows_in = rows_used + the sum of dropped, and the trained tokens
 that the rows held = trained_tokens + lost_trained_tokens. `make data-check --json` prints the
-ledger, and run.json holds it.
+ledger, and run.json has it.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Self
 
-import numpy as np
-
+from sft_play.data.row_parsing import unused_notes
 from sft_play.data.rows import Json
 from sft_play.data.special_text import special_notes
-from sft_play.data.tally import Tally
-from sft_play.data.unused_keys import unused_notes
 
-PERCENTILES = (50, 90, 99)
+
+@dataclass
+class Tally:
+    """Counts of rows and tokens, which `add` sums over chunks and sources."""
+
+    rows_in: int = 0
+    rows_used: int = 0
+    samples: int = 0  # sequences that the rows gave
+    tokens: int = 0
+    trained_tokens: int = 0
+    lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
+    dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
+    shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
+    untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
+    unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
+    as_text: Counter[str] = field(default_factory=Counter)  # rows with a special token in a message
+
+    def add(self, other: "Tally") -> None:
+        """Add the counts of another chunk or source."""
+        for name, count in vars(other).items():
+            if isinstance(count, Counter):
+                getattr(self, name).update(count)
+            else:
+                setattr(self, name, getattr(self, name) + count)
+
+    def check(self) -> None:
+        """Assert the identity of rows."""
+        used_or_dropped = self.rows_used + self.dropped.total()
+        assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
+
+    @property
+    def lost_fraction(self) -> float:
+        """Lost trained tokens / trained tokens that the rows had."""
+        return self.lost_trained_tokens / max(1, self.trained_tokens + self.lost_trained_tokens)
+
+    def as_json(self) -> Json:
+        """Return the counts as plain data."""
+        return {n: dict(v) if isinstance(v, Counter) else v for n, v in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, facts: Json) -> Self:
+        """Return the counts that `as_json` gave; an older version had fewer counters."""
+        return cls(**{n: Counter(v) if isinstance(v, dict) else v for n, v in facts.items()})
+
+
+@dataclass(frozen=True)
+class SourceAccount:
+    """What was read of a source so far; without a tally, nothing."""
+
+    split: str
+    name: str
+    files: int
+    tally: Tally | None = None
+
+    def as_line(self) -> str:
+        """Return the account as a line of text."""
+        files = "1 file" if self.files == 1 else f"{self.files} files"
+        facts = ["no row read"]
+        if self.tally is not None:
+            dropped = [f"{reason} {rows:,}" for reason, rows in self.tally.dropped.items() if rows]
+            facts = [f"{self.tally.rows_in:,} rows read", *dropped]
+        return f"{self.split} {self.name} ({files}): {', '.join(facts)}"
+
+
+class DataAccount:
+    """How far the reading of a run's rows has come; data-check prints it when an error ends it."""
+
+    def __init__(self) -> None:
+        self._sources: dict[tuple[str, str], SourceAccount] = {}
+
+    def record(self, source: SourceAccount) -> None:
+        """Record what was read of a source; it replaces what was recorded before."""
+        self._sources[source.split, source.name] = source
+
+    def as_json(self) -> Json:
+        """Return the account as data-check prints it after an error."""
+        sources = []
+        for source in self._sources.values():
+            tally = source.tally.as_json() if source.tally else None
+            sources.append({**vars(source), "tally": tally})
+        return {"complete": False, "sources": sources}
+
+    def lines(self) -> list[str]:
+        """Return the account as lines of text."""
+        lines = [f"  {source.as_line()}" for source in self._sources.values()]
+        return ["read before the error:", *lines] if lines else []
 
 
 @dataclass(frozen=True)
@@ -29,24 +111,13 @@ class LengthPercentiles:
     p99: int
     max: int
 
-    @classmethod
-    def of(cls, lengths: np.ndarray) -> Self:
-        """Return the percentiles of lengths (N,), all 0 where there are none."""
-        if not len(lengths):
-            return cls(0, 0, 0, 0)
-        percentiles = np.percentile(lengths, PERCENTILES, method="higher")
-        return cls(*map(int, percentiles), int(lengths.max()))
-
 
 @dataclass(frozen=True)
 class EqualRows:
     """Rows that equal other rows: exactly, and by their words; exact ones are among the latter."""
 
     exact: int
-    normalized: int
-
-    def as_json(self) -> dict[str, int]:
-        return {"exact": self.exact, "normalised": self.normalized}
+    normalised: int
 
 
 @dataclass(frozen=True)
@@ -63,9 +134,6 @@ class SourceLedger:
         tally = self.tally
         return [*unused_notes(tally.unused, self.name), *special_notes(tally.as_text, self.name)]
 
-    def as_json(self) -> Json:
-        return {"name": self.name, "weight": self.weight, **self.tally.as_json()}
-
 
 @dataclass(frozen=True)
 class EpochShare:
@@ -80,25 +148,16 @@ class EpochShare:
 class SplitLedger:
     """What became of the rows of one split."""
 
-    rows_in: int
-    rows_used: int
-    samples: int
-    tokens: int
-    trained_tokens: int
-    lost_trained_tokens: int
-    lost_fraction: float  # rounded
-    dropped: dict[str, int]  # rows by reason
-    shortened: dict[str, int]
+    tally: Tally
+    lost_fraction: float  # of what its sources gave; rounded
     lengths: LengthPercentiles
     duplicates: EqualRows  # rows that repeat an earlier one
     sources: tuple[SourceLedger, ...]  # () for held-out rows
     overlap: dict[str, EqualRows] | None = None  # of training rows, by the split with equal rows
     epoch: tuple[EpochShare, ...] | None = None  # of training rows
-    untrained: dict[str, int] = field(default_factory=dict)  # answers without loss, by reason
 
     def __post_init__(self) -> None:
-        used_or_dropped = self.rows_used + sum(self.dropped.values())
-        assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
+        self.tally.check()
 
     @property
     def notes(self) -> list[str]:
@@ -107,16 +166,21 @@ class SplitLedger:
 
     def as_json(self) -> Json:
         """Return the ledger as plain data."""
+        sources = [
+            {"name": source.name, "weight": source.weight, **source.tally.as_json()}
+            for source in self.sources
+        ]
         facts = {
-            **vars(self),
+            **self.tally.as_json(),
+            "lost_fraction": self.lost_fraction,
             "lengths": asdict(self.lengths),
-            "duplicates": self.duplicates.as_json(),
-            "sources": [source.as_json() for source in self.sources],
+            "duplicates": asdict(self.duplicates),
+            "sources": sources,
+            "notes": self.notes,
         }
-        facts["notes"] = self.notes
-        del facts["overlap"], facts["epoch"]
+        del facts["unused"], facts["as_text"]  # the notes say what becomes of them
         if self.overlap is not None:
-            facts["overlap"] = {split: rows.as_json() for split, rows in self.overlap.items()}
+            facts["overlap"] = {split: asdict(rows) for split, rows in self.overlap.items()}
         if self.epoch is not None:
             facts["epoch"] = [asdict(share) for share in self.epoch]
         return facts
@@ -140,34 +204,18 @@ class Ledger:
     padding: PaddedTokens | None = None  # None until the batch size is known
 
     @property
-    def train(self) -> SplitLedger:
-        return self.splits["train"]
-
-    @property
     def notes(self) -> list[str]:
         """The notes of all splits, each once."""
-        notes = chain.from_iterable(split.notes for split in self.splits.values())
-        return list(dict.fromkeys(notes))
+        return list(dict.fromkeys(chain.from_iterable(s.notes for s in self.splits.values())))
 
     def splits_as_json(self) -> Json:
-        """Return the ledger of each split, as run.json holds them."""
+        """Return the ledger of each split, as run.json has them."""
         return {name: split.as_json() for name, split in self.splits.items()}
 
     def as_json(self) -> Json:
         """Return the ledger as data-check prints it: the training rows, then all splits."""
-        facts = {
-            **self.train.as_json(),
-            "splits": self.splits_as_json(),
-            "max_seq_len": self.max_seq_len,
-        }
+        splits = self.splits_as_json()
+        facts = {**splits["train"], "splits": splits, "max_seq_len": self.max_seq_len}
         if self.padding is not None:
             facts["padding"] = asdict(self.padding)
         return facts
-
-
-def merge(tallies: Sequence[Tally]) -> Tally:
-    """Return the sum of tallies."""
-    total = Tally()
-    for tally in tallies:
-        total.add(tally)
-    return total

@@ -1,10 +1,11 @@
 """The ledger as tables, for `make data-check` and `make preview`. Only formats; counts nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
-from sft_play.data.ledger import Ledger, SourceLedger, SplitLedger
+from sft_play.data.ledger import Ledger, SplitLedger
 
 MAX_COLUMNS = 100  # of the text
 
@@ -26,15 +27,15 @@ UNTRAINED = {
 EXACT = "to the letter"
 NORMALIZED = "in the same words"
 
-Cell = float | None
+Line = tuple[str, ...]  # its first cell names it
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under headings; the first cell of a line names it."""
+    """Cells under headings."""
 
-    headings: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
+    headings: Line
+    lines: tuple[Line, ...]
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:
@@ -42,86 +43,67 @@ def ledger_lines(ledger: Ledger) -> list[str]:
 
     The lines of tables have at most MAX_COLUMNS.
     """
-    blocks = [table_lines(split_table(ledger))]
-    blocks += [table_lines(table) for table in source_tables(ledger)]
-    blocks.append(padding_lines(ledger))
-    blocks.append(ledger.notes)
+    tables = [split_table(ledger), *source_tables(ledger)]
+    blocks = [*map(table_lines, tables), padding_lines(ledger), ledger.notes]
     return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
 
 
 def split_table(ledger: Ledger) -> Table:
     """Return the rows and tokens of every split: rows in = used + the lines with a plus."""
-    line = _LineBuilder(ledger.splits)
+    splits = list(ledger.splits.values())
+
+    def line(label: str, path: str) -> Line:
+        return label, *(_format(attrgetter(path)(split)) for split in splits)
+
+    shares = (split.tally.trained_tokens / max(1, split.tally.tokens) for split in splits)
     lines = [
-        line("rows in", lambda split: split.rows_in),
-        line("= used", lambda split: split.rows_used),
-        *line.for_reasons(lambda split: split.shortened, "  of them", SHORTENED),
-        *line.for_reasons(lambda split: split.dropped, "+", DROPPED),
-        line("samples that they give", lambda split: split.samples),
-        line("tokens", lambda split: split.tokens),
-        line("trained tokens", lambda split: split.trained_tokens),
-        line("share of tokens that is trained", _trained_share),
-        *line.for_reasons(lambda split: split.untrained, "answers without loss,", UNTRAINED),
-        line("trained tokens lost to data.too_long", lambda split: float(split.lost_fraction)),
-        line("tokens of a sample, p50", lambda split: split.lengths.p50),
-        line("tokens of a sample, p90", lambda split: split.lengths.p90),
-        line("tokens of a sample, p99", lambda split: split.lengths.p99),
-        line(
-            f"longest, of model.max_seq_len={ledger.max_seq_len}",
-            lambda split: split.lengths.max,
-        ),
-        line(f"repeated rows, {EXACT}", lambda split: split.duplicates.exact),
-        line(f"repeated rows, {NORMALIZED}", lambda split: split.duplicates.normalized),
-        *line.for_overlap(),
+        line("rows in", "tally.rows_in"),
+        line("= used", "tally.rows_used"),
+        *_reason_lines(splits, "shortened", "  of them", SHORTENED),
+        *_reason_lines(splits, "dropped", "+", DROPPED),
+        line("samples that they give", "tally.samples"),
+        line("tokens", "tally.tokens"),
+        line("trained tokens", "tally.trained_tokens"),
+        ("share of tokens that is trained", *map(_format, shares)),
+        *_reason_lines(splits, "untrained", "answers without loss,", UNTRAINED),
+        line("trained tokens lost to data.too_long", "lost_fraction"),
+        line("tokens of a sample, p50", "lengths.p50"),
+        line("tokens of a sample, p90", "lengths.p90"),
+        line("tokens of a sample, p99", "lengths.p99"),
+        line(f"longest, of model.max_seq_len={ledger.max_seq_len}", "lengths.max"),
+        line(f"repeated rows, {EXACT}", "duplicates.exact"),
+        line(f"repeated rows, {NORMALIZED}", "duplicates.normalised"),
+        *_overlap_lines(splits),
     ]
     return Table(("", *ledger.splits), tuple(lines))
 
 
-class _LineBuilder:
-    """Builds lines with a cell for each split."""
-
-    def __init__(self, splits: Mapping[str, SplitLedger]):
-        self._splits = splits
-
-    def __call__(self, label: str, value: Callable[[SplitLedger], Cell]) -> tuple[str, ...]:
-        return label, *(_format(value(split)) for split in self._splits.values())
-
-    def for_reasons(
-        self,
-        counts_of: Callable[[SplitLedger], Mapping[str, int]],
-        mark: str,
-        meaning: Mapping[str, str],
-    ) -> list[tuple[str, ...]]:
-        """Return a line for each reason that has a count in some split."""
-        reasons: list[str] = []
-        for split in self._splits.values():
-            for reason, count in counts_of(split).items():
-                if count and reason not in reasons:
-                    reasons.append(reason)
-        lines = []
-        for reason in reasons:
+def _reason_lines(
+    splits: Sequence[SplitLedger], counter: str, mark: str, meaning: Mapping[str, str]
+) -> list[Line]:
+    """Return a line for each reason that has a count in some split."""
+    counts = [getattr(split.tally, counter) for split in splits]
+    lines = []
+    for reason in dict.fromkeys(chain.from_iterable(counts)):
+        if any(count[reason] for count in counts):
             label = f"{mark} {reason}"
             if reason in meaning:
                 label += f": {meaning[reason]}"
-            cells = [_format(counts_of(split).get(reason, 0)) for split in self._splits.values()]
-            lines.append((label, *cells))
-        return lines
-
-    def for_overlap(self) -> list[tuple[str, ...]]:
-        """Return two lines for each split whose rows are looked for in another."""
-        overlaps = [split.overlap or {} for split in self._splits.values()]
-        lines = []
-        for other in dict.fromkeys(chain.from_iterable(overlaps)):
-            found = [overlap.get(other) for overlap in overlaps]
-            exact = [_format(equal and equal.exact) for equal in found]
-            normalized = [_format(equal and equal.normalized) for equal in found]
-            lines.append((f"also {other} rows, {EXACT}", *exact))
-            lines.append((f"also {other} rows, {NORMALIZED}", *normalized))
-        return lines
+            lines.append((label, *(_format(count[reason]) for count in counts)))
+    return lines
 
 
-def _trained_share(split: SplitLedger) -> float:
-    return split.trained_tokens / max(1, split.tokens)
+def _overlap_lines(splits: Sequence[SplitLedger]) -> list[Line]:
+    """Return two lines for each split whose rows are looked for in another."""
+    overlaps = [split.overlap or {} for split in splits]
+    lines = []
+    for other in dict.fromkeys(chain.from_iterable(overlaps)):
+        found = [overlap.get(other) for overlap in overlaps]
+        exact = [_format(equal and equal.exact) for equal in found]
+        normalized = [_format(equal and equal.normalised) for equal in found]
+        lines.append((f"also {other} rows, {EXACT}", *exact))
+        lines.append((f"also {other} rows, {NORMALIZED}", *normalized))
+    return lines
 
 
 def source_tables(ledger: Ledger) -> list[Table]:
@@ -130,20 +112,18 @@ def source_tables(ledger: Ledger) -> list[Table]:
     for name, split in ledger.splits.items():
         if len(split.sources) < 2:
             continue
-        headings = (
-            f"sources of {name}",
-            "weight",
-            "rows in",
-            "= used",
-            "+ dropped",
-            "tokens",
-            "lost",
-        )
-        lines = [_source_cells(source) for source in split.sources]
-        if split.epoch:
-            headings = (*headings, "an epoch", "share")
-            for number, share in enumerate(split.epoch):
-                lines[number] += (_format(share.samples), _format(float(share.share)))
+        headings = (f"sources of {name}", "weight", "rows in", "= used", "+ dropped", "tokens")
+        headings = (*headings, "lost", *(("an epoch", "share") if split.epoch else ()))
+        lines: list[Line] = []
+        for number, source in enumerate(split.sources):
+            tally = source.tally
+            numbers = [tally.rows_in, tally.rows_used, tally.dropped.total(), tally.tokens]
+            numbers.append(tally.lost_fraction)
+            if split.epoch:
+                share = split.epoch[number]
+                numbers += [share.samples, float(share.share)]
+            weight = "-" if source.weight is None else f"{source.weight:g}"
+            lines.append((source.name, weight, *map(_format, numbers)))
         tables.append(Table(headings, tuple(lines)))
     return tables
 
@@ -167,31 +147,16 @@ def table_lines(table: Table) -> list[str]:
     name_width, *cell_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = MAX_COLUMNS - sum(width + 2 for width in cell_widths)
     name_width = min(name_width, max(len(table.headings[0]), room))
-    return [_align(row, name_width, cell_widths) for row in rows]
+    lines = []
+    for name, *cells in rows:
+        if len(name) > name_width:
+            name = f"…{name[1 - name_width :]}"
+        padded = [f"{cell:>{width}}" for cell, width in zip(cells, cell_widths, strict=True)]
+        lines.append("  ".join([f"{name:<{name_width}}", *padded]).rstrip())
+    return lines
 
 
-def _align(row: Sequence[str], name_width: int, cell_widths: Sequence[int]) -> str:
-    name, *cells = row
-    if len(name) > name_width:
-        name = f"…{name[1 - name_width :]}"
-    padded = [f"{cell:>{width}}" for cell, width in zip(cells, cell_widths, strict=True)]
-    return "  ".join([f"{name:<{name_width}}", *padded]).rstrip()
-
-
-def _source_cells(source: SourceLedger) -> tuple[str, ...]:
-    tally = source.tally
-    return (
-        source.name,
-        "-" if source.weight is None else f"{source.weight:g}",
-        _format(tally.rows_in),
-        _format(tally.rows_used),
-        _format(tally.dropped.total()),
-        _format(tally.tokens),
-        _format(tally.lost_fraction),
-    )
-
-
-def _format(value: Cell) -> str:
+def _format(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.2%}" if isinstance(value, float) else f"{value:,}"

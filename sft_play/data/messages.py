@@ -2,6 +2,8 @@
 
 Texts are refused where nothing can be learned from them (blank questions and answers) or no
 tokenizer takes them (half a surrogate pair). All others are taken unchanged.
+
+An answer that a flag excludes from loss stays in the conversation, so later answers follow it.
 """
 
 import json
@@ -9,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sft_play.data.loss_flags import FLAG_KEYS, is_excluded
+from sft_play.data.row_formats import parse_json_text, parse_message_list
 from sft_play.data.rows import InvalidRowError, Json, Message, Segment, shorten
-from sft_play.data.turn_lists import parse_json_text, parse_message_list
 
 ROLES = {  # role in a file: ours
     "system": "system",
@@ -41,6 +42,10 @@ FOLLOWING_ROLES = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
+# Flag: the value that asks for loss
+LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
+PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
+FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
 
 
 class MessageList(NamedTuple):
@@ -63,7 +68,7 @@ def parse_text(value: Any, name: str) -> str:
 
 
 def parse_optional_text(value: Any, name: str) -> str | None:
-    """Return a text, or None where it is null or blank. Raises InvalidRowError."""
+    """Return a text, or None if it is null or blank. Raises InvalidRowError."""
     return None if _is_blank(value) else parse_text(value, name)
 
 
@@ -108,52 +113,50 @@ def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple
     """Return the messages of consecutive lists. Raises InvalidRowError, which names the message."""
     messages: list[Message] = []
     names: list[str] = []
-    parse = _parse_sharegpt_message if is_sharegpt else _parse_message
     for name, value in lists:
         for number, record in enumerate(parse_message_list(value, name)):
             names.append(f"{name}[{number}]")
             try:
-                message = parse(record)
+                message = _parse_message(record, is_sharegpt)
                 if not FLAG_KEYS.isdisjoint(record) and is_excluded(message, record):
                     message = replace(message, is_trained=False)
             except InvalidRowError as error:
                 raise InvalidRowError(f"{names[-1]}{error}") from None
             messages.append(message)
     _check_order(messages, names, allows_calls_in_text=is_sharegpt)
-    if messages[0].role == "user":
-        return tuple(messages)
-    return _with_untrained_greeting(messages)
+    for index, message in enumerate(messages):
+        if message.role == "user":
+            break
+        if message.role == "assistant":  # a greeting carries no loss
+            messages[index] = replace(message, is_trained=False)
+    return tuple(messages)
 
 
 # The functions below leave out the name of the message: their reasons continue it, as in
 # "messages[3]" + ".content is empty".
 
 
-def _parse_message(record: Json) -> Message:
-    role = record.get("role")
-    if role is None:
-        keys = ", ".join(record) or "none"
-        raise InvalidRowError(f" is not an object with role and content; its keys are {keys}")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRowError(f" has the role {shorten(role)!r}; roles are {', '.join(ROLES)}")
-    return _build_message(ROLES[role], record, record.get("content"), ".content")
-
-
-def _parse_sharegpt_message(record: Json) -> Message:
-    speaker = record.get("from")
+def _parse_message(record: Json, is_sharegpt: bool) -> Message:
+    speaker_key, content_key, roles = "role", "content", ROLES
+    if is_sharegpt:
+        speaker_key, content_key, roles = "from", "value", SPEAKERS
+    speaker = record.get(speaker_key)
     if speaker is None:
         keys = ", ".join(record) or "none"
-        raise InvalidRowError(f" is not an object with from and value; its keys are {keys}")
-    if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise InvalidRowError(
-            f" is from {shorten(speaker)!r}; turns are from {', '.join(SPEAKERS)}"
+            f" is not an object with {speaker_key} and {content_key}; its keys are {keys}"
         )
-    value = record.get("value")
-    if speaker != "function_call":
-        return _build_message(SPEAKERS[speaker], record, value, ".value")
-    if isinstance(value, str):
-        value = parse_json_text(value, ".value")
-    calls = _parse_calls(value if isinstance(value, list) else [value], ".value")
+    if not isinstance(speaker, str) or speaker not in roles:
+        found = f"has the role {shorten(speaker)!r}; roles are"
+        if is_sharegpt:
+            found = f"is from {shorten(speaker)!r}; turns are from"
+        raise InvalidRowError(f" {found} {', '.join(roles)}")
+    content = record.get(content_key)
+    if roles[speaker] != "function_call":
+        return _build_message(roles[speaker], record, content, f".{content_key}")
+    if isinstance(content, str):
+        content = parse_json_text(content, ".value")
+    calls = _parse_calls(content if isinstance(content, list) else [content], ".value")
     if not calls:
         raise InvalidRowError(".value calls no function")
     return Message("assistant", "", _find_reasoning(record), calls)
@@ -166,29 +169,18 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     if role == "user":
         return Message(role, parse_text(content, name))
     if role == "assistant":
-        return _build_answer(record, content, name)
+        calls = _parse_calls(record.get("tool_calls"), ".tool_calls")
+        if record.get("function_call") is not None:  # OpenAI's before tools
+            calls = (*calls, *_parse_calls([record["function_call"]], ".function_call"))
+        content = (content or "") if calls and _is_blank(content) else parse_text(content, name)
+        return Message(role, content, _find_reasoning(record), calls)
     if not isinstance(content, str):
         raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
     _check_encodable(content, name)  # blank is fine: a function may return nothing
     if role == "system":
         return Message(role, content)
-    return Message(
-        role,
-        content,
-        name=parse_optional_text(record.get("name"), ".name"),
-        tool_call_id=parse_optional_text(record.get("tool_call_id"), ".tool_call_id"),
-    )
-
-
-def _build_answer(record: Json, content: Any, name: str) -> Message:
-    calls = _parse_calls(record.get("tool_calls"), ".tool_calls")
-    if record.get("function_call") is not None:  # OpenAI's before tools
-        calls = (*calls, *_parse_calls([record["function_call"]], ".function_call"))
-    if calls and _is_blank(content):
-        content = content or ""
-    else:
-        content = parse_text(content, name)
-    return Message("assistant", content, _find_reasoning(record), calls)
+    ids = {key: parse_optional_text(record.get(key), f".{key}") for key in ("name", "tool_call_id")}
+    return Message(role, content, **ids)
 
 
 def _join_parts(parts: list[Any], name: str) -> str:
@@ -254,19 +246,26 @@ def _check_order(
 ) -> None:
     """Raise InvalidRowError for a message out of order, or if the last is not the assistant's.
 
-    A tool's answer needs a call before it. ShareGPT files may hold calls in an answer's text, where
+    A tool's answer needs a call before it. ShareGPT files may have calls in an answer's text, where
     they cannot be recognised.
     """
     previous: Message | None = None
     is_asked = False
     for message, name in zip(messages, names, strict=True):
+        role = message.role
         allowed = FOLLOWING_ROLES[previous.role] if previous else FIRST_ROLES
         if previous and previous.role == "assistant" and not is_asked:
-            allowed = ("user",)  # behind a greeting
-        is_asked = is_asked or message.role == "user"
-        if message.role not in allowed:
-            raise InvalidRowError(f"{name}{_reason_for_order(message.role, previous)}")
-        is_first_tool = message.role == "tool" and previous and previous.role == "assistant"
+            allowed = ("user",)  # after a greeting
+        is_asked = is_asked or role == "user"
+        if role not in allowed:
+            if role == "system":
+                raise InvalidRowError(f"{name} is a system message; it stands first, and once")
+            expected = "a conversation begins with the user, or with a system message"
+            if previous:
+                following = " or ".join(FOLLOWING_ROLES[previous.role])
+                expected = f"behind a turn of role {previous.role} comes {following}"
+            raise InvalidRowError(f"{name} is the {role}'s; {expected}")
+        is_first_tool = role == "tool" and previous and previous.role == "assistant"
         if is_first_tool and not previous.tool_calls and not allows_calls_in_text:
             raise InvalidRowError(
                 f"{name} is a tool's answer, and the turn before it calls no tool"
@@ -279,25 +278,6 @@ def _check_order(
         )
     if not is_asked:
         raise InvalidRowError(f"{names[-1]} answers nothing: no turn is the user's")
-
-
-def _with_untrained_greeting(messages: list[Message]) -> tuple[Message, ...]:
-    """Return messages in which an answer before the first question carries no loss."""
-    for index, message in enumerate(messages[:2]):
-        if message.role == "assistant":
-            messages[index] = replace(message, is_trained=False)
-        elif message.role != "system":
-            break
-    return tuple(messages)
-
-
-def _reason_for_order(role: str, previous: Message | None) -> str:
-    if role == "system":
-        return " is a system message; it stands first, and once"
-    if previous is None:
-        return f" is the {role}'s; a conversation begins with the user, or with a system message"
-    following = " or ".join(FOLLOWING_ROLES[previous.role])
-    return f" is the {role}'s; behind a turn of role {previous.role} comes {following}"
 
 
 def _is_blank(value: Any) -> bool:
@@ -315,3 +295,38 @@ def _check_encodable(text: str, name: str) -> None:
             ) from None
     if "\0" in text:
         raise InvalidRowError(f"{name} holds a NUL character, which belongs to no text")
+
+
+def is_excluded(message: Message, record: Json) -> bool:
+    """Return whether the flags of a message's record exclude it from loss.
+
+    Raises InvalidRowError, whose reason continues the name of the message: for another value than
+    true and false (1 and 0), for flags that contradict each other, and for a flag that asks for
+    loss on a message that is no answer.
+    """
+    if any(record.get(key) for key in PARTS_OF_ANSWERS):
+        raise InvalidRowError(
+            " asks for loss on a part of the answer, which is not done here; "
+            "write such rows as segments: [{label: true or false, text: ...}]"
+        )
+    asked: dict[str, bool] = {}
+    for name, trained_value in LOSS_FLAGS.items():
+        value = record.get(name)
+        if value is None:
+            continue
+        if value not in (0, 1):  # True equals 1
+            raise InvalidRowError(
+                f".{name} is {shorten(value)}; an answer is trained or not: write 1 or 0"
+            )
+        asked[name] = value == trained_value
+    if len(set(asked.values())) > 1:
+        raise InvalidRowError(f": {' and '.join(asked)} contradict each other; keep one")
+    if message.role == "assistant":
+        return False in asked.values()
+    for name, is_trained in asked.items():
+        if is_trained:
+            raise InvalidRowError(
+                f".{name} asks for loss on a message of the {message.role}; "
+                "only answers of the assistant carry loss"
+            )
+    return False

@@ -1,6 +1,6 @@
 """The order of an epoch: the samples of each optimizer step, and the micro-batches of each rank.
 
-A step holds the same samples for any batch size and any number of ranks, packed or not; these
+A step has the same samples for any batch size and any number of ranks, packed or not; these
 change only its speed.
 """
 
@@ -12,9 +12,15 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from sft_play.data.balance import document_cost, pack_for_ranks, ranks_of_micro_batches
 from sft_play.data.ledger import PaddedTokens
-from sft_play.data.packing import BatchShape, batch_shape, pack
+from sft_play.data.packing import (
+    BatchShape,
+    batch_shape,
+    document_cost,
+    pack,
+    pack_for_ranks,
+    ranks_of_micro_batches,
+)
 from sft_play.plan.layout import Layout
 
 # Sequences, each a list of sample indices. `~index` (negative) is a filler, which carries no loss.
@@ -49,10 +55,8 @@ class StepSampler(Sampler[MicroBatch]):
         return optimizer_steps * self.layout.micro_batches * self.layout.world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        samples_of_steps = steps(
-            len(self.lengths), self.layout.rows_per_step, self.seed, self.epoch
-        )
-        for samples in samples_of_steps:
+        rows_per_step = self.layout.rows_per_step
+        for samples in steps(len(self.lengths), rows_per_step, self.seed, self.epoch):
             if self.layout.is_packed:
                 yield from self._packed(samples)
             else:
@@ -82,7 +86,7 @@ class StepSampler(Sampler[MicroBatch]):
             yield from (batches[number] for number in numbers)
 
     def _packed(self, samples: list[int]) -> Iterator[MicroBatch]:
-        """Yield micro-batches of sequences that hold the samples."""
+        """Yield micro-batches of sequences that have the samples."""
         lengths = [self.lengths[index] for index in samples]
         for batches in zip(*pack_for_ranks(lengths, self.layout), strict=True):
             for batch in batches:
@@ -97,7 +101,7 @@ class StepSampler(Sampler[MicroBatch]):
 
 
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
-    """Yield the sample indices of each optimizer step of an epoch; the last may hold fewer."""
+    """Yield the sample indices of each optimizer step of an epoch; the last may have fewer."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     order = torch.randperm(samples, generator=generator).tolist()
     for start in range(0, samples, effective_batch):
@@ -107,7 +111,7 @@ def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator
 def fullest_step(
     lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int
 ) -> int:
-    """Return how many sequences of `max_seq_len` tokens hold the fullest step of all epochs."""
+    """Return how many sequences of `max_seq_len` tokens have the fullest step of all epochs."""
     lengths = np.asarray(lengths).tolist()
     fullest = 0
     for epoch in range(epochs):
@@ -121,13 +125,8 @@ def padding(
     lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int
 ) -> PaddedTokens:
     """Return what the first epoch computes for its tokens under two layouts."""
-    return PaddedTokens(
-        real=int(np.sum(lengths)),
-        unpacked=_computed_tokens(StepSampler(lengths, unpacked, seed)),
-        packed=_computed_tokens(StepSampler(lengths, packed, seed)),
-    )
-
-
-def _computed_tokens(sampler: StepSampler) -> int:
-    """Return the tokens of all micro-batches of an epoch, with the padding of the collators."""
-    return sum(math.prod(sampler.shape(batch)) for batch in sampler)
+    computed = []  # of all micro-batches, with the padding of the collators
+    for layout in (unpacked, packed):
+        sampler = StepSampler(lengths, layout, seed)
+        computed.append(sum(math.prod(sampler.shape(batch)) for batch in sampler))
+    return PaddedTokens(int(np.sum(lengths)), *computed)

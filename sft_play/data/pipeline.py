@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.data.account import DataAccount
-from sft_play.data.assemble import RunData, assemble
-from sft_play.data.data_facts import DataFacts
-from sft_play.data.ledger import Ledger, PaddedTokens
-from sft_play.data.questions import answer_token_limit
-from sft_play.data.row_counts import record_counts
+from sft_play.data.assemble import DataFacts, RunData, assemble
+from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
+from sft_play.data.row_estimates import record_counts
 from sft_play.data.sources import find_sources
+from sft_play.data.splits import answer_token_limit
+from sft_play.data.store import TokenizedSplits, read_bad_rows
 from sft_play.data.tokenize import tokenize_sources
-from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -63,9 +61,14 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
 
 def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     """Return the run as it packs these rows, or would if it is not packed."""
-    rows_per_step = min(planned.plan.layout.rows_per_step, len(data.train))
-    mean_tokens = sum(data.train.lengths) / len(data.train)  # of a row
-    return planned.packed(fullest_step(planned, data), rows_per_step * mean_tokens)
+    from sft_play.data.order import fullest_step
+
+    train, layout, rows = planned.config.train, planned.plan.layout, len(data.train)
+    mean_tokens = sum(data.train.lengths) / rows  # of a row
+    # without packing, what an epoch would need
+    epochs = train.passes(rows) if planned.plan.packing else 1
+    fullest = fullest_step(data.train.lengths, layout, train.order_seed, epochs)
+    return planned.packed(fullest, min(layout.rows_per_step, rows) * mean_tokens)
 
 
 def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
@@ -99,26 +102,15 @@ def write_quarantine(folder: RunFolder, sources: TokenizedSplits) -> None:
     """Write the rows that were set aside to quarantine/, and print a warning for each split."""
     for split, rows in read_bad_rows(sources).items():
         path = folder.quarantine / f"{split}.jsonl"
-        lines = []
-        for row in rows:
-            facts = {"origin": row.origin, "reason": row.reason, "row": row.raw}
-            lines.append(json.dumps(facts, ensure_ascii=False) + "\n")
+        facts = [{"origin": row.origin, "reason": row.reason, "row": row.raw} for row in rows]
+        lines = [json.dumps(fact, ensure_ascii=False) + "\n" for fact in facts]
         write_text(path, "".join(lines))
         print(f"warning: {len(rows)} {split} rows cannot be used and are in {path}")
 
 
-def fullest_step(planned: PlannedRun, data: RunData) -> int:
-    """Return the sequences of the fullest packed step: of the run, or of an epoch if not packed."""
-    from sft_play.data import order
-
-    train = planned.config.train
-    epochs = train.passes(len(data.train)) if planned.plan.packing else 1
-    return order.fullest_step(data.train.lengths, planned.plan.layout, train.order_seed, epochs)
-
-
 def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> PaddedTokens:
     """Return the tokens of an epoch, and those computed with their padding, packed and not."""
-    from sft_play.data import order
+    from sft_play.data.order import padding
 
     seed = planned.config.train.order_seed
-    return order.padding(data.train.lengths, planned.plan.layout, packed.plan.layout, seed)
+    return padding(data.train.lengths, planned.plan.layout, packed.plan.layout, seed)

@@ -1,23 +1,36 @@
-"""`make preview`: which samples to show, and which of their text is trained.
+"""`make preview`: which samples to show, which of their text is trained, and both in a terminal.
 
 The text is decoded from the stored ids that a run trains on, not taken from the rows. Legend: T
 tokens of one sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sft_play.data.assemble import RunData
 from sft_play.data.order import Layout, StepSampler
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.rows import make_visible
 from sft_play.data.splits import begins_row
 from sft_play.data.store import Sample, Split
 
 SEARCHED_SAMPLES = 10_000  # to find one with several answers
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+MAX_TOKENS = 400  # of a document; the page shows them all
+MAX_DOCUMENTS = 4  # of a sequence
+# rich's names of styles
+STYLES = {  # by whether tokens are trained, and special
+    (False, False): "",
+    (False, True): "cyan",
+    (True, False): "bold green",
+    (True, True): "bold green reverse",
+}
+FAINT = "dim"
+HEADING = "bold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +90,7 @@ def preview_sequences(
 ) -> list[PreviewSequence]:
     """Return the first training samples, and one of each kind that is easy to get wrong.
 
-    The last sequence holds the samples `packed`, if there are any.
+    The last sequence has the samples `packed`, if there are any.
     """
     find_spans = SpanFinder(tokenizer)
 
@@ -124,7 +137,7 @@ def count_answers(sample: Sample) -> int:
 
 
 def cut_note(cut_tokens: int, too_long: str) -> str | None:
-    """Return what the length policy cut from a sample's row, in words."""
+    """Return what the length policy cut from a sample's row, as text."""
     if not cut_tokens:
         return None
     where = "of this row are in no sample"
@@ -194,3 +207,71 @@ class SpanFinder:
                 context_characters = len(self.decode(span_ids))
             start = end
         return tuple(spans)
+
+
+class Fragment(NamedTuple):
+    """A piece of text in one of rich's styles."""
+
+    text: str
+    style: str
+
+
+def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> None:
+    """Print sequences in colour, or with marks where the terminal shows none."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(color_system=None) if no_color else Console()
+    has_color = console.color_system is not None and not console.no_color
+    for sequence in sequences:
+        if has_color:
+            text = Text.assemble(*in_color(sequence))
+        else:
+            text = Text(in_marks(sequence))
+        console.print(text, soft_wrap=True)
+
+
+def in_color(sequence: PreviewSequence) -> list[Fragment]:
+    """Return a sequence for a terminal in which trained tokens have a colour."""
+    return list(_fragments(sequence, has_color=True))
+
+
+def in_marks(sequence: PreviewSequence) -> str:
+    """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
+    return "".join(fragment.text for fragment in _fragments(sequence, has_color=False))
+
+
+def _fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
+    yield Fragment(f"── {make_visible(sequence.heading)}\n", HEADING)
+    for number, document in enumerate(sequence.documents[:MAX_DOCUMENTS], 1):
+        if len(sequence.documents) > 1:
+            origin = make_visible(document.origin)
+            yield Fragment(f"┄┄ document {number}: {origin}  {counts([document])}\n", FAINT)
+        if document.note:
+            yield Fragment(f"┄┄ {document.note}\n", FAINT)
+        spans = document.spans
+        if len(spans) <= MAX_TOKENS:
+            yield from _show_spans(spans, has_color)
+        else:
+            half = MAX_TOKENS // 2
+            left_out = sum(len(span.ids) for span in spans[half:-half])
+            yield from _show_spans(spans[:half], has_color)
+            yield Fragment(f"\n┄┄ {left_out:,} tokens more, on the page ┄┄\n", FAINT)
+            yield from _show_spans(spans[-half:], has_color)
+        yield Fragment("\n", "")
+    more = len(sequence.documents) - MAX_DOCUMENTS
+    if more > 0:
+        yield Fragment(f"┄┄ {more} documents more, on the page\n", FAINT)
+
+
+def _show_spans(spans: Sequence[TokenSpan], has_color: bool) -> Iterator[Fragment]:
+    """Yield the text of spans, those next to each other that look alike as one."""
+    for (is_trained, is_special), run in groupby(
+        spans, key=lambda span: (span.is_trained, span.is_special and has_color)
+    ):
+        text = make_visible("".join(span.text for span in run))
+        text = text.replace("\t", "⇥\t").replace("\n", "↵\n")
+        if has_color:
+            yield Fragment(text, STYLES[is_trained, is_special])
+        else:
+            yield Fragment(f"⟦{text}⟧" if is_trained else text, "")

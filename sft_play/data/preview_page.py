@@ -8,7 +8,7 @@ from itertools import groupby
 from sft_play.data.ledger import Ledger
 from sft_play.data.ledger_tables import Table, padding_lines, source_tables, split_table
 from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
-from sft_play.data.visible_text import make_visible
+from sft_play.data.rows import make_visible
 
 # The content security policy keeps markup in a row harmless even if it were not escaped.
 HEAD = """<!doctype html>
@@ -106,17 +106,14 @@ def _text(text: str) -> str:
 
 def _table_html(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.headings)
-    body = "".join(map(_line_html, table.lines))
+    body = ""
+    for name, *cells in table.lines:
+        cells_html = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{escape(name)}</th>{cells_html}</tr>\n'
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}</tbody></table></div>\n"
     )
-
-
-def _line_html(line: Sequence[str]) -> str:
-    name, *cells = line
-    cells_html = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<tr><th scope="row">{escape(name)}</th>{cells_html}</tr>\n'
 
 
 def _sequence_html(sequence: PreviewSequence) -> str:

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.bad_rows import refuse_bad_rows
-from sft_play.data.files import base_format, format_origin, parse_records, read_chunks
-from sft_play.data.row_formats import ROW_FORMATS, TEXT_FORMATS, TURN_FORMATS, match_format
+from sft_play.data.files import (
+    base_format,
+    format_origin,
+    parse_records,
+    read_chunks,
+    refuse_bad_rows,
+)
+from sft_play.data.row_formats import (
+    ROW_FORMATS,
+    TEXT_FORMATS,
+    TURN_FORMATS,
+    match_format,
+    parse_message_list,
+)
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
     BadRow,
@@ -20,7 +31,6 @@ from sft_play.data.rows import (
     UnreadableRecord,
     list_columns,
 )
-from sft_play.data.turn_lists import parse_message_list
 
 MISSING = "?"  # in place of an answer, so that the record is one of a row format
 
@@ -57,8 +67,7 @@ def read_prompts(
             found.append(prompt_of(record, columns, system_prompt, origin))
         except InvalidRowError as error:
             bad.append(BadRow(origin, str(error), raw))
-    if bad:
-        refuse_bad_rows(bad, len(found) + len(bad))
+    refuse_bad_rows(bad, len(found) + len(bad))
     return found
 
 
@@ -77,7 +86,7 @@ def prompt_of(
 
 
 def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
-    """Return the record with an answer behind its question, where it has none."""
+    """Return the record with an answer after its question, if it has none."""
     if record.keys() == {"text"}:
         record = {"prompt": record["text"]}
     for name, fields in ROW_FORMATS.items():

@@ -7,14 +7,12 @@ Legend: T tokens of one sample.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from sft_play.data.generation_marks import TokenSpan, check_generation_marks, marks_equal_answers
 from sft_play.data.rows import Json, Message, Row, Segment
-from sft_play.data.special_text import TokensInText, special_text
+from sft_play.data.special_text import TokensInText, match_any, special_text
 from sft_play.data.templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
@@ -23,7 +21,15 @@ from sft_play.data.templates import (
     template_messages,
     template_of,
 )
-from sft_play.data.training_text import AnswerSpan, TrainingText, TrainingTextBuilder
+from sft_play.data.training_text import (
+    AnswerSpan,
+    PromptTail,
+    TokenSpan,
+    TrainingText,
+    TrainingTextBuilder,
+    check_generation_marks,
+    marks_equal_answers,
+)
 
 __all__ = [
     "DEFAULT_TEMPLATE",
@@ -56,20 +62,12 @@ class RenderedSample:
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
-class PromptTail(NamedTuple):
-    """The end of a prompt, tokenized alone to check that the sample begins with its ids."""
+class _PreparedRow(NamedTuple):
+    """A row, the same with placeholders for special tokens in its messages, and its texts."""
 
-    first_token: int  # at which the tail begins, in the tokens of the whole text
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenizedText:
-    """A training text, its ids, and the prompt tail of each of its answers."""
-
-    text: TrainingText
-    ids: list[int]
-    tails: list[PromptTail]
+    given: Row
+    row: Row
+    texts: list[TrainingText]
 
 
 class _JoinedLineBreaks(RenderError):
@@ -99,9 +97,11 @@ class Renderer:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip()
         }
-        longest_first = sorted(self._added_tokens, key=len, reverse=True)
-        self._added_token = re.compile("|".join(map(re.escape, longest_first)))
-        self._text_prefix = self._beginning_of_text()
+        self._added_token = match_any(self._added_tokens)
+        with_special = self._tokenizer.encode("a", add_special_tokens=True).ids
+        without = self._tokenizer.encode("a", add_special_tokens=False).ids
+        adds_bos = with_special[:1] == [self._bos] != without[:1]
+        self._text_prefix = [self._bos] if adds_bos else []
 
     def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
         """Return the samples of each row, or why what they train cannot be proven.
@@ -113,163 +113,102 @@ class Renderer:
         tokenized one by one, and bring their special tokens. A row that trains nothing has no
         sample.
         """
-        escaped, texts_of_rows = self._build_texts(rows)
+        prepared = [self._prepare(row) for row in rows]
         texts: list[TrainingText] = []
-        for found in texts_of_rows:
-            if not isinstance(found, RenderError):
-                texts.extend(found)
-        tokenized = self._tokenize_texts(texts)
-        tail_texts: set[str] = set()
-        for text in tokenized:
-            tail_texts.update(tail.text for tail in text.tails)
-        tails = list(tail_texts)
-        tail_ids = dict(zip(tails, self._tokenize(tails), strict=True))
-        remaining = iter(tokenized)
-        results: list[tuple[RenderedSample, ...] | RenderError] = []
-        for given, row, found in zip(rows, escaped, texts_of_rows, strict=True):
-            if isinstance(found, RenderError):
-                results.append(found)
-                continue
-            samples = self._label(row, list(islice(remaining, len(found))), tail_ids)
-            is_escaped = row is not given
-            results.append(self._name_tokens(row, samples) if is_escaped else samples)
-        return results
+        for row in prepared:
+            if not isinstance(row, RenderError):
+                texts += row.texts
+        tails: dict[str, list[int]] = {}
+        for text, ids in zip(texts, self._tokenize([text.text for text in texts]), strict=True):
+            text.ids = ids
+            for answer in text.answers:
+                text.tails.append(self._prompt_tail(text, answer.start))
+                tails[text.tails[-1].text] = []
+        tails = dict(zip(tails, self._tokenize(list(tails)), strict=True))
+        return [
+            row if isinstance(row, RenderError) else self._label(row, tails) for row in prepared
+        ]
 
-    def _beginning_of_text(self) -> list[int]:
-        """Return [bos] if the tokenizer puts it before every text, else []."""
-        with_special = self._tokenizer.encode("a", add_special_tokens=True).ids
-        without = self._tokenizer.encode("a", add_special_tokens=False).ids
-        adds_bos = with_special[:1] == [self._bos] != without[:1]
-        return [self._bos] if adds_bos else []
-
-    def _build_texts(
-        self, rows: Sequence[Row]
-    ) -> tuple[list[Row], list[list[TrainingText] | RenderError]]:
-        """Return the rows as they are rendered, and the texts of each or why it has none."""
-        escaped: list[Row] = []
-        texts: list[list[TrainingText] | RenderError] = []
-        for row in rows:
-            try:
-                row = self._special.escaped(row)
-                texts.append(self._training_texts(row))
-            except RenderError as error:
-                texts.append(RenderError(self._special.plain(f"{row.origin}: {error}")))
-            escaped.append(row)
-        return escaped, texts
-
-    def _training_texts(self, row: Row) -> list[TrainingText]:
-        if row.text is not None:
-            return [TrainingText(row.text)]
-        if row.segments:
-            return [TrainingText(segment.text) for segment in row.segments]
-        return self._texts.build(row)
+    def _prepare(self, given: Row) -> _PreparedRow | RenderError:
+        try:
+            row = self._special.escape(given)
+            if row.text is not None:
+                return _PreparedRow(given, row, [TrainingText(row.text)])
+            texts = [TrainingText(segment.text) for segment in row.segments]
+            return _PreparedRow(given, row, texts or self._texts.build(row))
+        except RenderError as error:
+            return RenderError(self._special.plain(f"{given.origin}: {error}"))
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._special.encode(texts)]
 
-    def _tokenize_texts(self, texts: list[TrainingText]) -> list[_TokenizedText]:
-        tokenized = []
-        for text, ids in zip(texts, self._tokenize([text.text for text in texts]), strict=True):
-            tails = [self._prompt_tail(text.text, answer.start, ids) for answer in text.answers]
-            tokenized.append(_TokenizedText(text, ids, tails))
-        return tokenized
-
-    def _prompt_tail(self, text: str, prompt_end: int, ids: list[int]) -> PromptTail:
+    def _prompt_tail(self, text: TrainingText, prompt_end: int) -> PromptTail:
         """Return the tail of a prompt, from its last added token, such as `<|im_start|>`.
 
         Tokenizers split texts at their added tokens first, so the tokens before an added token do
         not depend on what follows it, and comparing from the last one is enough. Without one, the
         tail is the whole prompt.
         """
-        found = self._last_added_token(text, prompt_end)
-        if found is None:
-            return PromptTail(0, text[:prompt_end])
+        written = text.text
+        matches: list[re.Match[str]] = []
+        searched = TAIL_CHARACTERS
+        while not matches and searched < 16 * prompt_end:
+            start = max(0, prompt_end - searched)
+            matches = list(self._added_token.finditer(written, start, prompt_end))
+            searched *= 16
+        if not matches:
+            return PromptTail(0, written[:prompt_end])
+        found = matches[-1]
         token_id = self._added_tokens[found[0]]
-        if ids.count(token_id) != text.count(found[0]):
-            return PromptTail(0, text[:prompt_end])
+        if text.ids.count(token_id) != written.count(found[0]):
+            return PromptTail(0, written[:prompt_end])
         # the n-th occurrence in the text is the n-th among the tokens
         token = -1
-        for _ in range(text.count(found[0], 0, found.end())):
-            token = ids.index(token_id, token + 1)
-        return PromptTail(token, text[found.start() : prompt_end])
-
-    def _last_added_token(self, text: str, end: int) -> re.Match[str] | None:
-        """Return the last added token in a text before `end`."""
-        searched = TAIL_CHARACTERS
-        while searched < 16 * end:
-            matches = list(self._added_token.finditer(text, max(0, end - searched), end))
-            if matches:
-                return matches[-1]
-            searched *= 16
-        return None
+        for _ in range(written.count(found[0], 0, found.end())):
+            token = text.ids.index(token_id, token + 1)
+        return PromptTail(token, written[found.start() : prompt_end])
 
     def _label(
-        self, row: Row, texts: list[_TokenizedText], tail_ids: dict[str, list[int]]
+        self, prepared: _PreparedRow, tails: Mapping[str, list[int]]
     ) -> tuple[RenderedSample, ...] | RenderError:
+        row = prepared.row
         if row.segments:
-            return (self._join_segments(row.segments, [text.ids for text in texts]),)
-        samples = []
+            return (_join_segments(row.segments, prepared.texts),)
+        samples: list[RenderedSample] = []
         try:
-            for text in texts:
-                if row.text is not None:
-                    samples.append(self._label_plain_text(text.ids))
-                else:
-                    samples += self._label_answers(text, tail_ids)
+            for text in prepared.texts:
+                if row.text is None:
+                    samples += self._label_answers(text, tails)
+                    continue
+                ids = [*self._text_prefix, *text.ids]
+                if ids[-1:] != [self._eos]:
+                    ids.append(self._eos)
+                self._refuse_second_bos(ids)
+                samples.append(RenderedSample(ids, [IGNORE_INDEX, *ids[1:]]))
         except RenderError as error:
             return RenderError(self._special.plain(f"{row.origin}: {error}"))
+        if row is not prepared.given:
+            as_text = self._special.find_tokens(row)
+            samples = [replace(sample, as_text=as_text) for sample in samples]
         return tuple(samples)
 
-    def _name_tokens(
-        self, row: Row, samples: tuple[RenderedSample, ...] | RenderError
-    ) -> tuple[RenderedSample, ...] | RenderError:
-        """Return the samples of an escaped row with the special tokens in its text."""
-        if isinstance(samples, RenderError):
-            return samples
-        as_text = self._special.tokens_in(row)
-        return tuple(replace(sample, as_text=as_text) for sample in samples)
-
-    def _join_segments(
-        self, segments: Sequence[Segment], ids_of: Sequence[list[int]]
-    ) -> RenderedSample:
-        ids: list[int] = []
-        labels: list[int] = []
-        answer_start = 0
-        was_trained = False
-        for segment, segment_ids in zip(segments, ids_of, strict=True):
-            if segment.is_trained and not was_trained:
-                answer_start = len(ids)
-            was_trained = segment.is_trained
-            labels += segment_ids if was_trained else [IGNORE_INDEX] * len(segment_ids)
-            ids += segment_ids
-        labels[:1] = [IGNORE_INDEX]  # nothing predicts the first token
-        return RenderedSample(ids, labels, answer_start)
-
-    def _label_plain_text(self, ids: list[int]) -> RenderedSample:
-        ids = [*self._text_prefix, *ids]
-        if ids[-1:] != [self._eos]:
-            ids.append(self._eos)
-        self._refuse_second_bos(ids)
-        return RenderedSample(ids, [IGNORE_INDEX, *ids[1:]])
-
     def _label_answers(
-        self, tokenized: _TokenizedText, tail_ids: dict[str, list[int]]
+        self, text: TrainingText, tails: Mapping[str, list[int]]
     ) -> list[RenderedSample]:
         """Return the sample of a text, and one of each answer whose line breaks join its prompt's.
 
         Such an answer is tokenized apart, as it follows the prompt's tokens at use.
         """
-        ids = tokenized.ids
-        text = tokenized.text
+        ids = text.ids
         self._refuse_second_bos(ids)
         spans: list[TokenSpan] = []
         apart: list[RenderedSample] = []
-        for answer, tail in zip(text.answers, tokenized.tails, strict=True):
+        checks_marks = text.generated is not None and not marks_equal_answers(text)
+        for answer, tail in zip(text.answers, text.tails, strict=True):
             try:
-                spans.append(
-                    self._token_span(tokenized, answer, tail.first_token, tail_ids[tail.text])
-                )
+                spans.append(self._find_answer(text, answer, tail.first_token, tails[tail.text]))
             except _JoinedLineBreaks:
-                if text.generated is not None and not marks_equal_answers(text):
+                if checks_marks:
                     raise
                 apart.append(self._label_apart(text.text, answer))
         if not spans:
@@ -279,66 +218,63 @@ class Renderer:
         labels = [IGNORE_INDEX] * len(ids)
         for start, end in spans:
             labels[start:end] = ids[start:end]
-        if text.generated is not None and not marks_equal_answers(text):
+        if checks_marks:
             (encoding,) = self._special.encode([text.text], with_offsets=True)
             check_generation_marks(text, spans, encoding)
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
         return [*apart, RenderedSample(ids, labels, spans[-1].start)]
 
     def _label_apart(self, text: str, answer: AnswerSpan) -> RenderedSample:
-        """Return the sample of one answer, its tokens behind those of the prompt."""
+        """Return the sample of one answer, its tokens after those of the prompt."""
         written = text[answer.start : answer.end]
         prompt, ids = self._tokenize([text[: answer.start], written])
-        decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
-        if decoded != self._special.plain(written) or ids[-1] not in self._stop_ids:
+        if self._decode(ids) != self._special.plain(written) or ids[-1] not in self._stop_ids:
             raise RenderError(
                 f"the tokenizer does not read messages[{answer.message}] by itself as the answer"
             )
         return RenderedSample([*prompt, *ids], [*[IGNORE_INDEX] * len(prompt), *ids], len(prompt))
 
-    def _token_span(
-        self, tokenized: _TokenizedText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
+    def _find_answer(
+        self, text: TrainingText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
     ) -> TokenSpan:
         """Return the tokens of an answer with its stop token.
 
         Raises RenderError unless they decode to exactly its text.
         """
-        ids = tokenized.ids
-        text = tokenized.text.text
+        ids = text.ids
+        where = f"messages[{answer.message}]"
         start = tail_start + len(tail_ids)
         if ids[tail_start:start] != tail_ids:
             token = self._first_difference(ids[tail_start:], tail_ids)
             is_line_breaks = "\n" in token and not token.strip()
             kind = _JoinedLineBreaks if is_line_breaks else RenderError
-            raise kind(
-                f"the token {token!r} straddles the end of the prompt of messages[{answer.message}]"
-            )
+            raise kind(f"the token {token!r} straddles the end of the prompt of {where}")
         following = ids[start:]
         stops = [following.index(stop) for stop in self._stop_ids if stop in following]
         if not stops:
             raise RenderError(
-                f"the tokenizer does not read {text[answer.stop : answer.end]!r} "
-                f"behind messages[{answer.message}] as its stop token"
+                f"the tokenizer does not read {text.text[answer.stop : answer.end]!r} "
+                f"behind {where} as its stop token"
             )
         end = start + min(stops) + 1
-        self._check_decoded(ids[start:end], text[answer.start : answer.end], answer.message)
+        decoded = self._decode(ids[start:end])
+        written = self._special.plain(text.text[answer.start : answer.end])
+        if decoded != written and self._normalize(decoded) != self._normalize(written):
+            raise RenderError(
+                f"the tokens of {where} read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
+                "not the answer; the tokenizer lacks characters of it"
+            )
         return TokenSpan(start, end)
 
     def _first_difference(self, ids: list[int], expected: list[int]) -> str:
         """Return the first token of ids that is not the expected one."""
         for index, token_id in enumerate(expected):
             if ids[index : index + 1] != [token_id]:
-                return self._tokenizer.decode(ids[index : index + 1], skip_special_tokens=False)
+                return self._decode(ids[index : index + 1])
         raise AssertionError("the ids are as expected")
 
-    def _check_decoded(self, ids: list[int], text: str, message: int) -> None:
-        decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
-        text = self._special.plain(text)
-        if decoded != text and self._normalize(decoded) != self._normalize(text):
-            raise RenderError(
-                f"the tokens of messages[{message}] read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
-                "not the answer; the tokenizer lacks characters of it"
-            )
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _normalize(self, text: str) -> str:
         """Return a text as the tokenizer reads it, without whitespace.
@@ -357,6 +293,21 @@ class Renderer:
             )
 
 
+def _join_segments(segments: Sequence[Segment], texts: Sequence[TrainingText]) -> RenderedSample:
+    ids: list[int] = []
+    labels: list[int] = []
+    answer_start = 0
+    was_trained = False
+    for segment, text in zip(segments, texts, strict=True):
+        if segment.is_trained and not was_trained:
+            answer_start = len(ids)
+        was_trained = segment.is_trained
+        labels += text.ids if was_trained else [IGNORE_INDEX] * len(text.ids)
+        ids += text.ids
+    labels[:1] = [IGNORE_INDEX]  # nothing predicts the first token
+    return RenderedSample(ids, labels, answer_start)
+
+
 def render_prompt(
     messages: Sequence[Message],
     tokenizer: Any,
@@ -366,7 +317,7 @@ def render_prompt(
     """Return the ids of a prompt that the model is to answer. Raises RenderError."""
     special = special_text(tokenizer, tokens_in_text)
     asked = Row(tuple(messages), "the prompt", tools=tuple(tools))
-    row = special.escaped(asked)
+    row = special.escape(asked)
     template = ChatTemplate(tokenizer)
     text = template.render_prompt(template_messages(row.messages), row.tools)
     if row is asked:

@@ -1,38 +1,68 @@
-"""Which row format a file has, found in its first rows; where it has none, what to type."""
+"""Which row format a file has, found in its first rows; if it has none, what to type.
+
+A suggestion is checked on the file's first rows before it is given.
+"""
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from sft_play.data.bad_rows import refuse_bad_rows
-from sft_play.data.column_paths import find_values, top_column
-from sft_play.data.csv_files import DELIMITERS
-from sft_play.data.files import Chunk, base_format, parse_records, read_chunks
+from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
 from sft_play.data.row_formats import (
     FIELDS,
     OPTIONAL_FIELDS,
     PROMPT_FORMATS,
     ROW_FORMATS,
     RowFormat,
+    find_values,
+    is_marked_text,
     match_format,
+    top_column,
 )
-from sft_play.data.row_parsing import SystemPrompt, parse_record, parse_rows
+from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
     BadRow,
     InvalidRowError,
     Json,
-    Row,
     UnreadableRecord,
     list_columns,
 )
-from sft_play.data.suggestions import columns_setting, suggest_chosen, suggest_columns
+from sft_play.data.tables import DELIMITERS
 from sft_play.errors import DataError
 
 FIRST_RECORDS = 100  # of a file, from which its format is detected
 PREFERENCE = frozenset(("chosen", "rejected"))
 MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
 ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values())))
+# Names that files give to a question, to what it is about, and to its answer; likeliest first
+QUESTIONS = (
+    *(
+        "definition",
+        "instruction",
+        "instructions",
+        "prompt",
+        "question",
+        "query",
+        "problem",
+        "input",
+        "inputs",
+    ),
+    *("user", "human", "ask", "request", "document", "article", "text", "source", "title"),
+)
+EXTRAS = ("context", "input", "inputs", "passage")
+ANSWERS = (
+    *("output", "outputs", "response", "responses", "completion", "answer", "answers"),
+    *("target", "targets", "assistant", "solution", "reply", "bot", "summary", "highlights"),
+    *("chosen", "best_answer", "generation", "translation"),
+)
+MAX_DEPTH = 4
+PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
+Columns = Mapping[str, str]
 
 
 def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
@@ -53,24 +83,6 @@ def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
     if found is None:
         raise DataError(_no_format(path, columns, records, keys))
     return found
-
-
-def read_rows(
-    path: Path, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
-) -> list[Row]:
-    """Return all rows of a file that fits into memory. Raises DataError."""
-    row_format = detect_format(path, columns or {})
-    rows: list[Row] = []
-    bad: list[BadRow] = []
-    for chunk in read_chunks(path):
-        for row in parse_rows(chunk, row_format, SystemPrompt(system_prompt)):
-            if isinstance(row, BadRow):
-                bad.append(row)
-            else:
-                rows.append(row)
-    if bad:
-        refuse_bad_rows(bad, len(rows) + len(bad))
-    return rows
 
 
 def _readable_records(chunk: Chunk) -> list[Json]:
@@ -104,22 +116,21 @@ def _check_columns(
                 f"{path}: no column {column!r}, which data.columns names as the {field}; "
                 f"the columns are {list_columns(keys)}{hint}"
             )
-        if column not in keys:
-            _check_path(path, field, column, records)
+        reason = None if column in keys else _explain_path(column, records)
+        if reason is not None:
+            raise DataError(f"{path}: {reason}; data.columns names it as the {field}")
 
 
-def _check_path(path: Path, field: str, column: str, records: Sequence[Json]) -> None:
-    """Raise DataError if a path leads to a value in none of the records."""
+def _explain_path(column: str, records: Sequence[Json]) -> str | None:
+    """Return why a path leads to a value in none of the records, None if it leads to one."""
     reason = f"{column}: nothing is there"
     for record in records:
         try:
-            found = find_values(record, column)
+            if any(value is not None for value in find_values(record, column).values):
+                return None
         except InvalidRowError as error:
             reason = str(error)
-            continue
-        if any(value is not None for value in found.values):
-            return
-    raise DataError(f"{path}: {reason}; data.columns names it as the {field}")
+    return reason
 
 
 def _refuse_other_training(
@@ -134,11 +145,9 @@ def _refuse_other_training(
         )
     if PREFERENCE.issubset(keys) and (found is None or not _works(records, found)):
         columns = suggest_chosen(records, lambda columns: _columns_work(records, columns))
-        hint = (
-            f"to train on chosen alone: {columns_setting(columns)}"
-            if columns
-            else ("to train on chosen alone, write it as messages")
-        )
+        hint = "to train on chosen alone, write it as messages"
+        if columns:
+            hint = f"to train on chosen alone: {columns_setting(columns)}"
         raise DataError(
             f"{path}: chosen and rejected are a preference set, "
             f"and preference training is not here; {hint}"
@@ -190,3 +199,102 @@ def _no_format(
         f"{found}; a row has {known}. If other names hold them, say which: "
         'DATA_COLUMNS="{question: <column>, answer: <column>}"'
     )
+
+
+class Leaf(NamedTuple):
+    """A text in a record: its path, and the names on the way, the innermost first."""
+
+    path: str
+    names: tuple[str, ...]
+    is_part: bool  # it stands next to other texts in each object of a list
+
+
+def columns_setting(columns: Columns) -> str:
+    """Return data.columns as it is typed in a shell.
+
+    >>> columns_setting({"question": "problem", "answer": "a.0"})
+    "DATA_COLUMNS='{question: problem, answer: a.0}'"
+    """
+    pairs = []
+    for field, column in columns.items():
+        is_plain = PLAIN_NAME.fullmatch(column)
+        pairs.append(f"{field}: {column if is_plain else json.dumps(column, ensure_ascii=False)}")
+    return "DATA_COLUMNS=" + shlex.quote("{" + ", ".join(pairs) + "}")
+
+
+def suggest_columns(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
+    """Return columns with which the rows can be read, None if nobody can guess them."""
+    return next(filter(works, _candidates(records[0])), None)
+
+
+def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
+    """Return columns that train the preferred answers of a preference set alone."""
+    record = records[0]
+    candidates: list[Columns] = []
+    chosen = record.get("chosen")
+    if not isinstance(chosen, str) or is_marked_text(chosen):
+        candidates.append({"messages": "chosen"})
+    for name in ("prompt", *QUESTIONS, "messages", "conversations"):
+        if name in record:
+            candidates.append({"prompt": name, "completion": "chosen"})
+    candidates.append({"text": "chosen"})
+    return next(filter(works, candidates), None)
+
+
+def _candidates(record: Json) -> Iterator[Columns]:
+    for path in _turn_lists(record, ""):
+        yield {"messages": path}
+    leaves = list(_leaves(record, "", ()))
+    question = _first_named(leaves, QUESTIONS, ())
+    if question is None:
+        parts = [leaf for leaf in leaves if not leaf.is_part]  # of a turn, each would be a row
+        yield from ({"text": leaf.path} for leaf in parts if leaf.names[0] in ("text", "content"))
+        return
+    answer = _first_named(leaves, ANSWERS, (question,))
+    if answer is None:
+        return
+    extra = _first_named(leaves, EXTRAS, (question, answer))
+    if extra is None:
+        yield {"question": question.path, "answer": answer.path}
+    else:  # without it, the question could not be answered
+        yield {"instruction": question.path, "input": extra.path, "output": answer.path}
+
+
+def _turn_lists(record: Json, place: str) -> Iterator[str]:
+    """Yield the paths of lists of turns, in objects of the record too."""
+    for name, value in record.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
+            yield f"{place}{name}"
+        elif isinstance(value, dict) and "." not in name:
+            yield from _turn_lists(value, f"{place}{name}.")
+
+
+def _leaves(value: Any, path: str, names: tuple[str, ...], is_part: bool = False) -> Iterator[Leaf]:
+    """Yield the texts of a value; of a list of texts the first, of a list of objects every one."""
+    if isinstance(value, str):
+        yield Leaf(path, names or ("",), is_part)
+    elif len(names) == MAX_DEPTH:
+        return
+    elif isinstance(value, dict):
+        for name, held in value.items():
+            if "." not in name:
+                inner = f"{path}.{name}" if path else name
+                yield from _leaves(held, inner, (name.lower(), *names), is_part)
+    elif isinstance(value, list) and value:
+        inner = path if isinstance(value[0], dict) else f"{path}.0"
+        texts = value[0].values() if isinstance(value[0], dict) else ()
+        has_several = sum(isinstance(text, str) for text in texts) > 1
+        yield from _leaves(value[0], inner, names, is_part or has_several)
+
+
+def _first_named(
+    leaves: Sequence[Leaf], wanted: Sequence[str], taken: Sequence[Leaf]
+) -> Leaf | None:
+    """Return the leaf with the likeliest name; its own name counts before those around it."""
+    for depth in (1, None):
+        for name in wanted:
+            for leaf in leaves:
+                if leaf not in taken and name in leaf.names[:depth]:
+                    return leaf
+    return None

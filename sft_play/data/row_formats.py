@@ -1,17 +1,34 @@
-"""The row formats that files may have. Pure: reads no files.
+"""The row formats that files may have, and the values inside their records. Pure: reads no files.
 
-A file has one format: the first of ROW_FORMATS whose columns its first readable rows have.
+A file has one format: the first of ROW_FORMATS whose columns its first readable rows have. A column
+may also be named by a path such as `answers.text.0`: its parts are keys of objects and indices of
+lists, and a list without an index gives a row for each of its elements. A text on the way is read
+as JSON.
+
+The turns of a conversation become one list of objects. They may be
+
+- objects with role and content, or ShareGPT's from and value: taken as they are
+- objects with input and output (Capybara): a question and an answer each
+- texts (LIMA): the user's and the assistant's in turn
+- one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
+- an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
+- JSON text of any of these, as in a CSV cell
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any, NamedTuple
 
-from sft_play.data.column_paths import find_values, top_column
-from sft_play.data.rows import InvalidRowError, Json
-from sft_play.data.turn_lists import parse_message_list
+from sft_play.data.rows import InvalidRowError, Json, shorten
+from sft_play.data.text_files import InvalidJsonError, parse_json
 
+MARKED_TEXT = re.compile(r"\s*(?:### ?)?(?:Human|User): ?")
+# A mark begins a paragraph, or stands after ###
+TURN_MARK = re.compile(r"(?:^|\n\n|\s*###) ?(Human|User|Assistant): ?")
+MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.
 ROW_FORMATS: dict[str, tuple[str, ...]] = {
@@ -34,8 +51,8 @@ ROW_FORMATS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "segments": ("segments",),
 }
-TURN_FORMATS = ("messages", "conversations", "conversation")  # one column holds all turns
-PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may hold turns, in this order
+TURN_FORMATS = ("messages", "conversations", "conversation")  # one column has all turns
+PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may have turns, in this order
 TEXT_FORMATS = ("text", "segments")  # no chat template is used
 # Optional in every format but plain text: the system message, and the functions that may be called
 SHARED_FIELDS = ("system", "tools")
@@ -54,15 +71,145 @@ OTHER_NAMES = {"system": "system_prompt", "tools": "functions"}  # that an optio
 MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 
 
+def parse_message_list(value: Any, name: str) -> list[Json]:
+    """Return the turns of a conversation as objects. Raises InvalidRowError."""
+    if isinstance(value, str):
+        if is_marked_text(value):
+            return _split_marked_text(value, name)
+        value = parse_json_text(value, name)
+    if isinstance(value, dict):
+        value = _split_columns(value)
+    if not isinstance(value, list) or not value:
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
+    first = value[0]
+    turns: list[Json] = []
+    if isinstance(first, str):
+        for number, text in enumerate(value):
+            if not isinstance(text, str):
+                raise InvalidRowError(f"{name}[{number}] is {shorten(text)}, and others are texts")
+            turns.append({"role": ("user", "assistant")[number % 2], "content": text})
+        return turns
+    for number, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
+    if "input" not in first or "output" not in first:
+        return value
+    for number, pair in enumerate(value):
+        if "input" not in pair or "output" not in pair:
+            raise InvalidRowError(f"{name}[{number}] has no input and output, and others have")
+        turns.append({"role": "user", "content": pair["input"]})
+        turns.append({"role": "assistant", "content": pair["output"]})
+    return turns
+
+
+def _split_columns(value: Json) -> Any:
+    """Return an object for each place of the lists of an object; other values as they are."""
+    columns = list(value.values())
+    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
+        return value
+    if len({len(column) for column in columns}) > 1:
+        return value
+    return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
+
+
+def is_marked_text(text: str) -> bool:
+    """Return whether a text is a conversation with marks before its turns."""
+    return MARKED_TEXT.match(text) is not None and "Assistant:" in text
+
+
+def parse_json_text(text: str, name: str) -> Any:
+    """Return the value of a JSON text. Raises InvalidRowError, which calls it `name`."""
+    try:
+        return parse_json(text)
+    except InvalidJsonError as error:
+        raise InvalidRowError(
+            f"{name} is a text that is no JSON ({error}): {shorten(text)}"
+        ) from None
+
+
+def _split_marked_text(text: str, name: str) -> list[Json]:
+    before, *parts = TURN_MARK.split(text.strip())
+    if before.strip():
+        raise InvalidRowError(f"{name} has text before its first turn: {shorten(before)}")
+    turns = []
+    for mark, content in zip(parts[::2], parts[1::2], strict=True):
+        turns.append({"role": MARKED_ROLES[mark], "content": content.strip()})
+    return turns
+
+
+class FoundValues(NamedTuple):
+    """The values at a path; several if it leads through a list without an index."""
+
+    values: list[Any]
+    is_list: bool
+
+
+def top_column(column: str, keys: Iterable[str]) -> str:
+    """Return the column of a file in which a column or path begins."""
+    return column if column in keys else column.partition(".")[0]
+
+
+def find_values(record: Mapping[str, Any], path: str) -> FoundValues:
+    """Return the values at a path, None if a key is absent.
+
+    Raises InvalidRowError where it leads nowhere.
+    """
+    return _follow(record, path.split("."), path)
+
+
+def expand_record(record: Json, paths: Sequence[str]) -> list[Json]:
+    """Return a record for each element of the list through which paths lead, else the one record.
+
+    Each has its values under the names of the paths. Raises InvalidRowError.
+    """
+    found = {path: find_values(record, path) for path in paths}
+    lengths = {path: len(values.values) for path, values in found.items() if values.is_list}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        raise InvalidRowError(f"lists of different lengths: {counts}")
+    rows = next(iter(lengths.values()), 1)
+    if not rows:
+        raise InvalidRowError(f"the list of {' and '.join(lengths)} is empty")
+    expanded = []
+    for row in range(rows):
+        fields = dict(record)
+        for path, values in found.items():
+            fields[path] = values.values[row if values.is_list else 0]
+        expanded.append(fields)
+    return expanded
+
+
+def _follow(value: Any, parts: Sequence[str], path: str) -> FoundValues:
+    for number, part in enumerate(parts):
+        if isinstance(value, str):
+            value = parse_json_text(value, path)
+        if value is None:
+            break
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal():
+            if int(part) >= len(value):
+                raise InvalidRowError(f"{path}: the list has {len(value)} elements")
+            value = value[int(part)]
+        elif isinstance(value, list):
+            values: list[Any] = []
+            for element in value:
+                values += _follow(element, parts[number:], path).values
+            return FoundValues(values, is_list=True)
+        else:
+            raise InvalidRowError(f"{path}: {value!r} holds no {part!r}")
+    return FoundValues([value], is_list=False)
+
+
 @dataclass(frozen=True)
 class RowFormat:
-    """How a file holds its rows: one of ROW_FORMATS, and the file's column for each field."""
+    """How a file has its rows: one of ROW_FORMATS, and the file's column for each field."""
 
     name: str
     columns: Mapping[str, str]  # or a path into a column, such as answers.text.0
     is_sharegpt: bool = False  # messages have from and value, not role and content
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
-    media_column: str | None = None  # holds images, sound or films
+    media_column: str | None = None  # has images, sound or films
 
     @cached_property
     def required(self) -> tuple[str, ...]:
@@ -80,7 +227,7 @@ class RowFormat:
 
     @property
     def turn_column(self) -> str | None:
-        """The column that holds all turns, if one does."""
+        """The column that has all turns, if one does."""
         return self.required[0] if self.name in TURN_FORMATS else None
 
 
@@ -90,40 +237,34 @@ def match_format(records: Sequence[Json], columns: Mapping[str, str]) -> RowForm
     `columns` gives fields the file's own column names, or paths.
     """
     keys = set(chain.from_iterable(records))
+    column_of = {name: _name_columns(name, columns, keys) for name in ROW_FORMATS}
     for record in records:
         for name, required in ROW_FORMATS.items():
-            column_of = _columns_of(name, columns, keys)
-            has_required = all(_has_column(record, column_of[field]) for field in required)
-            if has_required and columns.keys() <= column_of.keys():
-                return _row_format(name, column_of, records, keys)
+            named = column_of[name]
+            has_required = all(top_column(named[field], record) in record for field in required)
+            if has_required and columns.keys() <= named.keys():
+                paths = (
+                    column for column in named.values() if "." in column and column not in keys
+                )
+                has_turns = name in (*TURN_FORMATS, *PROMPT_FORMATS)
+                return RowFormat(
+                    name,
+                    named,
+                    is_sharegpt=has_turns and _is_sharegpt(records, named[required[0]]),
+                    paths=tuple(paths),
+                    media_column=min(MEDIA_COLUMNS.intersection(keys), default=None),
+                )
     return None
 
 
-def _columns_of(name: str, columns: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+def _name_columns(name: str, columns: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    """Return the column of each field of a format."""
     column_of = {field: columns.get(field, field) for field in ROW_FORMATS[name]}
     for field in OPTIONAL_FIELDS[name]:
         other = OTHER_NAMES.get(field)
         default = other if other in keys and field not in keys else field
         column_of[field] = columns.get(field, default)
     return column_of
-
-
-def _row_format(
-    name: str, column_of: Mapping[str, str], records: Sequence[Json], keys: Collection[str]
-) -> RowFormat:
-    paths = [column for column in column_of.values() if "." in column and column not in keys]
-    has_turns = name in (*TURN_FORMATS, *PROMPT_FORMATS)
-    return RowFormat(
-        name,
-        column_of,
-        is_sharegpt=has_turns and _is_sharegpt(records, column_of[ROW_FORMATS[name][0]]),
-        paths=tuple(paths),
-        media_column=next(iter(sorted(MEDIA_COLUMNS.intersection(keys))), None),
-    )
-
-
-def _has_column(record: Json, column: str) -> bool:
-    return top_column(column, record) in record
 
 
 def _is_sharegpt(records: Sequence[Json], column: str) -> bool:

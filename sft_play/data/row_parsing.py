@@ -1,12 +1,19 @@
-"""Records to rows, in a file's row format. Pure: reads no files. Texts keep their whitespace."""
+"""Records to rows, in a file's row format. Pure: reads no files. Texts keep their whitespace.
 
-from collections.abc import Callable, Iterator, Sequence
+Keys that are not used are counted, and each source names them once: nobody shall believe that a
+column counts when it does not.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from sft_play.data.column_paths import expand_record
+from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, parse_records
 from sft_play.data.messages import (
+    FLAG_KEYS,
+    REASONING_KEYS,
     MessageList,
     parse_conversation,
     parse_functions,
@@ -14,7 +21,13 @@ from sft_play.data.messages import (
     parse_segments,
     parse_text,
 )
-from sft_play.data.row_formats import PROMPT_FORMATS, ROW_FORMATS, TURN_FORMATS, RowFormat
+from sft_play.data.row_formats import (
+    PROMPT_FORMATS,
+    TURN_FORMATS,
+    RowFormat,
+    expand_record,
+    is_marked_text,
+)
 from sft_play.data.rows import (
     BadRow,
     InvalidRowError,
@@ -24,9 +37,91 @@ from sft_play.data.rows import (
     UnreadableRecord,
     list_columns,
 )
-from sft_play.data.unused_keys import UnusedKeys
 
-MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column holds
+USED_TURN_KEYS = frozenset(
+    (
+        *("role", "content", "from", "value", "input", "output"),
+        *("name", "tool_calls", "tool_call_id", "function_call"),
+        *REASONING_KEYS,
+        *FLAG_KEYS,
+    )
+)
+TURN_PREFIX = "messages[]."
+TURNS_IN_TEXT = "Human: and Assistant: in the text"
+MAX_LISTED = 12  # keys without a meaning of their own
+EVERY_ROW = "every row weighs the same; weights are of files: DATA_TRAIN_PATH='{a.jsonl: 3, b: 1}'"
+NOT_CHOSEN = "no row is chosen or left out by it"
+TEXT_ONLY = "models here take text"
+MEANINGS = {
+    **dict.fromkeys(("weight", "sample_weight"), EVERY_ROW),
+    **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
+    **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
+    "split": "all rows are read; name files of their own in data.train_path and data.val_path",
+    **dict.fromkeys(("chosen", "rejected"), "preference training is not here"),
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), TEXT_ONLY),
+    **dict.fromkeys(("tools", "functions"), "plain texts and segments have no functions"),
+    "context": "to put it behind the question: "
+    "DATA_COLUMNS='{instruction: <question>, input: context, output: <answer>}'",
+    "definition": "to put it before the inputs: "
+    "DATA_COLUMNS='{instruction: definition, input: inputs, output: targets}'",
+    f"{TURN_PREFIX}prefix": "the whole answer is trained",
+    TURNS_IN_TEXT: "every token is trained, also the questions'; "
+    "to train the answers alone: DATA_COLUMNS='{messages: text}'",
+}
+MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column has
+# Format: the optional field whose text follows the question
+EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
+
+
+class UnusedKeys:
+    """Counts the rows in which a key that is not used has a value."""
+
+    def __init__(self, row_format: RowFormat):
+        self._used = row_format.file_columns
+        self._turn_column = row_format.turn_column
+        self._text_column = row_format.required[0] if row_format.name == "text" else None
+        self.rows: Counter[str] = Counter()
+
+    def add(self, record: Json) -> None:
+        """Count the keys of a record, and those of its turns."""
+        for key, value in record.items():
+            if key not in self._used and _is_given(value):
+                self.rows[key] += 1
+        if self._text_column is not None:
+            text = record.get(self._text_column)
+            if isinstance(text, str) and is_marked_text(text):
+                self.rows[TURNS_IN_TEXT] += 1
+        turns = record.get(self._turn_column) if self._turn_column else None
+        if not isinstance(turns, list):
+            return
+        keys: set[str] = set()
+        for turn in turns:
+            if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
+                keys.update(key for key in turn.keys() - USED_TURN_KEYS if _is_given(turn[key]))
+        for key in keys:
+            self.rows[f"{TURN_PREFIX}{key}"] += 1
+
+    def add_columns(self, rows_of: Mapping[str, int]) -> None:
+        """Count the columns of an Arrow batch, of which records have only the used ones."""
+        for column, rows in rows_of.items():
+            if column not in self._used and rows:
+                self.rows[column] += rows
+
+
+def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
+    """Return what becomes of a source's unused keys, as sentences."""
+    known = [key for key in sorted(unused) if key in MEANINGS]
+    others = [key for key in sorted(unused) if key not in MEANINGS]
+    notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {MEANINGS[key]}" for key in known]
+    if others:
+        more = len(others) - MAX_LISTED
+        listed = ", ".join(others[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+        notes.append(f"{source}: not used: {listed}")
+    return notes
+
+
+def _is_given(value: Any) -> bool:
+    return value not in (None, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -36,11 +131,20 @@ class SystemPrompt:
     text: str | None = None
     replaces_own: bool = False  # else conversations with a system message keep their own
 
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """Return the system message of data.system_prompt."""
+        data = config.data
+        return cls(data.system_prompt, data.system_prompt_mode == "replace")
+
+
+NO_SYSTEM_PROMPT = SystemPrompt()
+
 
 def parse_record_rows(
     chunk: Chunk,
     row_format: RowFormat,
-    system_prompt: SystemPrompt | None = None,
+    system_prompt: SystemPrompt = NO_SYSTEM_PROMPT,
     unused: UnusedKeys | None = None,
 ) -> Iterator[list[Row] | BadRow]:
     """Yield the rows of every record of a chunk, or why it has none, one for one.
@@ -48,7 +152,6 @@ def parse_record_rows(
     A record has one row, or several if a path of data.columns leads through a list. Keys that are
     not used are counted in `unused`.
     """
-    system_prompt = system_prompt or SystemPrompt()
     for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
         origin = chunk.origin(position)
         if isinstance(record, UnreadableRecord):
@@ -60,17 +163,6 @@ def parse_record_rows(
             yield parse_record(record, row_format, origin, system_prompt)
         except InvalidRowError as error:
             yield BadRow(origin, str(error), chunk.raw(position))
-
-
-def parse_rows(
-    chunk: Chunk, row_format: RowFormat, system_prompt: SystemPrompt | None = None
-) -> Iterator[Row | BadRow]:
-    """Yield the rows of a chunk; where a record has none, why."""
-    for rows in parse_record_rows(chunk, row_format, system_prompt):
-        if isinstance(rows, BadRow):
-            yield rows
-        else:
-            yield from rows
 
 
 def parse_record(
@@ -92,115 +184,75 @@ def _parse_row(
                 f"the keys are {list_columns(record)}; "
                 f"the rows of this file have {' and '.join(row_format.required)}"
             )
+    column = row_format.required[0]
     if row_format.name == "text":
-        (column,) = row_format.required
         return Row((), origin, text=parse_text(record[column], column))
     if row_format.name == "segments":
-        (column,) = row_format.required
         return Row((), origin, segments=parse_segments(record[column], column))
-    messages = _MESSAGE_PARSERS[row_format.name](record, row_format)
-    if row_format.media_column is not None:
-        _refuse_media(messages, row_format.media_column)
-    tools_column = row_format.columns["tools"]
-    tools = parse_functions(record.get(tools_column), tools_column)
-    if tools_column == "functions":
-        tools = tuple(map(_as_tool, tools))
-    system_column = row_format.columns["system"]
-    own_system = parse_optional_text(record.get(system_column), system_column)
-    if own_system is not None:
-        if messages[0].role == "system":
-            raise InvalidRowError("a system column and a system message; keep one of them")
-        messages = (Message("system", own_system), *messages)
-    return Row(_with_system_prompt(messages, system_prompt), origin, tools=tools)
-
-
-def _as_tool(function: Json) -> Json:
-    """Return a function of OpenAI's `functions` as one of `tools`."""
-    return function if "function" in function else {"type": "function", "function": function}
-
-
-def _refuse_media(messages: Sequence[Message], column: str) -> None:
-    for message in messages:
+    messages = _parse_messages(record, row_format)
+    media_column = row_format.media_column
+    for message in messages if media_column is not None else ():
         for mark in MEDIA_MARKS:
             if mark in message.content:
                 raise InvalidRowError(
-                    f"the text holds {mark}, for what is in the column {column}; "
+                    f"the text holds {mark}, for what is in the column {media_column}; "
                     "models here take text"
                 )
+    tools_column = row_format.columns["tools"]
+    tools = parse_functions(record.get(tools_column), tools_column)
+    if tools_column == "functions":  # OpenAI's before tools
+        tools = tuple(
+            tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+        )
+    system_column = row_format.columns["system"]
+    system = parse_optional_text(record.get(system_column), system_column)
+    has_system = messages[0].role == "system"
+    if system is not None:
+        if has_system:
+            raise InvalidRowError("a system column and a system message; keep one of them")
+        messages = (Message("system", system), *messages)
+        has_system = True
+    if system_prompt.text and (system_prompt.replaces_own or not has_system):
+        rest = messages[1:] if has_system else messages
+        messages = (Message("system", system_prompt.text), *rest)
+    return Row(messages, origin, tools=tools)
 
 
-def _with_system_prompt(
-    messages: tuple[Message, ...], system_prompt: SystemPrompt
-) -> tuple[Message, ...]:
-    has_own = messages[0].role == "system"
-    if not system_prompt.text or (has_own and not system_prompt.replaces_own):
-        return messages
-    rest = messages[1:] if has_own else messages
-    return (Message("system", system_prompt.text), *rest)
+def _parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    """Return the messages of a conversation, however its format has them."""
+    name, columns, is_sharegpt = row_format.name, row_format.required, row_format.is_sharegpt
+    if name in TURN_FORMATS:
+        return parse_conversation([MessageList(columns[0], record[columns[0]])], is_sharegpt)
+    if name == "calls":  # a question and the calls that answer it, as xLAM writes them
+        query, _, answers = columns
+        asked = {"role": "user", "content": record[query]}
+        answer = {"role": "assistant", "tool_calls": record[answers]}
+        return parse_conversation([MessageList(answers, [asked, answer])], is_sharegpt=False)
+    if name in PROMPT_FORMATS and any(_has_turns(record[column]) for column in columns):
+        lists = []
+        for column, role in zip(columns, ("user", "assistant"), strict=True):
+            value = record[column]
+            if isinstance(value, dict):
+                value = [value]
+            elif isinstance(value, str):
+                text = parse_text(value, column)
+                value = [{"role": role, "content": text}]
+                if is_sharegpt:
+                    value = [{"from": role, "value": text}]
+            lists.append(MessageList(column, value))
+        return parse_conversation(lists, is_sharegpt)
+    question_column, answer_column = columns
+    question = parse_text(record[question_column], question_column)
+    if name in EXTRA_FIELDS:
+        extra_column = row_format.columns[EXTRA_FIELDS[name]]
+        extra = parse_optional_text(record.get(extra_column), extra_column)
+        if extra is not None:
+            question = f"{question}\n\n{extra}"
+    answer = parse_text(record[answer_column], answer_column)
+    return Message("user", question), Message("assistant", answer)
 
 
-def _parse_message_column(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    (column,) = row_format.required
-    return parse_conversation([MessageList(column, record[column])], row_format.is_sharegpt)
-
-
-def _parse_instruction(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    instruction, output = row_format.required
-    question = parse_text(record[instruction], instruction)
-    field = "input" if row_format.name == "instruction" else "context"
-    extra_column = row_format.columns[field]
-    extra = parse_optional_text(record.get(extra_column), extra_column)
-    if extra is not None:
-        question = f"{question}\n\n{extra}"
-    return Message("user", question), Message("assistant", parse_text(record[output], output))
-
-
-def _parse_prompt(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    columns = row_format.required
-    if not any(_holds_turns(record[column]) for column in columns):
-        return _parse_pair(record, row_format)
-    lists = []
-    for column, role in zip(columns, ("user", "assistant"), strict=True):
-        value = record[column]
-        if isinstance(value, dict):
-            value = [value]
-        elif isinstance(value, str):
-            value = [_turn(role, parse_text(value, column), row_format.is_sharegpt)]
-        lists.append(MessageList(column, value))
-    return parse_conversation(lists, row_format.is_sharegpt)
-
-
-def _holds_turns(value: Any) -> bool:
+def _has_turns(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(turn, dict) for turn in value)
     return isinstance(value, dict)
-
-
-def _turn(role: str, text: str, is_sharegpt: bool) -> Json:
-    return {"from": role, "value": text} if is_sharegpt else {"role": role, "content": text}
-
-
-def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    question, answer = row_format.required
-    return (
-        Message("user", parse_text(record[question], question)),
-        Message("assistant", parse_text(record[answer], answer)),
-    )
-
-
-def _parse_calls(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    """Return a question and the calls that answer it, as xLAM writes them."""
-    query, _, answers = row_format.required
-    question = {"role": "user", "content": record[query]}
-    answer = {"role": "assistant", "tool_calls": record[answers]}
-    return parse_conversation([MessageList(answers, [question, answer])], is_sharegpt=False)
-
-
-_MESSAGE_PARSERS: dict[str, Callable[[Json, RowFormat], tuple[Message, ...]]] = {
-    **dict.fromkeys(ROW_FORMATS, _parse_pair),
-    **dict.fromkeys(TURN_FORMATS, _parse_message_column),
-    "instruction": _parse_instruction,
-    "instruction_response": _parse_instruction,
-    **dict.fromkeys(PROMPT_FORMATS, _parse_prompt),
-    "calls": _parse_calls,
-}

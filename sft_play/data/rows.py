@@ -1,6 +1,7 @@
-"""Messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
+"""Messages, rows, records that cannot be used, and how values are shown. Pure."""
 
 import json
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,3 +97,20 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
 def list_columns(names: Iterable[str]) -> str:
     """Return the names of columns for an error."""
     return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
+
+
+SHOWN_WHITESPACE = " \n\t\u3000"
+# Join Persian and Indic letters, emoji, and the letters of flags
+JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
+HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
+
+
+def make_visible(text: str) -> str:
+    """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
+    visible = ""
+    for character in text:
+        is_shown = character in SHOWN_WHITESPACE or character in JOINERS
+        if not is_shown and unicodedata.category(character) in HIDDEN_CATEGORIES:
+            character = f"⟨U+{ord(character):04X}⟩"
+        visible += character
+    return visible

@@ -1,37 +1,115 @@
 """The files that data settings name: a file, a folder, or a data set of the Hugging Face hub.
 
-Loads no torch.
+Hub data sets are fetched by the datasets library. Loads no torch.
 """
 
 import os
-from collections import Counter
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data import cache, hub
-from sft_play.data.account import DataAccount
-from sft_play.data.bad_rows import BadRows
-from sft_play.data.files import FORMATS, base_format, file_format, read_chunks, suggest_path
+from sft_play.data import cache
+from sft_play.data.files import (
+    FORMATS,
+    BadRows,
+    base_format,
+    file_format,
+    read_chunks,
+    suggest_path,
+)
+from sft_play.data.ledger import DataAccount, SourceAccount, Tally
 from sft_play.data.row_detection import detect_format
-from sft_play.data.row_parsing import SystemPrompt, parse_rows
-from sft_play.data.rows import BadRow
-from sft_play.data.tally import Tally
-from sft_play.errors import DataError
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
+from sft_play.data.rows import BadRow, Json
+from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
 
+DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
+SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # whole splits only, not train[:10%]
+LOG_IN = "type `hf auth login`, or set HF_TOKEN"
+MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
 CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
-# Files that the datasets library saves beside the rows
+# Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-# Files that may hold rows: a folder with one of them is refused, not read in part
+# Files that may have rows: a folder with one of them is refused, not read in part
 UNSUPPORTED = (
     *(".xls", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
     *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5"),
     *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar"),
     *(".db", ".sqlite", ".sqlite3", ".tfrecord", ".msgpack"),
 )
+Recorded = Mapping[str, Any]  # a source as data.json has it
+
+
+def is_dataset_id(name: str) -> bool:
+    """Return whether a name may be that of a hub data set."""
+    return DATASET_ID.fullmatch(name) is not None and file_format(Path(name)) is None
+
+
+def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
+    """Return the Arrow files in which the datasets library keeps a split; `where` begins errors.
+
+    Raises: DataError where the hub has no such rows, EnvironmentFault where it cannot be reached.
+    """
+    import datasets
+    import httpx
+    import pyarrow as pa
+
+    if not SPLIT_NAME.fullmatch(section.split):
+        raise DataError(
+            f"{where}: split {section.split!r} is no name; name a whole split, such as train"
+        )
+    try:
+        loaded = datasets.load_dataset(section.path, name=section.subset, split=section.split)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        if "gated" in str(error):
+            page = f"https://huggingface.co/datasets/{section.path}"
+            raise EnvironmentFault(
+                f"{where}: a gated data set; ask for access at {page}, then {LOG_IN}"
+            ) from None
+        hint = suggest_path(Path(section.path)) or "."
+        raise DataError(
+            f"{where}: no such path, and no such data set on the hub{hint} "
+            f"If it is a private one, {LOG_IN}"
+        ) from None
+    except (
+        FileNotFoundError,
+        RuntimeError,
+        datasets.exceptions.DatasetsError,
+        pa.ArrowException,
+    ) as error:  # a loading script, no rows, damaged rows
+        raise DataError(
+            f"{where}: {_sentence(error)} Fetch its files, and name their folder"
+        ) from None
+    except ValueError as error:  # an unknown split or subset
+        raise DataError(
+            f"{where}: {_sentence(error)} "
+            f"Write it as [{{path: {section.path}, subset: <subset>, split: <split>}}]"
+        ) from None
+    except (ConnectionError, httpx.HTTPError) as error:
+        hint = suggest_path(Path(section.path)) or "."
+        raise EnvironmentFault(
+            f"{where}: no such path{hint} "
+            f"The hub cannot be asked: {_sentence(error)} "
+            "Check the network and HF_HUB_OFFLINE, "
+            "or fetch the data set elsewhere and name its folder"
+        ) from None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{where}: cannot be fetched: {_sentence(error)} "
+            "See that HF_HOME has room and may be written"
+        ) from None
+    return tuple(Path(file["filename"]) for file in loaded.cache_files)
+
+
+def _sentence(error: Exception) -> str:
+    """Return what a library's error says, as one sentence."""
+    words = (str(error) or type(error).__name__).split()
+    return " ".join(words)[:MAX_REASON_CHARACTERS].rstrip(".") + "."
 
 
 @dataclass(frozen=True)
@@ -67,15 +145,14 @@ def find_sources(
             )
     for split, sources in found.items():
         for source in sources:
-            account.find(split, source.name, len(source.files))
+            account.record(SourceAccount(split, source.name, len(source.files)))
     for split, sources in found.items():
         for source in sources:
-            bad = check_first_rows(source, config)
-            dropped = Counter({"bad_row": bad.total})
-            tally = Tally(rows_in=bad.rows_read, dropped=dropped)
-            account.read(split, source.name, len(source.files), tally)
+            tally, bad = Tally(), BadRows()
+            _check_first_rows(source, config, tally, bad)
+            account.record(SourceAccount(split, source.name, len(source.files), tally))
             if bad.total and config.data.on_bad_row == "fail":
-                bad.refuse()
+                bad.refuse(tally.rows_in)
     return found
 
 
@@ -92,7 +169,7 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
 def find_source(
     section: SourceSection, setting: str, columns: Mapping[str, str] | None = None
 ) -> Source:
-    """Return the files of a source; `columns` holds where the section names none.
+    """Return the files of a source; `columns` has where the section names none.
 
     Raises: DataError where nothing of that name exists, EnvironmentFault where the hub cannot be
     reached.
@@ -100,15 +177,23 @@ def find_source(
     path = Path(section.path)
     where = f"{setting}={section.path}"
     if path.exists():
-        _refuse_hub_options(section, where)
-        files = local_files(path, where)
-    elif hub.is_dataset_id(section.path):
-        files = hub.fetch(section, where)
+        if section.subset is not None or section.split != "train":
+            choice = f"split {section.split!r}"
+            if section.subset is not None:
+                choice = f"subset {section.subset!r}"
+            raise DataError(
+                f"{where}: {choice} is of hub data sets, and this is a path; "
+                "name the file or folder that holds it"
+            )
+        if not path.is_dir() and file_format(path) is None:
+            raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
+        files = _list_folder(path, where) if path.is_dir() else (path,)
+    elif is_dataset_id(section.path):
+        files = _fetch(section, where)
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
-    own_columns = dict(section.columns or columns or {})
-    return Source(name_of(section), files, section.weight, own_columns)
+    return Source(name_of(section), files, section.weight, section.columns or columns or {})
 
 
 def name_of(section: SourceSection) -> str:
@@ -123,49 +208,22 @@ def digest_source(source: Source) -> str:
         return cache.digest_files(source.files)
 
 
-def check_first_rows(source: Source, config: Config) -> BadRows:
-    """Return the bad ones among the first rows of every file: most mistakes show there.
+def _check_first_rows(source: Source, config: Config, tally: Tally, bad: BadRows) -> None:
+    """Count the first rows of every file, and the bad ones: most mistakes show there.
 
     Raises DataError for a file that cannot be read.
     """
-    bad = BadRows()
     for path in source.files:
         row_format = detect_format(path, source.columns)
         chunk = next(read_chunks(path, CHECKED_ROWS))
-        rows = parse_rows(chunk, row_format, system_prompt_of(config))
-        bad.add(row for row in rows if isinstance(row, BadRow))
-        bad.rows_read += len(chunk.records)
-    return bad
+        tally.rows_in += len(chunk.records)
+        for rows in parse_record_rows(chunk, row_format, SystemPrompt.from_config(config)):
+            if isinstance(rows, BadRow):
+                bad.add(rows)
+    tally.dropped["bad_row"] = bad.total
 
 
-def system_prompt_of(config: Config) -> SystemPrompt:
-    """Return the system message of data.system_prompt."""
-    return SystemPrompt(config.data.system_prompt, config.data.system_prompt_mode == "replace")
-
-
-def local_files(path: Path, where: str) -> tuple[Path, ...]:
-    """Return the data files that a path holds; `where` begins errors. Raises DataError."""
-    if path.is_dir():
-        return _files_of_folder(path, where)
-    if file_format(path) is None:
-        raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
-    return (path,)
-
-
-def _refuse_hub_options(section: SourceSection, where: str) -> None:
-    choice = None
-    if section.split != "train":
-        choice = f"split {section.split!r}"
-    if section.subset is not None:
-        choice = f"subset {section.subset!r}"
-    if choice:
-        raise DataError(
-            f"{where}: {choice} is of hub data sets, and this is a path; "
-            "name the file or folder that holds it"
-        )
-
-
-def _files_of_folder(folder: Path, where: str) -> tuple[Path, ...]:
+def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
     """Return the data files in and below a folder, sorted, without names that begin with . or _."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -209,3 +267,43 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
                 files.append(path)
             elif path.is_dir() or path.suffix.lower() in UNSUPPORTED:
                 unsupported.append(path)  # also a linked folder, which might lead back here
+
+
+def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
+    """Return in what the sources are not those of a run's data.json (`facts`), by setting.
+
+    Files are compared by their bytes, and read only where their size is that of the run's. A source
+    of the same name is the run's where it is of the hub, or where its files are gone.
+    Raises: DataError where a setting names nothing that can be read.
+    """
+    changed: dict[str, list[str]] = {}
+    for split, name in SETTINGS.items():
+        setting = f"data.{name}"
+        sections = source_sections(getattr(config.data, name))
+        recorded = facts["sources"].get(split, [])
+        if len(sections) != len(recorded):
+            changed[setting] = [f"sources={len(sections)}, and it was trained with {len(recorded)}"]
+            continue
+        found = [_find_difference(*pair, setting) for pair in zip(sections, recorded, strict=True)]
+        reasons = [reason for reason in found if reason is not None]
+        if reasons:
+            changed[setting] = reasons
+    return changed
+
+
+def _find_difference(now: SourceSection, then: Recorded, setting: str) -> str | None:
+    """Return in what a source is not the one that was recorded, None if it is."""
+    name = name_of(now)
+    if now.weight != then["weight"]:
+        return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"
+    is_gone_or_of_hub = not Path(now.path).exists()
+    names = (name, str(Path(now.path).resolve()))  # a run has absolute paths
+    if is_gone_or_of_hub and then["name"] in names:
+        return None
+    if is_gone_or_of_hub and is_dataset_id(now.path):
+        return f"{name} is another data set than {then['name']}, with which it was trained"
+    source = find_source(now, setting)
+    has_other_size = then.get("file_bytes") not in (None, source.file_bytes)  # None: not recorded
+    if has_other_size or digest_source(source) != then["digest"]:
+        return f"{name} has other bytes than the files that it was trained with"
+    return None

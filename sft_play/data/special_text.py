@@ -9,13 +9,19 @@ two exchanged: it finds the tokens that the template wrote, and reads the user's
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from sft_play.data.rows import Message, Row
-from sft_play.data.templates import ChatTemplate, RenderError, decode_arguments, iterate_strings
+from sft_play.data.rows import Json, Message, Row
+from sft_play.data.templates import (
+    ChatTemplate,
+    RenderError,
+    decode_arguments,
+    iterate_strings,
+    map_arguments,
+)
 
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
 SETTING = "DATA_SPECIAL_TOKENS_IN_TEXT"
@@ -40,34 +46,36 @@ class SpecialText:
         ]
         between = _between_turns(tokenizer)
         tokens = [token.content for token in added if token.special or token.content in between]
-        self._token = _any_of(tokens)
+        self._token = match_any(tokens)
         self._placeholders = {
             token: chr(FIRST_PLACEHOLDER + number) * len(token)
             for number, token in enumerate(sorted(tokens, key=len, reverse=True))
         }
         self._tokens = {name: token for token, name in self._placeholders.items()}
-        self._either = _any_of([*self._placeholders, *self._tokens])
-        self._placeholder = _any_of(list(self._tokens))
-        words = _any_of([token.content for token in added]).split(between)
+        self._exchanged = {**self._placeholders, **self._tokens}
+        self._either = match_any(self._exchanged)
+        self._placeholder = match_any(self._tokens)
+        words = match_any(token.content for token in added).split(between)
         self._turn_words = _turn_words(words)
 
-    def escaped(self, row: Row) -> Row:
+    def escape(self, row: Row) -> Row:
         """Return a conversation with placeholders for the special tokens in its messages.
 
-        It is the row itself where it holds none, and under `allow`. Raises RenderError for what
-        `fail` refuses, and for words that begin a turn without a token of their own.
+        It is the row itself if it has none, and under `allow`. Raises RenderError for what `fail`
+        refuses, and for words that begin a turn without a token of their own.
         """
         if self._policy == "allow":
             return row
         has_tokens = False
-        for where, text in _texts(row):
-            words = self._find_turn_words(text)
-            if words is not None:
-                raise RenderError(
-                    f"{where} holds {words!r}, with which the chat template begins a "
-                    f"turn, and no token tells the two apart; {SETTING}=allow reads it as the "
-                    "template's"
-                )
+        for where, text in _iterate_texts(row):
+            for words, pattern in self._turn_words.items():
+                # the first is quick, and mostly enough
+                if words in text and pattern.search(text):
+                    raise RenderError(
+                        f"{where} holds {words!r}, with which the chat template begins a "
+                        f"turn, and no token tells the two apart; {SETTING}=allow reads it as the "
+                        "template's"
+                    )
             found = self._token.search(text)
             if found and self._policy == "fail":
                 raise RenderError(
@@ -77,10 +85,11 @@ class SpecialText:
             has_tokens = has_tokens or found is not None
         return self._with_placeholders(row) if has_tokens else row
 
-    def tokens_in(self, row: Row) -> tuple[str, ...]:
+    def find_tokens(self, row: Row) -> tuple[str, ...]:
         """Return the special tokens in an escaped row that are read as plain text, each once."""
-        texts = (text for _, text in _texts(row))
-        names = {name for text in texts for name in self._placeholder.findall(text)}
+        names: set[str] = set()
+        for _, text in _iterate_texts(row):
+            names.update(self._placeholder.findall(text))
         return tuple(sorted(self._tokens[name] for name in names))
 
     def plain(self, text: str) -> str:
@@ -89,16 +98,16 @@ class SpecialText:
 
     def encode(self, texts: list[str], with_offsets: bool = False) -> list[Any]:
         """Return the encodings of rendered texts; placeholders are read as plain text."""
-        has_placeholder = [self._placeholder.search(text) is not None for text in texts]
-        if not any(has_placeholder):
+        if not any(map(self._placeholder.search, texts)):
             return _encode(self._backend, texts, with_offsets)
-        usual = [text for text, has in zip(texts, has_placeholder, strict=True) if not has]
-        others = [
-            self._exchanged(text) for text, has in zip(texts, has_placeholder, strict=True) if has
-        ]
-        encodings = iter(_encode(self._backend, usual, with_offsets))
-        of_others = iter(_encode(self._renamed, others, with_offsets))
-        return [next(of_others if has else encodings) for has in has_placeholder]
+        encodings = []
+        for text in texts:
+            tokenizer = self._backend
+            if self._placeholder.search(text):
+                tokenizer = self._renamed
+                text = self._either.sub(lambda found: self._exchanged[found[0]], text)
+            encodings += _encode(tokenizer, [text], with_offsets)
+        return encodings
 
     @cached_property
     def _renamed(self) -> Any:
@@ -127,39 +136,35 @@ class SpecialText:
                 )
         return renamed
 
-    def _exchanged(self, text: str) -> str:
-        """Return a text with placeholders for special tokens, and the other way around."""
-        names = {**self._placeholders, **self._tokens}
-        return self._either.sub(lambda found: names[found[0]], text)
-
-    def _find_turn_words(self, text: str) -> str | None:
-        for words, pattern in self._turn_words.items():
-            if words in text and pattern.search(text):  # the first is quick, and mostly enough
-                return words
-        return None
-
     def _with_placeholders(self, row: Row) -> Row:
-        def change(value: Any) -> Any:
-            return self._token.sub(lambda found: self._placeholders[found[0]], value)
-
-        for where, text in _texts(row):
-            if self._placeholder.search(text):
+        for where, text in _iterate_texts(row):
+            found = self._placeholder.search(text)
+            if found:
                 raise RenderError(
-                    f"{where} holds {self._placeholder.search(text)[0]!r}, a character of private "
+                    f"{where} holds {found[0]!r}, a character of private "
                     f"use, in a row with special tokens in its text; {SETTING}=allow reads both"
                 )
-        messages = tuple(_with_texts(message, change) for message in row.messages)
-        return replace(row, messages=messages, tools=_map_strings(row.tools, change))
+
+        def change(text: str) -> str:
+            return self._token.sub(lambda found: self._placeholders[found[0]], text)
+
+        messages = []
+        for message in row.messages:
+            names = ("content", "reasoning", "name", "tool_call_id")
+            changed = {name: _map_strings(getattr(message, name), change) for name in names}
+            calls = tuple(_map_strings(_decode_calls(message), change))
+            messages.append(replace(message, **changed, tool_calls=calls))
+        return replace(row, messages=tuple(messages), tools=_map_strings(row.tools, change))
 
 
 @lru_cache(maxsize=4)
-def _special_text_of(tokenizer: Any, vocabulary: int, template: str, policy: Any) -> SpecialText:
+def _special_text(tokenizer: Any, vocabulary: int, template: str, policy: Any) -> SpecialText:
     return SpecialText(tokenizer, policy)
 
 
 def special_text(tokenizer: Any, policy: TokensInText) -> SpecialText:
     """Return the reader of special tokens of a tokenizer as it is now; it is made once."""
-    return _special_text_of(tokenizer, len(tokenizer), ChatTemplate(tokenizer).jinja, policy)
+    return _special_text(tokenizer, len(tokenizer), ChatTemplate(tokenizer).jinja, policy)
 
 
 def special_notes(as_text: Mapping[str, int], source: str) -> list[str]:
@@ -171,6 +176,12 @@ def special_notes(as_text: Mapping[str, int], source: str) -> list[str]:
         f"{source}: special tokens within messages are read as plain text: {tokens}; "
         f"{SETTING}=fail refuses such rows, allow reads them as the tokens"
     ]
+
+
+def match_any(words: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds each of the words, the longest that fits."""
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
 
 
 def _encode(tokenizer: Any, texts: list[str], with_offsets: bool) -> list[Any]:
@@ -206,59 +217,30 @@ def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
     return found
 
 
-def _any_of(words: list[str]) -> re.Pattern[str]:
-    longest_first = sorted(words, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
-
-
-def _texts(row: Row) -> Iterator[tuple[str, str]]:
+def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template writes, with its place."""
     for index, message in enumerate(row.messages):
         where = f"messages[{index}]"
         yield where, message.content
-        if message.reasoning is not None:
-            yield where, message.reasoning
-        if message.name is not None:
-            yield where, message.name
-        if message.tool_call_id is not None:
-            yield where, message.tool_call_id
-        for call in message.tool_calls:
-            for text in iterate_strings(_with_decoded_arguments(call)):
+        others = (message.reasoning, message.name, message.tool_call_id, message.tool_calls)
+        if any(others):
+            for text in iterate_strings((*others[:3], _decode_calls(message))):
                 yield where, text
     for text in iterate_strings(row.tools):
         yield "tools", text
 
 
-def _with_texts(message: Message, change: Any) -> Message:
-    """Return a message with every text of it changed."""
-    calls = tuple(_with_decoded_arguments(call) for call in message.tool_calls)
-    return replace(
-        message,
-        content=change(message.content),
-        reasoning=_map_strings(message.reasoning, change),
-        name=_map_strings(message.name, change),
-        tool_call_id=_map_strings(message.tool_call_id, change),
-        tool_calls=_map_strings(calls, change),
-    )
+def _decode_calls(message: Message) -> list[Json]:
+    """Return tool calls whose arguments are no JSON text, which may hide a token by escapes."""
+    return [map_arguments(call, decode_arguments) for call in message.tool_calls]
 
 
-def _with_decoded_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are no JSON text, which may hide a token by escapes."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or "arguments" not in function:
-        return dict(call)
-    arguments = decode_arguments(function["arguments"])
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _map_strings(value: Any, change: Any) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Return a JSON value with every text and key changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {change(key): _map_strings(inner, change) for key, inner in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_map_strings(inner, change) for inner in value)
-    if isinstance(value, list):
-        return [_map_strings(inner, change) for inner in value]
+    if isinstance(value, list | tuple):
+        return type(value)(_map_strings(inner, change) for inner in value)
     return value

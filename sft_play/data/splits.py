@@ -1,17 +1,27 @@
-"""Which samples are trained on and which are evaluated on: held-out rows, overlap, source mix.
+"""Which samples are trained on, evaluated on and asked, and which tokens they have.
 
-Works on the samples' records (`store.RECORD`); indices are into one array of records. Pure; loads
-no torch.
+Works on the samples' records (`store.RECORD`); indices are into one array of records. Loads no
+torch.
 """
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sft_play.data.ledger import EqualRows
+from sft_play.data.ledger import EqualRows, LengthPercentiles
 from sft_play.data.rows import MAX_HELD_OUT_ROWS
+from sft_play.data.store import Split
+from sft_play.runs.report import LengthHistogram
+
+MIN_ANSWER_TOKENS = 64
+MAX_ANSWER_TOKENS = 1024  # an untrained base may run on to the limit in every answer
+TOKENS_STEP = 16
+TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
+BINS = 24  # of a histogram, at most
+ROUND_WIDTHS = (1, 2, 2.5, 5, 10)  # of bins, times a power of ten
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def count_duplicates(records: np.ndarray) -> EqualRows:
     rows = records[begins_row(records)]
     return EqualRows(
         exact=len(rows) - len(np.unique(rows["exact"])),
-        normalized=len(rows) - len(np.unique(rows["normalized"])),
+        normalised=len(rows) - len(np.unique(rows["normalized"])),
     )
 
 
@@ -100,3 +110,107 @@ def mix_sources(
         last = generator.choice(source, rest, replace=False) if rest else source[:0]
         mixed.append(np.concatenate([np.tile(source, repeats), np.sort(last)]))
     return mixed
+
+
+def question_indices(split: Split, max_rows: int | None) -> np.ndarray:
+    """Return the first samples that end in an answer to a prompt; None for `max_rows` is all."""
+    has_answer = np.flatnonzero(split.records["answer_start"])
+    return has_answer[:max_rows]
+
+
+def answer_token_limit(splits: Iterable[Split], max_rows: int | None, max_seq_len: int) -> int:
+    """Return how many tokens the generated answers to the rows of `splits` may have.
+
+    It is the longest answer of those rows and a quarter more, so that a right answer ends before
+    it. Prompt and answer stay within `max_seq_len` tokens, unless that would cut the longest one.
+    """
+    longest_answer = 0
+    longest_prompt = 0
+    for split in splits:
+        indices = question_indices(split, max_rows)
+        if len(indices):
+            prompts = split.records["answer_start"][indices]
+            answers = split.lengths[indices] - prompts
+            longest_prompt = max(longest_prompt, int(prompts.max()))
+            longest_answer = max(longest_answer, int(answers.max()))
+    with_room = longest_answer + longest_answer // 4
+    rounded = -(-with_room // TOKENS_STEP) * TOKENS_STEP
+    wanted = min(max(rounded, MIN_ANSWER_TOKENS), MAX_ANSWER_TOKENS)
+    room = max(longest_answer, max_seq_len - longest_prompt)
+    return max(1, min(wanted, room))
+
+
+@dataclass(frozen=True)
+class UsedTokens:
+    """The token ids of all samples. These have no padding: a padding token here is from a row."""
+
+    ids: np.ndarray  # (U,) int64, sorted: each id that occurs
+    trained_ids: np.ndarray  # those that are predicted somewhere, sorted
+    samples: Split
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that occurs, -1 when there is none."""
+        return int(self.ids[-1]) if len(self.ids) else -1
+
+    def origin(self, token_id: int) -> str | None:
+        """Return `file:line` of the first row that has a token, None if it is not known."""
+        first_sample = 0  # of a store, among all samples
+        for store in self.samples.stores if self.samples.files else ():
+            for start in range(0, len(store.ids), TOKENS_PER_SCAN):
+                found = np.flatnonzero(store.ids[start : start + TOKENS_PER_SCAN] == token_id)
+                if len(found):
+                    token = start + int(found[0])
+                    sample = np.searchsorted(store.records["end"], token, side="right")
+                    return self.samples.origin(first_sample + int(sample))
+            first_sample += len(store)
+        return None
+
+
+def find_used_tokens(samples: Split) -> UsedTokens:
+    """Return the ids that whole stores have."""
+    counts = np.zeros(0, np.int64)
+    trained_counts = np.zeros(0, np.int64)
+    for store in samples.stores:
+        sample_starts = store.records["end"] - store.lengths
+        for start in range(0, len(store.ids), TOKENS_PER_SCAN):
+            end = start + TOKENS_PER_SCAN
+            ids = store.ids[start:end]
+            trained = np.array(store.trained[start:end])
+            first, last = np.searchsorted(sample_starts, (start, end))
+            trained[sample_starts[first:last] - start] = False  # nothing predicts a first token
+            counts = _add(counts, np.bincount(ids))
+            trained_counts = _add(trained_counts, np.bincount(ids[trained]))
+    return UsedTokens(np.flatnonzero(counts), np.flatnonzero(trained_counts), samples)
+
+
+def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Add counts, of which one array may be shorter."""
+    short, long = sorted((left, right), key=len)
+    return long + np.pad(short, (0, len(long) - len(short)))
+
+
+def length_percentiles(lengths: np.ndarray) -> LengthPercentiles:
+    """Return the percentiles of lengths (N,), all 0 if there are none."""
+    if not len(lengths):
+        return LengthPercentiles(0, 0, 0, 0)
+    percentiles = np.percentile(lengths, (50, 90, 99), method="higher")
+    return LengthPercentiles(*map(int, percentiles), int(lengths.max()))
+
+
+def length_histogram(lengths: np.ndarray) -> LengthHistogram:
+    """Return how many of the lengths (N,) in tokens lie in each of at most BINS equal bins.
+
+    The first bin starts at 0, the last one ends after the longest, and all have the smallest round
+    width with which BINS are enough. Without lengths there is no bin.
+    """
+    if not len(lengths):
+        return LengthHistogram([], [])
+    longest = int(lengths.max())
+    least = (longest + 1) / BINS
+    power = 10 ** math.floor(math.log10(max(least, 1)))
+    widths = (math.ceil(factor * power) for factor in ROUND_WIDTHS)
+    width = next(width for width in widths if width >= least)
+    edges = list(range(0, longest + width + 1, width))
+    counts, _ = np.histogram(lengths, edges)
+    return LengthHistogram(edges, counts.tolist())

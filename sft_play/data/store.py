@@ -1,25 +1,32 @@
 """Tokenized samples on disk: written once, mapped into memory by every process.
 
 A store is a folder of flat little-endian arrays: the ids of all samples in a row, whether each id
-is trained, and a record for each sample. Loads no torch. Legend: N samples, T tokens of one.
+is trained, and a record for each sample; and what became of the source's rows. Loads no torch.
+Legend: N samples, T tokens of one.
 """
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from sft_play.data.files import format_origin
+from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
+from sft_play.data.rows import BadRow, Json
+from sft_play.errors import DataError
 
 IDS = "ids.bin"
 TRAINED = "trained.bin"
 RECORDS = "records.bin"
+SUMMARY = "meta.json"
+BAD_ROWS = "bad_rows.jsonl"
 ID = np.dtype("<i4")
 RECORD = np.dtype(
     [
@@ -81,12 +88,12 @@ class Store:
         return np.diff(self.records["end"], prepend=0)
 
 
-@dataclass(frozen=True)
-class RowIdentity:
-    """The row of a sample: its file in the source, its record there, and hashes of its text."""
+class RowHashes(NamedTuple):
+    """64-bit hashes of a row.
 
-    file: int
-    number: int
+    `exact` is of all its text; `normalized`, of its words without case, punctuation and spacing.
+    """
+
     exact: int
     normalized: int
 
@@ -95,37 +102,29 @@ class StoredSample(NamedTuple):
     """A sample that is to be stored."""
 
     rendered: RenderedSample
-    row: RowIdentity
-    cut_tokens: int  # of its row, by the length policy
+    file: int  # of its row, in the source
+    number: int  # of its row, in the file
+    hashes: RowHashes  # of its row
+    cut: int  # tokens of its row that the length policy cut
 
 
 class SampleArrays(NamedTuple):
-    """Samples as a store holds them: ids and trained of all tokens, records (N,) RECORD."""
+    """Samples as a store has them: ids and trained of all tokens, records (N,) RECORD."""
 
     ids: np.ndarray
     trained: np.ndarray
     records: np.ndarray
 
 
-class StoreWriter:
+class StoreWriter(contextlib.ExitStack):
     """Appends samples to a store folder; its memory does not grow with the number of samples."""
 
     def __init__(self, folder: Path):
+        super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        self._files = {name: (folder / name).open("wb") for name in (IDS, TRAINED, RECORDS)}
-        self.tokens = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._files.values():
-            file.close()
+        names = (IDS, TRAINED, RECORDS)
+        self._files = [self.enter_context((folder / name).open("wb")) for name in names]
+        self._tokens = 0
 
     def append(self, samples: SampleArrays) -> None:
         """Add samples whose records' `end` counts from 0."""
@@ -134,14 +133,11 @@ class StoreWriter:
         assert len(samples.ids) == len(samples.trained) == tokens, (
             "the records end where the ids do"
         )
-        records["end"] += self.tokens
-        self.tokens += tokens
-        self._write(IDS, samples.ids, ID)
-        self._write(TRAINED, samples.trained, np.bool_)
-        self._write(RECORDS, records, RECORD)
-
-    def _write(self, name: str, array: np.ndarray, dtype: np.typing.DTypeLike) -> None:
-        self._files[name].write(np.ascontiguousarray(array, dtype=dtype).tobytes())
+        records["end"] += self._tokens
+        self._tokens += tokens
+        arrays = ((samples.ids, ID), (samples.trained, np.bool_), (records, RECORD))
+        for file, (array, dtype) in zip(self._files, arrays, strict=True):
+            file.write(np.ascontiguousarray(array, dtype=dtype).tobytes())
 
 
 def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
@@ -151,12 +147,13 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     labels = np.fromiter(chain.from_iterable(sample.labels for sample in rendered), dtype=np.int64)
     trained = labels != IGNORE_INDEX
     records = np.zeros(len(samples), dtype=RECORD)
-    for name in ("number", "exact", "normalized", "file"):
-        records[name] = [getattr(sample.row, name) for sample in samples]
-    records["answer_start"] = [sample.answer_start for sample in rendered]
-    records["cut"] = [sample.cut_tokens for sample in samples]
+    for name in RowHashes._fields:
+        records[name] = [getattr(sample.hashes, name) for sample in samples]
+    for name in ("number", "file", "cut"):
+        records[name] = [getattr(sample, name) for sample in samples]
+    for name, fact in (("answer_start", "answer_start"), ("trained", "trained_tokens")):
+        records[name] = [getattr(sample, fact) for sample in rendered]
     records["end"] = np.cumsum([len(sample.ids) for sample in rendered], dtype=np.int64)
-    records["trained"] = [sample.trained_tokens for sample in rendered]
     return SampleArrays(ids, trained, records)
 
 
@@ -177,9 +174,16 @@ class Split:
         self.index_in = np.concatenate([np.zeros(0, np.int64), *indices], dtype=np.int64)
 
     @classmethod
-    def whole(cls, store: Store) -> Self:
-        """Return all samples of a store."""
-        return cls([store], [np.arange(len(store))])
+    def whole(cls, stores: Sequence[Store], files: Sequence[Sequence[str]] = ()) -> Self:
+        """Return all samples of stores."""
+        return cls(stores, [np.arange(len(store)) for store in stores], files)
+
+    def take(self, mask: np.ndarray) -> "Split":
+        """Return the samples at which `mask` (N,) is true."""
+        taken = Split(self.stores, (), self.files)
+        taken.store_of = self.store_of[mask]
+        taken.index_in = self.index_in[mask]
+        return taken
 
     def __len__(self) -> int:
         return len(self.index_in)
@@ -200,8 +204,12 @@ class Split:
 
     @cached_property
     def records(self) -> np.ndarray:
-        """Record of each sample, (N,) RECORD; `end` counts in the sample's own store."""
-        return self._gather(lambda store: store.records, RECORD)
+        """Record of each sample, (N,) RECORD: `end` counts in its store, `file` in all of them."""
+        records = self._gather(lambda store: store.records, RECORD)
+        if self.files:
+            first_file = np.cumsum([0, *map(len, self.files)])  # of each store
+            records["file"] += first_file[self.store_of]
+        return records
 
     def _gather(self, column: Callable[[Store], np.ndarray], dtype: np.dtype) -> np.ndarray:
         values = np.zeros(len(self), dtype=dtype)
@@ -215,3 +223,91 @@ def _map_array(path: Path, dtype: np.dtype) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+class LongRow(NamedTuple):
+    """A row over model.max_seq_len: its file in the source, its record in the file, its tokens."""
+
+    file: int
+    number: int
+    tokens: int
+
+
+class StoredBadRow(NamedTuple):
+    """A row that was set aside. Its file is a number, so a moved file finds its cache entry."""
+
+    file: int
+    place: str  # `:line` or `[index]` in that file
+    reason: str
+    row: str
+
+    def with_file(self, files: Sequence[str]) -> BadRow:
+        """Return the row with the name of its file."""
+        return BadRow(f"{files[self.file]}{self.place}", self.reason, self.row)
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """What became of a source's rows, and the longest rows over the limit, longest first."""
+
+    tally: Tally
+    long_rows: Sequence[LongRow]
+
+    def write(self, folder: Path) -> None:
+        """Write the summary into a store folder."""
+        facts = {"tally": self.tally.as_json(), "long": self.long_rows}
+        (folder / SUMMARY).write_text(json.dumps(facts), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TokenizedSource:
+    """A source and the folder of its samples; data.json has it."""
+
+    name: str
+    files: tuple[str, ...]
+    weight: float | None
+    digest: str  # of the files' content
+    folder: str
+    file_bytes: int | None = None  # of the files; None in a data.json of an older version
+
+    @classmethod
+    def from_json(cls, facts: Json) -> Self:
+        """Return the source that `asdict` gave. Raises DataError when its samples are gone."""
+        source = cls(**{**facts, "files": tuple(facts["files"])})
+        if not (Path(source.folder) / SUMMARY).is_file():
+            raise DataError(
+                f"{source.folder}: the tokenised rows of {source.name} are gone; "
+                "start the run anew, which makes them again"
+            )
+        return source
+
+    def read_summary(self) -> StoreSummary:
+        """Return what was recorded when the source was tokenized."""
+        facts = json.loads((Path(self.folder) / SUMMARY).read_text(encoding="utf-8"))
+        long_rows = [LongRow(*row) for row in facts["long"]]
+        return StoreSummary(Tally.from_json(facts["tally"]), long_rows)
+
+    def read_bad_rows(self) -> list[BadRow]:
+        """Return the rows that were set aside."""
+        with (Path(self.folder) / BAD_ROWS).open(encoding="utf-8") as lines:
+            return [StoredBadRow(**json.loads(line)).with_file(self.files) for line in lines]
+
+
+def open_samples(sources: Sequence[TokenizedSource]) -> Split:
+    """Return all samples of sources."""
+    stores = [Store(Path(source.folder)) for source in sources]
+    return Split.whole(stores, [source.files for source in sources])
+
+
+# train; validation and test if they have rows of their own
+TokenizedSplits = dict[str, tuple[TokenizedSource, ...]]
+
+
+def read_bad_rows(splits: TokenizedSplits) -> dict[str, list[BadRow]]:
+    """Return the rows that were set aside, of each split that has some."""
+    found: dict[str, list[BadRow]] = {}
+    for split, sources in splits.items():
+        rows = [row for source in sources for row in source.read_bad_rows()]
+        if rows:
+            found[split] = rows
+    return found

@@ -1,34 +1,43 @@
-"""Checks that a chat template writes every message of a conversation, unchanged. Pure."""
+"""Checks that a chat template writes every message of a conversation, unchanged.
+
+Conversations may begin with an answer, which carries no loss. Some templates refuse it or leave it
+out (Mistral, Gemma, Llama 2): under these it is left out of the row. The ledger counts both.
+"""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from sft_play.data.rows import Json, Message
-from sft_play.data.templates import RenderError, decode_arguments, iterate_strings
+from sft_play.data.rows import Message, Row
+from sft_play.data.templates import (
+    ChatTemplate,
+    RenderError,
+    decode_arguments,
+    iterate_strings,
+    template_messages,
+)
 
 MAX_QUOTED_CHARACTERS = 24
-
-
-class AnswerText(NamedTuple):
-    """What a template writes for an answer."""
-
-    message: Message
-    index: int  # of the message in the conversation
-    text: str  # from the end of the prompt to the stop token
-    after: str  # what follows the stop token
+THOUGHT_END = "</think>"
+GREETING = "The first turn."  # words that no template writes by itself
+PROBED = (
+    Message("assistant", GREETING),
+    Message("user", "A question."),
+    Message("assistant", "An answer."),
+)
 
 
 class Thought(NamedTuple):
-    """A content that holds both reasoning and answer."""
+    """A content that has both reasoning and answer."""
 
     reasoning: str
     answer: str
 
 
 def check_prompt(messages: Sequence[Message], prompt: str) -> None:
-    """Raise RenderError unless the prompt holds every message's content.
+    """Raise RenderError unless the prompt has every message's content.
 
     Whitespace around a content does not count. Of earlier answers only the part after the reasoning
     is required, since templates leave reasoning out of the history. Earlier tool calls may be
@@ -39,47 +48,51 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
         # Messages must be found in order, so that a question asked twice is written twice. But
         # Mistral's template puts the system message into the last question.
         start = 0 if message.role == "system" else position
-        end = _find_content(message, prompt, start)
-        if end is None:
+        places = [(prompt.find(form, start), form) for form in _accepted_forms(message)]
+        ends = [place + len(form) for place, form in places if place >= 0]
+        if not ends:
             raise RenderError(
                 f"the chat template leaves out or changes messages[{index}], "
                 f"of the role {message.role}: {quote(message.content.strip())}"
             )
         if message.role != "system":
-            position = end
+            position = ends[0]
 
 
-def check_answer(answer: AnswerText, ending: re.Pattern[str]) -> None:
-    """Raise RenderError unless an answer's text is its message.
+def check_answer(
+    message: Message, where: str, text: str, after: str, ending: re.Pattern[str]
+) -> None:
+    """Raise RenderError unless an answer's text is its message, which errors call `where`.
 
-    A template may write something before the content (an empty think block, the name of a channel),
-    which the model learns to write; between the content and the stop token there may be only
-    `ending`, or tool calls.
+    The text is what the template writes from the end of the prompt to the stop token, and `after`
+    what follows that. A template may write something before the content (an empty think block, the
+    name of a channel), which the model learns to write; between the content and the stop token
+    there may be only `ending`, or tool calls.
     """
-    message = answer.message
-    where = f"messages[{answer.index}]"
     reasoning = (message.reasoning or "").strip()
-    if reasoning not in answer.text:
+    if reasoning not in text:
         raise RenderError(
             f"the chat template leaves out or changes the reasoning of {where}: "
             f"{quote(reasoning)}; DATA_REASONING=drop trains the answers without it"
         )
     content = message.content.strip()
     if message.tool_calls:
-        _check_calls(answer.text, message, where)
-        if content in answer.text:
+        _check_calls(text, message, where)
+        if content in text:
             return
-    elif _ends_with(answer.text, content, ending) or _ends_with_thought(
-        answer.text, content, ending
-    ):
+    elif _ends_with(text, content, ending):
         return
-    if content in answer.text:
-        extra = answer.text[answer.text.rfind(content) + len(content) :].strip()
+    elif THOUGHT_END in content:
+        thought = split_thought(content)
+        if thought.reasoning in text and _ends_with(text, thought.answer, ending):
+            return
+    if content in text:
+        extra = text[text.rfind(content) + len(content) :].strip()
         raise RenderError(
             f"the chat template writes {quote(extra)} behind {where}; "
             "if it ends answers, name it as eos_token in tokenizer_config.json"
         )
-    if content in answer.after:
+    if content in after:
         remedy = "; DATA_REASONING=drop trains the answers without it" if reasoning else ""
         behind = "behind its reasoning, " if reasoning else ""
         raise RenderError(
@@ -98,15 +111,6 @@ def quote(text: str) -> str:
     return repr(text)
 
 
-def _find_content(message: Message, prompt: str, start: int) -> int | None:
-    """Return where a message's content ends in a prompt, None where the prompt does not hold it."""
-    for form in _accepted_forms(message):
-        place = prompt.find(form, start)
-        if place >= 0:
-            return place + len(form)
-    return None
-
-
 def _accepted_forms(message: Message) -> list[str]:
     content = message.content.strip()
     if message.role == "assistant" and message.tool_calls:
@@ -119,21 +123,17 @@ def _accepted_forms(message: Message) -> list[str]:
 
 
 def _check_calls(text: str, message: Message, where: str) -> None:
+    """Raise RenderError unless a text has the names of the calls and all of their arguments."""
     for call in message.tool_calls:
-        for word in _call_strings(call):
+        function = call.get("function", call)
+        arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
+        for word in (function.get("name", ""), *iterate_strings(decode_arguments(arguments))):
             forms = (word, _json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
             if not any(form in text for form in forms):
                 raise RenderError(
                     f"the chat template leaves out or changes a tool call of {where}: "
                     f"{quote(word)}; MODEL_CHAT_TEMPLATE=<file> takes a Jinja file that writes it"
                 )
-
-
-def _call_strings(call: Json) -> list[str]:
-    """Return the function name of a call, and all texts and keys of its arguments."""
-    function = call.get("function", call)
-    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
-    return [function.get("name", ""), *iterate_strings(decode_arguments(arguments))]
 
 
 def _json_characters(text: str) -> str:
@@ -147,14 +147,36 @@ def _ends_with(text: str, content: str, ending: re.Pattern[str]) -> bool:
     return place >= 0 and ending.fullmatch(text, place + len(content)) is not None
 
 
-def _ends_with_thought(text: str, content: str, ending: re.Pattern[str]) -> bool:
-    if "</think>" not in content:
-        return False
-    thought = split_thought(content)
-    return thought.reasoning in text and _ends_with(text, thought.answer, ending)
-
-
 def split_thought(content: str) -> Thought:
     """Split a content into reasoning and answer; templates may change the whitespace between."""
-    before, _, answer = content.rpartition("</think>")
+    before, _, answer = content.rpartition(THOUGHT_END)
     return Thought(before.strip().removeprefix("<think>").strip(), answer.strip())
+
+
+class GreetingPolicy:
+    """Leaves out first turns of the assistant where the chat template does not write them."""
+
+    def __init__(self, tokenizer: Any):
+        self._template = ChatTemplate(tokenizer)
+        self._is_written: dict[bool, bool] = {}  # by whether there is a system message
+
+    def fit(self, row: Row) -> Row:
+        """Return the row as the template takes it."""
+        has_system = row.messages[0].role == "system"
+        if has_system not in self._is_written:
+            self._is_written[has_system] = self._writes_greeting(has_system)
+        if self._is_written[has_system]:
+            return row
+        greeting = 1 if has_system else 0
+        messages = (*row.messages[:greeting], *row.messages[greeting + 1 :])
+        return replace(row, messages=messages)
+
+    def _writes_greeting(self, has_system: bool) -> bool:
+        system = (Message("system", "Be brief."),) if has_system else ()
+        messages = template_messages((*system, *PROBED))
+        try:
+            prompt = self._template.render_prompt(messages[:-1])
+            text = self._template.render_conversation(messages).text
+        except RenderError:
+            return False
+        return GREETING in prompt and text.startswith(prompt)

@@ -1,30 +1,33 @@
-"""Where a model's chat template lies, and which of several is used. Loads no torch.
+"""Which chat template a model has, and the variables that become a part of it. Loads no torch.
 
-Image-text models may have it in the files of their processor alone, beside chat_template.jinja and
-tokenizer_config.json, which transformers' tokenizers read.
+Image-text models may have it in the files of their processor alone, next to chat_template.jinja
+and tokenizer_config.json, which transformers' tokenizers read.
 """
 
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.sections.model import NAMED_TEMPLATE, ModelSection
-from sft_play.data.plain_jinja import compile_template
-from sft_play.data.template_variables import Template, with_variables
-from sft_play.data.templates import DEFAULT_TEMPLATE
+from sft_play.data.templates import DEFAULT_TEMPLATE, compile_template
 from sft_play.errors import ConfigError, EnvironmentFault
 
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What the template writes of the date: strftime_now("%d %b %Y")
+CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+CLOCK_NAME = "strftime_now"
+Template = str | dict[str, str]
 logger = logging.getLogger(__name__)
-
 FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
 # Read in this order where the tokenizer's own templates have not the one that is asked for.
 # transformers forgets tokenizer_config.json's where additional_chat_templates/ has files.
 FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
-
 # Templates of image-text models may take contents only as lists of parts, and leave strings out
 # without a word. This makes parts of strings, for the roles that need it. The line break ends the
 # tag, so that the template begins at the start of a line as before.
@@ -43,6 +46,60 @@ TRIED = tuple(
 )
 
 
+def with_variables(template: Template, model: ModelSection) -> Template:
+    """Return a template, or several by name, with model.template_kwargs and a fixed date.
+
+    Whoever gives a variable a value of his own at use still has that one.
+    Raises: ConfigError for a name or a date that cannot be one.
+    """
+    if isinstance(template, dict):
+        return {name: with_variables(text, model) for name, text in template.items()}
+    return _variables(model.template_kwargs) + _clock(template, model.template_date) + template
+
+
+def _variables(values: Mapping[str, Any]) -> str:
+    """Return the Jinja text that sets variables; `+%}` keeps a line break that follows."""
+    parts: list[str] = []
+    for name, value in values.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"model.template_kwargs: {name!r} cannot be a variable of a template; write its "
+                "name as in the template, such as {enable_thinking: false}"
+            )
+        parts.append(
+            f"{{% if {name} is not defined %}}{{% set {name} = {_jinja(value)} %}}{{% endif +%}}"
+        )
+    return "".join(parts)
+
+
+def _jinja(value: Any) -> str:
+    """Return a value as a literal of Jinja: JSON, but for null."""
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(str(key))}: {_jinja(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_jinja, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _clock(template: str, date: str) -> str:
+    """Return the macro that answers a template's questions for the date, "" where it asks none."""
+    formats = dict.fromkeys(found[2] for found in CLOCK_CALL.finditer(template))
+    if not formats or template.count(f"{CLOCK_NAME}(") != len(CLOCK_CALL.findall(template)):
+        return ""
+    try:
+        today = datetime.strptime(date, "%Y-%m-%d")
+    except ValueError:
+        raise ConfigError(
+            f"model.template_date={date}: no such day; write year-month-day, such as 2024-07-26"
+        ) from None
+    cases = "".join(
+        f"{{%- if format == {json.dumps(wanted)} -%}}{today.strftime(wanted)}{{%- endif -%}}"
+        for wanted in formats
+    )
+    return f"{{% macro {CLOCK_NAME}(format) %}}{cases}{{% endmacro +%}}"
+
+
 def find_template(
     own: Any, find: FindFile, model: ModelSection, special_tokens: Mapping[str, str]
 ) -> Template:
@@ -56,7 +113,7 @@ def find_template(
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file. Raises: EnvironmentFault if it holds none."""
+    """Return the object of a JSON file. Raises: EnvironmentFault if it has none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -83,8 +140,17 @@ def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
     if not named and setting is None:
         _say_without_template(model.name)
         return DEFAULT_TEMPLATE
+    if not named:
+        raise ConfigError(
+            f"model.chat_template={setting}: the model has no chat template; leave it out"
+        )
     if wanted not in named:
-        raise ConfigError(_without_name(setting, wanted, sorted(named)))
+        names = sorted(named)
+        raise ConfigError(
+            f"model.chat_template={setting or 'null'}: none of the model's chat templates is named "
+            f"{wanted}; it has {', '.join(names)}: "
+            f"set MODEL_CHAT_TEMPLATE={NAMED_TEMPLATE}{names[0]}"
+        )
     template = named[wanted]
     return {**named, "default": template} if len(named) > 1 else template
 
@@ -101,15 +167,6 @@ def _by_name(templates: Any) -> dict[str, str]:
                 "the model's folder, or set MODEL_CHAT_TEMPLATE to a Jinja file"
             ) from None
     return dict(templates) if isinstance(templates, Mapping) else {"default": templates}
-
-
-def _without_name(setting: str | None, wanted: str, names: list[str]) -> str:
-    if not names:
-        return f"model.chat_template={setting}: the model has no chat template; leave it out"
-    return (
-        f"model.chat_template={setting or 'null'}: none of the model's chat templates is named "
-        f"{wanted}; it has {', '.join(names)}: set MODEL_CHAT_TEMPLATE={NAMED_TEMPLATE}{names[0]}"
-    )
 
 
 @functools.cache  # one line a process
@@ -140,15 +197,14 @@ def _taking_strings(template: Template, special_tokens: Mapping[str, str]) -> Te
     """
     if isinstance(template, Mapping):
         return {name: _taking_strings(text, special_tokens) for name, text in template.items()}
-    choices = chain.from_iterable(combinations(ROLES, count) for count in range(len(ROLES) + 1))
-    forms = [_with_parts(template, tuple(chain.from_iterable(roles))) for roles in choices]
+    forms = []
+    for count in range(len(ROLES) + 1):
+        for chosen in combinations(ROLES, count):
+            roles = tuple(chain.from_iterable(chosen))
+            forms.append(AS_PARTS % (roles,) + template if roles else template)
     for messages in TRIED:
         for form in forms:
             text = compile_template(form, special_tokens)(messages)
             if text and all(message["content"] in text for message in messages):
                 return form
     return template
-
-
-def _with_parts(template: str, roles: tuple[str, ...]) -> str:
-    return AS_PARTS % (roles,) + template if roles else template

@@ -1,19 +1,33 @@
 """What a tokenizer's chat template writes, and which tokens end an answer.
 
-Loads no torch; tokenizes nothing.
+Templates are also compiled here without transformers, whose import takes seconds, and stopped where
+they do not end or fill the memory. Loads no torch; tokenizes nothing.
 """
 
+import contextlib
 import copy
+import functools
 import json
 import re
+import resource
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message
-from sft_play.data.template_limits import limited
 from sft_play.errors import DataError
 
+# A template writes a long conversation in some milliseconds
+MAX_CPU_SECONDS = 3.0
+MAX_GROWN_BYTES = 1 << 30
+TICK_SECONDS = 0.05  # of CPU time between two checks
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
 TURN_ENDS = (
@@ -21,7 +35,6 @@ TURN_ENDS = (
     *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
     "<end_of_utterance>",
 )
-
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
 # added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
 # for others it is empty.
@@ -31,14 +44,61 @@ DEFAULT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
-
 # Some templates write today's date. A run that starts before midnight, is resumed a day later and
 # is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
 # template uses where it has no clock.
 CLOCK = datetime(2024, 7, 26)
+# transformers' marks of what an assistant generates, which plain Jinja does not know
+MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
+Render = Callable[..., str | None]
 
-# transformers' mark of what an assistant generates
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+class _Stopped(BaseException):
+    """Raised inside a template: no error of a row, which whoever renders it would catch."""
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Stop what is rendered inside after MAX_CPU_SECONDS, or MAX_GROWN_BYTES more memory.
+
+    It is not one row's error: the next row would take as long. Only the main thread is watched,
+    as signals reach no other. Raises: DataError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.process_time()
+    peak = _peak_bytes()
+
+    def check(number: int, frame: FrameType | None) -> None:
+        """Stop a template that takes too long or too much memory."""
+        seconds = time.process_time() - began
+        grown = _peak_bytes() - peak
+        if seconds > MAX_CPU_SECONDS:
+            found = f"has not ended after {seconds:.0f} s"
+        elif grown > MAX_GROWN_BYTES:
+            found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
+        else:
+            return
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        raise _Stopped(f"the chat template {found}; {REMEDY}")
+
+    before = signal.signal(signal.SIGVTALRM, check)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
+    try:
+        yield
+    except _Stopped as error:
+        raise DataError(str(error)) from None
+    except MemoryError:
+        raise DataError(f"the chat template asks for more memory than there is; {REMEDY}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
 
 
 class RenderError(DataError):
@@ -62,15 +122,9 @@ class TemplateText(NamedTuple):
     generated: list[CharacterSpan] | None
 
 
-class _Source(NamedTuple):
-    """The Jinja text of a template, and whether it has generation marks."""
-
-    jinja: str
-    has_marks: bool
-
-    @classmethod
-    def of(cls, jinja: str) -> "_Source":
-        return cls(jinja, GENERATION.search(jinja) is not None)
+@functools.cache
+def _has_marks(jinja: str) -> bool:
+    return MARK_START.search(jinja) is not None
 
 
 class ChatTemplate:
@@ -78,15 +132,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         default = None if tokenizer.chat_template else DEFAULT_TEMPLATE
-        self._plain = _Source.of(tokenizer.get_chat_template(default, tools=None))
+        self.jinja: str = tokenizer.get_chat_template(default, tools=None)
         # some tokenizers have a second template, for conversations with tools
-        self._with_tools = _Source.of(tokenizer.get_chat_template(default, tools=[{}]))
+        self._with_tools = tokenizer.get_chat_template(default, tools=[{}])
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
-
-    @property
-    def jinja(self) -> str:
-        """The text of the template for conversations without tools."""
-        return self._plain.jinja
 
     def with_variable(self, name: str, value: Any) -> Self:
         """Return the template with another value of one of its variables."""
@@ -103,49 +152,39 @@ class ChatTemplate:
         return self._render(messages, tools, add_generation_prompt=False)
 
     def _render(
-        self,
-        messages: list[Json],
-        tools: Sequence[Json],
-        add_generation_prompt: bool,
+        self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
     ) -> TemplateText:
         try:
-            with limited():
-                return self._run(messages, tools, add_generation_prompt)
+            return self._run(messages, tools, add_generation_prompt)
         except RenderError as error:
             has_calls = any("tool_calls" in message for message in messages)
             if not (has_calls and isinstance(error.__cause__, TypeError)):
                 raise
         # DeepSeek's template concatenates the arguments of calls with text
         messages = [_with_json_arguments(message) for message in messages]
-        with limited():
-            return self._run(messages, tools, add_generation_prompt)
+        return self._run(messages, tools, add_generation_prompt)
 
     def _run(
-        self,
-        messages: list[Json],
-        tools: Sequence[Json],
-        add_generation_prompt: bool,
+        self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
     ) -> TemplateText:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self._with_tools if tools else self._plain
-        has_marks = source.has_marks and not add_generation_prompt
-        try:
-            texts, marks = render_jinja_template(
-                conversations=[messages],
-                tools=list(tools) or None,
-                chat_template=source.jinja,
-                return_assistant_tokens_mask=has_marks,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
-        # a template may fail in any of these ways
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise RenderError(f"the chat template refuses the conversation: {error}") from error
-        if not has_marks:
-            return TemplateText(texts[0], None)
-        return TemplateText(texts[0], [CharacterSpan(*span) for span in marks[0]])
+        jinja = self._with_tools if tools else self.jinja
+        has_marks = _has_marks(jinja) and not add_generation_prompt
+        with limited():
+            try:
+                texts, marks = render_jinja_template(
+                    conversations=[messages],
+                    tools=list(tools) or None,
+                    chat_template=jinja,
+                    return_assistant_tokens_mask=has_marks,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._variables,
+                )
+            except _template_errors() as error:
+                raise RenderError(f"the chat template refuses the conversation: {error}") from error
+        spans = [CharacterSpan(*span) for span in marks[0]] if has_marks else None
+        return TemplateText(texts[0], spans)
 
 
 def template_of(tokenizer: Any) -> str:
@@ -162,7 +201,7 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
 def stop_ids(tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: eos, and the end-of-turn tokens that the tokenizer has."""
     known: dict[str, int] = {}
-    # not by get_vocab, which copies the whole vocabulary
+    # not by get_vocab, which copies the entire vocabulary
     ids = tokenizer.convert_tokens_to_ids(list(TURN_ENDS))
     for token, token_id in zip(TURN_ENDS, ids, strict=True):
         if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token:
@@ -199,25 +238,22 @@ def iterate_strings(value: Any) -> Iterator[str]:
 
 
 def _template_message(message: Message) -> Json:
-    fields: Json = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        fields["reasoning_content"] = message.reasoning  # Qwen, GLM
-        fields["thinking"] = message.reasoning  # gpt-oss
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            _map_arguments(call, decode_arguments) for call in message.tool_calls
-        ]
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    return fields
+    calls = [map_arguments(call, decode_arguments) for call in message.tool_calls]
+    optional = {
+        "reasoning_content": message.reasoning,  # Qwen, GLM
+        "thinking": message.reasoning,  # gpt-oss
+        "tool_calls": calls or None,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    given = {name: value for name, value in optional.items() if value is not None}
+    return {"role": message.role, "content": message.content, **given}
 
 
 def _with_json_arguments(message: Json) -> Json:
     if "tool_calls" not in message:
         return message
-    calls = [_map_arguments(call, _encode_arguments) for call in message["tool_calls"]]
+    calls = [map_arguments(call, _encode_arguments) for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}
 
 
@@ -225,8 +261,55 @@ def _encode_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
+def map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
     function = call.get("function")
     if not isinstance(function, Mapping) or "arguments" not in function:
         return dict(call)
     return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+
+def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
+    """Return a function of messages and tools: the text of a conversation, None if refused."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        """Refuse a conversation, as a template asks."""
+        raise TemplateError(message)
+
+    # as transformers' own
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = CLOCK.strftime
+    try:
+        compiled = environment.from_string(
+            MARK_END.sub(r"{%\1 endif \2%}", MARK_START.sub(r"{%\1 if true \2%}", source))
+        )
+    except TemplateError:  # the run names the line and stops
+        return lambda messages, tools=(): None
+
+    def render(messages: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
+        """Return the text of a conversation, None if the template refuses it."""
+        with limited():
+            try:
+                return compiled.render(
+                    messages=messages,
+                    tools=list(tools) or None,
+                    documents=None,
+                    add_generation_prompt=False,
+                    **special_tokens,
+                )
+            except _template_errors():
+                return None
+
+    return render
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Return the ways in which a template may fail."""
+    from jinja2 import TemplateError
+
+    return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)

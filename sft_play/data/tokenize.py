@@ -5,42 +5,40 @@ parse, render and tokenize. Memory does not grow with the rows. Loads no torch.
 """
 
 import gc
+import json
 import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sft_play import stops
 from sft_play.config.schema import Config
 from sft_play.data import cache
-from sft_play.data.account import DataAccount
-from sft_play.data.bad_rows import BadRows
 from sft_play.data.chunk_tokenizer import (
     ChunkTask,
     ChunkTokenizer,
     TokenizedChunk,
-    TokenizePolicy,
     longest_first,
 )
-from sft_play.data.files import read_chunks
+from sft_play.data.files import BadRows, read_chunks
+from sft_play.data.ledger import DataAccount, SourceAccount, Tally
 from sft_play.data.render import template_of
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
-from sft_play.data.store import StoreWriter
-from sft_play.data.tally import Tally
-from sft_play.data.tokenized import (
+from sft_play.data.store import (
     BAD_ROWS,
     LongRow,
     StoreSummary,
+    StoreWriter,
     TokenizedSource,
     TokenizedSplits,
 )
-from sft_play.errors import DataError, OutOfMemory
+from sft_play.errors import OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder
 
@@ -48,14 +46,11 @@ MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes lon
 MAX_PROCESSES = 32
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
 CHUNKS_IN_FLIGHT = 3  # for each process
-
-
-class RowsRefused(DataError):
-    """Rows that cannot be used stop the run; `tally` counts all that were read."""
-
-    def __init__(self, message: str, tally: Tally):
-        super().__init__(message)
-        self.tally = tally
+# Of data. What is done with every row is a part of the cache's key.
+ROW_SETTINGS = {
+    *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
+    *("system_prompt", "system_prompt_mode", "on_bad_row"),
+}
 
 
 def tokenize_sources(
@@ -74,73 +69,29 @@ def tokenize_sources(
     for split, sources in found.items():
         tokenized: list[TokenizedSource] = []
         for source in sources:
-            files = len(source.files)
-            try:
-                done = _tokenize_source(config, source, tokenizer, tokenizer_digest)
-            except RowsRefused as error:
-                account.read(split, source.name, files, error.tally)
-                raise
-            account.read(split, source.name, files, done.read_summary().tally)
+            reading = SourceAccount(split, source.name, len(source.files), Tally())
+            account.record(reading)  # its tally grows while the source is read
+            done = _tokenize_source(config, source, tokenizer, tokenizer_digest, reading.tally)
+            account.record(replace(reading, tally=done.read_summary().tally))
             tokenized.append(done)
         splits[split] = tuple(tokenized)
     return splits
 
 
-def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer: Any) -> None:
-    """Fill a store folder with a source's samples.
-
-    Raises: DataError for rows that cannot be used, unless they are quarantined; OutOfMemory when a
-    process is killed.
-    """
-    tally = Tally()
-    long_rows: list[LongRow] = []
-    bad = BadRows()
-    files = tuple(map(str, source.files))
-    processes = count_processes(source.file_bytes)
-    tasks = _iterate_tasks(source)
-    pace = Pace(_stage(source, tally))
-    with (
-        StoreWriter(folder) as writer,
-        (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
-    ):
-        for done in _tokenize_tasks(tasks, ChunkTokenizer(policy, tokenizer), processes):
-            writer.append(done.samples)
-            tally.add(done.tally)
-            pace.advance(done.bytes_read)
-            long_rows = longest_first([*long_rows, *done.long_rows])
-            bad.add(row.named(files) for row in done.bad_rows)
-            bad_rows.writelines(row.as_line() for row in done.bad_rows)
-    if bad.total and policy.on_bad_row == "fail":
-        bad.rows_read = tally.rows_in
-        try:
-            bad.refuse()
-        except DataError as error:
-            raise RowsRefused(str(error), tally) from None
-    StoreSummary(tally, tuple(long_rows)).write(folder)
-
-
-def count_processes(file_bytes: int) -> int:
-    """Return how many processes tokenize files of this size; 1 means this process alone."""
-    if file_bytes < MIN_PARALLEL_BYTES:
-        return 1
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-
-
 def _tokenize_source(
-    config: Config, source: Source, tokenizer: Any, tokenizer_digest: str
+    config: Config, source: Source, tokenizer: Any, tokenizer_digest: str, tally: Tally
 ) -> TokenizedSource:
-    policy = TokenizePolicy.of(config)
     files_digest = digest_source(source)
     key_facts = {
-        **asdict(policy),
+        **config.data.model_dump(include=ROW_SETTINGS),
+        "max_seq_len": config.model.max_seq_len,
         "columns": dict(source.columns),
         "suffixes": [path.suffix for path in source.files],
     }
-    key = cache.entry_key(files_digest, tokenizer_digest, key_facts)
     folder = cache.get_or_build(
         cache_folder(config),
-        key,
-        lambda unfinished: build_store(unfinished, source, policy, tokenizer),
+        cache.entry_key(files_digest, tokenizer_digest, key_facts),
+        lambda unfinished: build_store(unfinished, source, config, tokenizer, tally),
     )
     files = tuple(map(str, source.files))
     return TokenizedSource(
@@ -148,14 +99,46 @@ def _tokenize_source(
     )
 
 
-def _stage(source: Source, tally: Tally) -> Stage:
-    """Return the stage of tokenising a source: its bytes are known before its rows are."""
-    return Stage(
+def build_store(folder: Path, source: Source, config: Config, tokenizer: Any, tally: Tally) -> None:
+    """Fill a store folder with a source's samples; `tally` counts what was read so far.
+
+    Raises: DataError for rows that cannot be used, unless they are quarantined; OutOfMemory when a
+    process is killed.
+    """
+    long_rows: list[LongRow] = []
+    bad = BadRows()
+    files = tuple(map(str, source.files))
+    stage = Stage(
         f"tokenising {source.name}",
-        source.file_bytes,
+        source.file_bytes,  # known before its rows are
         "bytes",
         measure=lambda: f"{tally.rows_in} rows so far",
     )
+    pace = Pace(stage)
+    processes = count_processes(source.file_bytes)
+    tokenize = ChunkTokenizer(config, tokenizer)
+    with (
+        StoreWriter(folder) as writer,
+        (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
+    ):
+        for done in _tokenize_tasks(_iterate_tasks(source), tokenize, processes):
+            writer.append(done.samples)
+            tally.add(done.tally)
+            pace.advance(done.bytes_read)
+            long_rows = longest_first([*long_rows, *done.long_rows])
+            for row in done.bad_rows:
+                bad.add(row.with_file(files))
+                bad_rows.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+    if bad.total and config.data.on_bad_row == "fail":
+        bad.refuse(tally.rows_in)
+    StoreSummary(tally, long_rows).write(folder)
+
+
+def count_processes(file_bytes: int) -> int:
+    """Return how many processes tokenize files of this size; 1 means this process alone."""
+    if file_bytes < MIN_PARALLEL_BYTES:
+        return 1
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def _iterate_tasks(source: Source) -> Iterator[ChunkTask]:

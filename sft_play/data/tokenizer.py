@@ -1,11 +1,13 @@
-"""The tokenizer of a run.
+"""The tokenizer of a run; if none can be loaded, what is wrong with its files.
 
 Separate from the weights, so that reading data imports no model class, adapters or quantisation.
 transformers' AutoTokenizer itself imports torch.
 """
 
 import functools
+import importlib.util
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,81 @@ from transformers.utils import cached_file
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.template_sources import FindFile, find_template, read_object
-from sft_play.data.tokenizer_files import NO_VOCABULARY, why_not_loaded
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import EnvironmentFault, first_line
 from sft_play.progress import Stage, watched
 
+# Files that have a vocabulary, of some models alone and of others next to tokenizer_config.json
+FILES = (
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "tekken.json"),
+    *("vocab.json", "vocab.txt"),
+)
+NO_VOCABULARY = f"it has none of {', '.join(FILES)}; copy those of its base into the folder"
+POINTER = b"version https://git-lfs"  # begins what git writes where git-lfs is not installed
+# A file by this name may be of either package
+TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token, and its rank
+SENTENCEPIECE_START = b"\n"  # tag of a protobuf's first field
 logger = logging.getLogger(__name__)
-
 # The special tokens of a converted tekken.json, which does not say what they are for
 TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # Read for an eos that tokenizer_config.json does not name
 EOS_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
+
+
+def why_not_loaded(name: str, find: FindFile, error: Exception) -> str:
+    """Return why transformers loaded no tokenizer, and what to do.
+
+    `find` returns a file of the model, None if it has none.
+    """
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return (
+            "it is Python code of the model's repository; read that code, then set "
+            "MODEL_TRUST_REMOTE_CODE=true"
+        )
+    if "mistral-common" in text:
+        return "its tekken.json is of an old form that needs a package: pip install mistral-common"
+    folder = Path(name)
+    paths = [path for path in map(find, FILES) if path is not None]
+    for path in paths:
+        reason = _why_not_read(path)
+        if reason is not None:
+            return reason
+    if not folder.is_dir():
+        return first_line(error)
+    if not paths:
+        return NO_VOCABULARY
+    if [path.name for path in paths] == ["vocab.json"]:
+        if not (folder / "merges.txt").is_file():
+            return "vocab.json is without merges.txt; copy that of its base into the folder"
+        return (
+            "nothing says what vocab.json and merges.txt are for; write the tokenizer_class of its "
+            "base into tokenizer_config.json, such as GPT2Tokenizer"
+        )
+    reason = first_line(error)
+    if reason.endswith(":"):  # a list follows, with what is missing
+        reason = text
+    if not isinstance(error, OSError | ValueError | ImportError):  # its text alone says little
+        reason = f"its files are not what transformers expects ({type(error).__name__}: {reason})"
+    return f"{reason.removesuffix('.')}; correct its files, or get the model again"
+
+
+def _why_not_read(path: Path) -> str | None:
+    """Return what a file of a vocabulary needs before it can be read, None if nothing is known."""
+    with path.open("rb") as file:
+        head = file.read(1000)
+    if head.startswith(POINTER):
+        return f"{path.name} is a pointer of git-lfs, not the file; run git lfs pull in the folder"
+    if path.suffix != ".model":
+        return None
+    if TIKTOKEN_LINE.match(head):
+        package, packages = "tiktoken", "tiktoken"
+    elif head.startswith(SENTENCEPIECE_START):
+        package, packages = "sentencepiece", "sentencepiece protobuf"
+    else:
+        return f"{path.name} is no file of sentencepiece or tiktoken; get it again"
+    if importlib.util.find_spec(package):
+        return None
+    return f"{path.name} is a file of {package}, which is not installed: pip install {packages}"
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -38,7 +105,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     with watched(Stage(f"loading the tokenizer of {model.name}")):
         tokenizer = _load(model, find)
     if str(tokenizer.init_kwargs.get("vocab_file")).endswith("tekken.json"):
-        _name_tekken_tokens(tokenizer)
+        for role, token in TEKKEN.items():
+            if getattr(tokenizer, role) is None and token in tokenizer.added_tokens_encoder:
+                setattr(tokenizer, role, token)
     if tokenizer.eos_token_id is None:
         _take_eos(tokenizer, model.name, find)
     if tokenizer.pad_token_id is None:
@@ -97,13 +166,6 @@ def fetch_file(model: ModelSection, file: str) -> Path | None:
     return Path(path) if path else None
 
 
-def _name_tekken_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the special tokens of a converted tekken.json their roles."""
-    for role, token in TEKKEN.items():
-        if getattr(tokenizer, role) is None and token in tokenizer.added_tokens_encoder:
-            setattr(tokenizer, role, token)
-
-
 def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> None:
     """Make the eos that another file names the tokenizer's. Raises: EnvironmentFault."""
     for file in EOS_FILES:
@@ -124,7 +186,7 @@ def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> I
     if token:
         yield token["content"] if isinstance(token, dict) else token
     ids = values.get("eos_token_id")
-    if ids is None:  # composite configs may hold a null beside that of the text
+    if ids is None:  # composite configs may have a null next to that of the text
         ids = (values.get("text_config") or {}).get("eos_token_id")
     for eos in ids if isinstance(ids, list) else [ids]:
         if isinstance(eos, int) and 0 <= eos < len(tokenizer):

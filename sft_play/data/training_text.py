@@ -5,18 +5,18 @@ including it: first the prompt that the model is given at use, then what it is t
 write some answers differently once the conversation continues: Qwen 3 and DeepSeek R1 leave the
 reasoning out of the history, gpt-oss ends the last answer with a token of its own. So one row may
 give several texts. Each answer is trained in a text that begins with its generation view, up to
-its stop token.
+its stop token. Where a template has `{% generation %}` marks, they must agree with the answers.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sft_play.data.reasoning import ThoughtPolicy
+from sft_play.data.reasoning import AskedAnswer, ThoughtPolicy
 from sft_play.data.rows import Json, Message, Row
-from sft_play.data.template_checks import AnswerText, check_answer, check_prompt, quote
+from sft_play.data.template_checks import check_answer, check_prompt, quote
 from sft_play.data.templates import (
     CharacterSpan,
     ChatTemplate,
@@ -42,6 +42,13 @@ class AnswerSpan:
     end: int  # where its stop token ends
 
 
+class PromptTail(NamedTuple):
+    """The end of a prompt, tokenized alone to check that the sample begins with its ids."""
+
+    first_token: int  # at which the tail begins, in the tokens of the whole text
+    text: str
+
+
 @dataclass(slots=True)
 class TrainingText:
     """The text of one sample and the answers that are trained in it, in their order."""
@@ -50,6 +57,8 @@ class TrainingText:
     answers: list[AnswerSpan] = field(default_factory=list)
     generated: list[CharacterSpan] | None = None  # marked by `{% generation %}`; None: no marks
     trains_all: bool = False  # every answer of the text is trained in it
+    ids: list[int] = field(default_factory=list)  # once the text is tokenized
+    tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
 
 
 class TrainingTextBuilder:
@@ -82,7 +91,7 @@ class TrainingTextBuilder:
         They are none if every answer is excluded from loss. What follows the last trained answer is
         in no text, since nothing learns from it. Raises RenderError.
         """
-        row = self._thoughts.applied(row)
+        row = self._thoughts.apply(row)
         answers = [
             index for index, message in enumerate(row.messages) if message.role == "assistant"
         ]
@@ -90,10 +99,15 @@ class TrainingTextBuilder:
             raise RenderError("no message is the assistant's, so there is nothing to train")
         trained = answers if self._train_on == "all" else answers[-1:]
         trained = [index for index in trained if row.messages[index].is_trained]
-        if not trained:
-            return []
+        messages = template_messages(row.messages)
+        try:
+            views = [self._generation_view(row, messages, index) for index in trained]
+        except RenderError as error:
+            if len(trained) == 1 or not self._is_trainable(row, messages, trained[-1]):
+                raise
+            raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
         texts: list[TrainingText] = []
-        for view in reversed(self._generation_views(row, trained)):
+        for view in reversed(views):
             (answer,) = view.answers
             for later in texts:
                 if later.text.startswith(view.text[: answer.end]):
@@ -105,17 +119,6 @@ class TrainingTextBuilder:
             last = text.answers[-1].message
             text.trains_all = len(text.answers) == sum(index <= last for index in answers)
         return texts[::-1]
-
-    def _generation_views(self, row: Row, answers: list[int]) -> list[TrainingText]:
-        messages = template_messages(row.messages)
-        if len(answers) == 1:
-            return [self._generation_view(row, messages, answers[0])]
-        try:
-            return [self._generation_view(row, messages, index) for index in answers]
-        except RenderError as error:
-            if not self._is_trainable(row, messages, answers[-1]):
-                raise
-            raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
 
     def _is_trainable(self, row: Row, messages: list[Json], index: int) -> bool:
         try:
@@ -131,22 +134,30 @@ class TrainingTextBuilder:
         learn to end. At use it reads its earlier answers as the template writes them, without eos,
         so in a longer conversation such an answer has a text of its own.
         """
-        self._refuse_inner_stop(row.messages[index], index)
+        message = row.messages[index]
+        for text in (message.content, message.reasoning, *iterate_strings(message.tool_calls)):
+            found = self._stop.search(text or "")
+            if found:
+                raise RenderError(
+                    f"messages[{index}] holds {found[0]}, which ends an answer, "
+                    "so what stands behind it would not be learned"
+                )
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
         if not text.startswith(prompt):
-            behind = self._thoughts.behind_block(row, messages, index, prompt, text)
+            behind = self._thoughts.write_text(AskedAnswer(row, messages, index, prompt, text))
             if behind is None:
                 raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
             text, generated = behind, None
         check_prompt(row.messages[:index], prompt)
         found = self._stop.search(text, len(prompt))
         stop, end = found.span() if found else (len(text), len(text))
-        answer = AnswerText(row.messages[index], index, text[len(prompt) : stop], text[end:])
-        check_answer(answer, self._ending if found else WHITESPACE)
-        if not self._whitespace_or_special.fullmatch(text, end):
+        after = text[end:]
+        ending = self._ending if found else WHITESPACE
+        check_answer(message, f"messages[{index}]", text[len(prompt) : stop], after, ending)
+        if not self._whitespace_or_special.fullmatch(after):
             raise RenderError(
-                f"the chat template writes {quote(answer.after.strip())} "
+                f"the chat template writes {quote(after.strip())} "
                 f"behind the stop token of messages[{index}]"
             )
         self._check_places(messages[: index + 1], row.tools)
@@ -156,16 +167,6 @@ class TrainingTextBuilder:
             if generated:
                 generated = [*generated, CharacterSpan(stop, end)]
         return TrainingText(text, [AnswerSpan(index, len(prompt), stop, end)], generated)
-
-    def _refuse_inner_stop(self, message: Message, index: int) -> None:
-        call_texts = iterate_strings(message.tool_calls)
-        for text in (message.content, message.reasoning or "", *call_texts):
-            found = self._stop.search(text)
-            if found:
-                raise RenderError(
-                    f"messages[{index}] holds {found[0]}, which ends an answer, "
-                    "so what stands behind it would not be learned"
-                )
 
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
         """Raise RenderError unless the template writes every message, and the last answer once.
@@ -214,3 +215,79 @@ def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: 
         f"where the conversation has {quote(text[same:])}; MODEL_CHAT_TEMPLATE=mine.jinja takes a "
         "template that writes both alike"
     )
+
+
+class TokenSpan(NamedTuple):
+    """Tokens [start, end) of a text."""
+
+    start: int
+    end: int
+
+
+def marks_equal_answers(text: TrainingText) -> bool:
+    """Return whether the marks are exactly the answers, apart from whitespace after them.
+
+    If so, the tokens agree too.
+    """
+    spans: list[CharacterSpan] = []  # those that are adjacent as one
+    for start, end in text.generated or []:
+        if spans and spans[-1].end == start:
+            start = spans.pop().start
+        spans.append(CharacterSpan(start, end))
+    if not text.trains_all or len(spans) != len(text.answers):
+        return False
+    for span, answer in zip(spans, text.answers, strict=True):
+        if span.start != answer.start or span.end < answer.end:
+            return False
+        if text.text[answer.end : span.end].strip():
+            return False
+    return True
+
+
+def check_generation_marks(text: TrainingText, answers: Sequence[TokenSpan], encoding: Any) -> None:
+    """Raise RenderError unless the marks cover exactly the answers' tokens.
+
+    Whitespace after a stop token may be marked. Tokens are marked as transformers marks them for a
+    mask of the assistant's tokens.
+    """
+    marked = _marked_tokens(text, encoding)
+    for answer, (start, end) in zip(text.answers, answers, strict=True):
+        where = f"messages[{answer.message}]"
+        if not marked[end - 1]:
+            raise RenderError(
+                f"the template's generation marks leave out the stop token of {where}"
+            )
+        if 0 in marked[start:end]:
+            raise RenderError(f"the template's generation marks leave out a part of {where}")
+        if start and marked[start - 1]:
+            raise RenderError(
+                f"the template's generation marks begin before {where}, in its prompt; "
+                "MODEL_CHAT_TEMPLATE=mine.jinja takes one without the marks"
+            )
+        marks_end = marked.find(0, end) if 0 in marked[end:] else len(marked)
+        if marks_end > end:
+            last_character = encoding.token_to_chars(marks_end - 1)[1]
+            if text.text[answer.end : last_character].strip():
+                raise RenderError(
+                    f"the template's generation marks go on behind the stop token of {where}"
+                )
+        marked[start:marks_end] = bytes(marks_end - start)
+    if text.trains_all and 1 in marked:
+        start, end = encoding.token_to_chars(marked.find(1))
+        raise RenderError(
+            f"the template's generation marks hold {text.text[start:end]!r}, which no answer holds"
+        )
+
+
+def _marked_tokens(text: TrainingText, encoding: Any) -> bytearray:
+    """Return 1 for each token that the marks cover, else 0."""
+    assert text.generated is not None, "the template has marks"
+    marked = bytearray(len(encoding))
+    for start, end in text.generated:
+        first = encoding.char_to_token(start)
+        last = encoding.char_to_token(end - 1)
+        if first is None:
+            break
+        stop = last + 1 if last else len(marked)
+        marked[first:stop] = b"\1" * (stop - first)
+    return marked

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
-from sft_play.data.questions import question_indices
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import (

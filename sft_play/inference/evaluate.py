@@ -9,15 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
-from sft_play.data.assemble import RunData, assemble, assemble_other_rows
-from sft_play.data.data_facts import DataFacts
+from sft_play.data.assemble import DataFacts, RunData, assemble, assemble_other_rows
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.questions import answer_token_limit
 from sft_play.data.sources import find_sources
-from sft_play.data.store import Split
+from sft_play.data.splits import answer_token_limit
+from sft_play.data.store import Split, TokenizedSource, read_bad_rows
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenize import tokenize_sources
-from sft_play.data.tokenized import TokenizedSource, read_bad_rows
 from sft_play.errors import ConfigError, DataError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import free_bytes
@@ -196,10 +194,11 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
     rows = assemble_other_rows(config, found["test"], _training_sources(folder))
     names = ", ".join(source.name for source in found["test"])
     name = _free_name(folder, Path(found["test"][0].files[0]).stem, data.test_path)
-    dropped = " ".join(f"{reason}={count}" for reason, count in rows.ledger.dropped.items())
+    counts = rows.ledger.tally
+    dropped = " ".join(f"{reason}={count}" for reason, count in counts.dropped.items())
     lines = [
-        f"test {names} rows={rows.ledger.rows_in} used={rows.ledger.rows_used} "
-        f"{dropped or 'dropped=0'} tokens={rows.ledger.tokens} trained={rows.ledger.trained_tokens}"
+        f"test {names} rows={counts.rows_in} used={counts.rows_used} "
+        f"{dropped or 'dropped=0'} tokens={counts.tokens} trained={counts.trained_tokens}"
     ]
     if rows.trained_on:
         lines.append(

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoTokenizer, LogitsProcessor, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
-from sft_play.data.questions import question_indices
 from sft_play.data.render import RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
+from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.errors import CheckpointError, ConfigError

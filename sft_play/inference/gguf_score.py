@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.data.questions import question_indices
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.splits import question_indices
 from sft_play.data.store import Sample, Split
 from sft_play.evaluation.scores import rouge_l
 from sft_play.inference.gguf_tools import opened, require_bindings

@@ -24,7 +24,7 @@ from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.experts import function as experts_function
 from sft_play.models.fast.experts import gates as experts_gates
 from sft_play.models.fast.experts import products as experts_products
-from sft_play.models.fast.linears import adapter_gradients, float8, glu, glu_adapter, lora, mlp
+from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import install as loss_install
 from sft_play.models.fast.loss import linear_cross_entropy
@@ -310,16 +310,14 @@ GPU_KERNELS = (
     Replacement(attention_forward, "apply_rotary", FakeRotary.apply),
     Replacement(glu, "glu_forward", glu_forward),
     Replacement(glu, "glu_backward", glu_backward),
-    Replacement(glu_adapter, "glu_forward", glu_forward),
-    Replacement(glu_adapter, "glu_backward", glu_backward),
     # what a Hopper GPU's own kernels keep is no more
     Replacement(adapter_gradients, "is_hopper", lambda device: False),
-    Replacement(glu_adapter, "is_hopper", lambda device: False),
+    Replacement(glu, "is_hopper", lambda device: False),
     Replacement(mlp, "glu_forward_float8", glu_forward_float8),
     Replacement(mlp, "glu_backward_float8", glu_backward_float8),
     *(
         Replacement(module, name, fake)
-        for module in (float8, float8_linear)
+        for module in (linear_products, float8_linear)
         for name, fake in (
             ("quantise", quantise),
             ("product", float8_product),

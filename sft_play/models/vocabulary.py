@@ -38,7 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
-from sft_play.data.used_tokens import UsedTokens
+from sft_play.data.splits import UsedTokens
 from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from sft_play.config.backends import UNSLOTH
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.devices import Gpu
 
-PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install/environment.py
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
 TORCH_RANGE = ">=2.11,<2.14"
 INSTALL = "make install"

@@ -1,22 +1,18 @@
 """A notebook for one GPU becomes one for several: every edit of every cell. Pure."""
 
-from collections import defaultdict
+import ast
+import io
+import tokenize
 from dataclasses import dataclass
 
-from sft_play.notebooks import code as codes
-from sft_play.notebooks.banner import banner_edits
-from sft_play.notebooks.code import Code, Edit
+from sft_play.notebooks.changes import Changes
+from sft_play.notebooks.code import Code, nodes_outside_strings, path_to
 from sft_play.notebooks.document import Document
-from sft_play.notebooks.inference import device_edits
-from sft_play.notebooks.load_call import device_map_edits
-from sft_play.notebooks.memory_stats import statistics_edits
-from sft_play.notebooks.notes import Note, look
-from sft_play.notebooks.own_devices import notes_of_devices
-from sft_play.notebooks.recognise import Kind, Notebook
+from sft_play.notebooks.memory import convert_statistics
+from sft_play.notebooks.recognise import Found, Kind, Notebook, variable
 
-# What a person must know of each kind, None where nothing is special
-OF_KIND = {
-    Kind.TEXT: None,
+# What a person must know of each kind but text
+ABOUT_KIND = {
     Kind.VISION: "trains on images: the load, memory and device are converted; try it on a few "
     "rows first, because the vision tower and the language model are split as one",
     Kind.AUDIO: "trains on sound: the load, memory and device are converted; codecs that the "
@@ -32,8 +28,75 @@ OF_KIND = {
     Kind.NOTHING: "loads no model with Unsloth's FastLanguageModel, FastModel or FastVisionModel: "
     "nothing to convert",
 }
-RELEVANT = ("from_pretrained", "get_device_properties", "max_memory_reserved", '"cuda"', "'cuda'")
-TRAINS = ("SFTTrainer", ".train(")
+# What may matter in a cell that cannot be read
+RELEVANT = (
+    "from_pretrained",
+    "get_device_properties",
+    "max_memory_reserved",
+    '"cuda"',
+    "'cuda'",
+    "SFTTrainer",
+    ".train(",
+)
+QUIET_TOKENS = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+# In a notebook a model is divided among the GPUs; started by torchrun, each process has a whole one
+DETECTION = """\
+import os
+
+import torch
+
+num_gpus = torch.cuda.device_count()
+print(f"Detected {num_gpus} GPU(s)")
+if "LOCAL_RANK" in os.environ:  # started by torchrun: each process holds the whole model
+    device_map = {"": int(os.environ["LOCAL_RANK"])} if num_gpus else None
+elif num_gpus > 1:
+    device_map = "balanced"
+    print(f"Using device_map='balanced' to split the model across {num_gpus} GPUs")
+    print("A split model computes one batch at a time; torchrun trains data-parallel")
+else:
+    device_map = None
+    print("Single GPU mode - no device_map needed")
+
+"""
+VARIABLE = "device_map"
+# On one GPU the load has no device_map, as before: None would leave 16-bit weights on the CPU
+ARGUMENT = '**({"device_map": device_map} if device_map else {})'
+MARK = "Effective batch size"
+# From the trainer's own arguments: a split model is one worker, whatever the number of GPUs
+BANNER = """\
+_args = {trainer}.args
+_workers = max(1, _args.n_gpu) * _args.world_size
+_rows = _args.per_device_train_batch_size * _workers * _args.gradient_accumulation_steps
+print(
+    f"Effective batch size: {{_args.per_device_train_batch_size}} rows x {{_workers}} data-parallel"
+    f" x {{_args.gradient_accumulation_steps}} accumulated = {{_rows}} rows an update"
+)
+"""
+# Variables that a notebook sets for itself, and what follows
+VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "the GPUs that it leaves out are not used: delete the line",
+    "LOCAL_RANK": "it is torchrun's, and makes the load take that one GPU: delete the line",
+    "RANK": "it is torchrun's: delete the line",
+    "WORLD_SIZE": "it is torchrun's: delete the line",
+}
+# Calls that spread a model or start processes in another way
+CALLS = {
+    "DataParallel": "copies the model to each GPU, which a split or 4-bit one refuses: delete it",
+    "DistributedDataParallel": "the trainer wraps the model itself: delete it",
+    "notebook_launcher": "starts processes of its own, of which each would split the model: train "
+    "with the script that OUT=train.py writes",
+    "set_device": "chooses a GPU; device_map and torchrun do so here",
+}
+DEVICE = "device"
+OTHER_NAME = "inference_device"  # where the notebook has a `device` of its own
+SETS_DEVICE = '{name} = "cuda:0" if torch.cuda.is_available() else "cpu"\n'
 
 
 @dataclass(frozen=True)
@@ -41,81 +104,211 @@ class Conversion:
     """The text of a converted notebook, and what was done."""
 
     text: str
-    notes: tuple[Note, ...]
+    report: list[str]
     changed_cells: frozenset[int]
 
 
 def convert(document: Document) -> Conversion:
     """Return the notebook converted for several GPUs; converting that again changes nothing."""
     notebook = Notebook(document)
-    edits, notes = all_edits(notebook)
-    sources = {
-        code.number: codes.apply(code.source, edits[code.number])
-        for code in notebook.parsed
-        if edits.get(code.number)
-    }
-    text = document.with_sources(sources) if sources else document.text
-    notes = [*(look(None, problem) for problem in document.problems), *notes]
-    return Conversion(text, tuple(notes), frozenset(sources))
+    changes = Changes()
+    for problem in document.problems:
+        changes.look(None, problem)
+    convert_cells(notebook, changes)
+    sources = changes.sources(notebook.parsed)
+    return Conversion(document.with_sources(sources), changes.report(), frozenset(sources))
 
 
-def all_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[Note]]:
-    """Return the edits of every cell by its number, and the notes of the report."""
-    notes = [*of_kind(notebook), *unread_cells(notebook)]
+def convert_cells(notebook: Notebook, changes: Changes) -> None:
+    """Edit every cell, and say what a person must look at."""
+    if notebook.kind in ABOUT_KIND:
+        changes.look(None, ABOUT_KIND[notebook.kind])
+    _look_at_unread_cells(notebook, changes)
     if notebook.kind in (Kind.NOTHING, Kind.EMBEDDINGS):
-        return {}, notes
-    notes += notes_of_devices(notebook)
-    edits: defaultdict[int, list[Edit]] = defaultdict(list)
-    for load in notebook.training_loads:
-        made, said = device_map_edits(load)
-        edits[load.number] += made
-        notes += said
-    notes += _later_loads(notebook)
-    for made_by_cell, said in (statistics_edits(notebook), banner_edits(notebook)):
-        for number, made in made_by_cell.items():
-            edits[number] += made
-        notes += said
+        return
+    _look_at_devices(notebook, changes)
+    for load in notebook.loads:
+        if load in notebook.training_loads:
+            _add_device_map(load, changes)
+        elif load.keyword("device_map") is None:
+            said = "loads a model after training, for inference; left as it is"
+            changes.look(load.number, said)
+    convert_statistics(notebook, changes)
+    _add_banner(notebook, changes)
+    name = _device_name(notebook)
     for code in notebook.parsed:
-        made, said = device_edits(notebook, code)
-        edits[code.number] += made
-        notes += said
-    return edits, notes
+        _name_device(notebook, code, name, changes)
 
 
-def of_kind(notebook: Notebook) -> list[Note]:
-    """Return what a person must know of a notebook of this kind."""
-    sentence = OF_KIND[notebook.kind]
-    return [] if sentence is None else [look(None, sentence)]
-
-
-def unread_cells(notebook: Notebook) -> list[Note]:
-    """Return a note for each code cell that cannot be read and may matter."""
-    notes = []
+def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
+    """Name each code cell, or magic line, that is not read as Python and may matter."""
     for code in notebook.codes:
-        if code.tree is None and _may_matter(code):
+        if code.tree is None and any(word in code.source for word in RELEVANT):
             said = f"left as it is, because it is not read as Python ({code.problem})"
-            notes.append(look(code.number, said))
-        elif code.masked and (words := _words_in_magics(code)):
-            said = f"a magic line with {', '.join(words)} is left as it is"
-            notes.append(look(code.number, said))
-    return notes
+            changes.look(code.number, said)
+        elif words := [word for word in RELEVANT if word in code.magics]:
+            changes.look(code.number, f"a magic line with {', '.join(words)} is left as it is")
 
 
-def _may_matter(code: Code) -> bool:
-    return any(word in code.source for word in (*RELEVANT, *TRAINS))
+def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
+    """Name each line that decides about GPUs and processes: in Python, or by %env."""
+    for code in notebook.codes:
+        names = set()
+        if "%env" in code.magics or "%set_env" in code.magics:
+            names.update(code.magics.replace("=", " ").split())
+        for node in ast.walk(code.tree) if code.tree is not None else ():
+            keys: list[ast.expr] = []
+            if isinstance(node, ast.Assign):  # os.environ["key"] = ...
+                keys = [part.slice for part in node.targets if isinstance(part, ast.Subscript)]
+            elif getattr(getattr(node, "func", None), "attr", None) in ("setdefault", "putenv"):
+                keys = node.args[:1]
+            names.update(key.value for key in keys if isinstance(key, ast.Constant))
+        for name in VARIABLES:
+            if name in names:
+                changes.look(code.number, f"sets {name}: {VARIABLES[name]}")
+    for found in notebook.functions(CALLS):
+        changes.look(found.number, f"calls {found.name}: {CALLS[found.name]}")
 
 
-def _words_in_magics(code: Code) -> list[str]:
-    """Return what matters in lines that are no Python, such as `%time trainer.train()`."""
-    lines = codes.LINE.findall(code.source)
-    masked = "".join(lines[number - 1] for number in code.masked)
-    return [word for word in (*RELEVANT, *TRAINS) if word in masked]
+def _add_device_map(load: Found, changes: Changes) -> None:
+    """Count the GPUs before a load, and give it a device map."""
+    given, vllm = load.keyword(VARIABLE), load.keyword("fast_inference")
+    if given is not None and variable(given) != VARIABLE:
+        said = f"the load has device_map={load.code.text(given)} of its own, which is kept; "
+        changes.look(load.number, f"{said}'balanced' would split the model evenly")
+    elif any(VARIABLE in load.code.text(word) for word in load.call.keywords):
+        changes.kept(load.number, "the load has a device_map already")
+    elif load.keyword(None) is not None:
+        mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
+        changes.look(load.number, f"{load.owner}.from_pretrained: {mapping}")
+    elif vllm is not None and getattr(vllm, "value", True):
+        said = "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged"
+        changes.look(load.number, said)
+    else:
+        changes.insert_before(load.code, load.call, DETECTION)
+        add_argument(load.code, load.call, ARGUMENT, changes)
+        said = f"counts the GPUs, and {load.owner}.from_pretrained gets device_map"
+        changes.changed(load.number, said)
 
 
-def _later_loads(notebook: Notebook) -> list[Note]:
-    later = [load for load in notebook.loads if load not in notebook.training_loads]
-    return [
-        look(load.number, "loads a model after training, for inference; left as it is")
-        for load in later
-        if load.keyword("device_map") is None
+def add_argument(code: Code, call: ast.Call, text: str, changes: Changes) -> None:
+    """Add a last argument to a call, in the call's own layout."""
+    start, _ = code.span(call)
+    lines = code.text(call).splitlines(keepends=True)
+    plain = "\n".join(line.rstrip("\r\n") for line in lines)
+    tokens = tokenize.generate_tokens(io.StringIO(plain).readline)
+    *_, last, closing = (token for token in tokens if token.type not in QUIET_TOKENS)
+    end = start + sum(map(len, lines[: last.end[0] - 1])) + last.end[1]
+    comma = "" if last.string in ("(", ",") else ","
+    if last.end[0] == closing.start[0]:
+        space = "" if last.string == "(" else " "
+        changes.replace(code, end, end, f"{comma}{space}{text}")
+        return
+    if last.string == "(":
+        changes.replace(code, end, end, text)
+        return
+    line_end = code.end_of_line(end)
+    comment = code.source[end:line_end]
+    arguments = [*call.args, *call.keywords]
+    final = max(arguments, key=lambda argument: (argument.lineno, argument.col_offset))
+    indent = code.line_at(code.span(final)[0]).indent
+    changes.replace(code, end, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
+
+
+def _add_banner(notebook: Notebook, changes: Changes) -> None:
+    """Print how many rows an update really has, before each training."""
+    if not notebook.trainers:
+        return
+    for code, node in notebook.nodes(ast.Constant):
+        if isinstance(node.value, str) and MARK in node.value:
+            _look_at_banner(code, changes)
+            return
+    calls = [found for found in notebook.train_calls if found.owner in notebook.trainer_names]
+    calls = calls or notebook.train_calls
+    if not calls:
+        said = "no call of trainer.train() was found, so nothing prints the effective batch size"
+        changes.look(None, said)
+    for found in {found.number: found for found in reversed(calls)}.values():  # first of a cell
+        changes.insert_before(found.code, found.call, BANNER.format(trainer=found.owner))
+        changes.changed(found.number, "prints the effective batch size before training")
+
+
+def _look_at_banner(code: Code, changes: Changes) -> None:
+    """Say whether a banner that is there counts split GPUs as data-parallel ones."""
+    attributes = {getattr(node, "attr", None) for node in ast.walk(code.tree)}
+    if attributes & {"n_gpu", "world_size"}:
+        changes.kept(code.number, "prints the effective batch size already")
+        return
+    changes.look(
+        code.number,
+        "prints an effective batch size that it computes itself; a model split by device_map is "
+        "one worker, so the number of GPUs does not multiply its batch",
+    )
+
+
+def _name_device(notebook: Notebook, code: Code, name: str, changes: Changes) -> None:
+    """Let the inputs of a cell go to a device that has a number."""
+    moves = moves_to_cuda(code)
+    inputs = [move for move in moves if not is_model(move)]
+    if len(inputs) < len(moves):
+        said = "moves a model with .to or .cuda, which a split model refuses; delete it"
+        changes.look(code.number, said)
+    if not inputs:
+        return
+    imports = "" if "torch" in notebook.modules else "import torch\n\n"
+    # a name that is set in the cell's own statements reaches all the cell
+    outermost = next(path_to(code.tree, inputs[0]))
+    changes.insert_before(code, outermost, imports + SETS_DEVICE.format(name=name))
+    for move in inputs:
+        word = _cuda_word(move)
+        if word is not None:
+            changes.replace(code, *code.span(word), name)
+        else:
+            end = code.span(move)[1]
+            start = code.source.rindex("cuda", code.span(move.func.value)[1], end)
+            changes.replace(code, start, end, f"to({name})")
+    changes.changed(code.number, f'inputs go to {name}, which is "cuda:0" or "cpu"')
+
+
+def moves_to_cuda(code: Code) -> list[ast.Call]:
+    """Return the calls that move something to the GPU without a number, in order."""
+    calls = [
+        node
+        for node in nodes_outside_strings(code.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
+    calls.sort(key=lambda call: (call.end_lineno, call.end_col_offset))
+    return [call for call in calls if _cuda_word(call) is not None or _is_cuda_method(call)]
+
+
+def is_model(move: ast.Call) -> bool:
+    """Return whether what is moved is a model by its name."""
+    return (variable(move.func.value) or "").lower().endswith("model")
+
+
+def _cuda_word(call: ast.Call) -> ast.expr | None:
+    """Return the "cuda" of `.to("cuda")` or `.to(device="cuda")`."""
+    given = [word.value for word in call.keywords if word.arg == "device"]
+    words = [*call.args[:1], *given] if call.func.attr == "to" else []
+    return next((word for word in words if getattr(word, "value", None) == "cuda"), None)
+
+
+def _is_cuda_method(call: ast.Call) -> bool:
+    return call.func.attr == "cuda" and not call.args and not call.keywords
+
+
+def _device_name(notebook: Notebook) -> str:
+    """Return a name for the device that the notebook does not use for something else."""
+    sets = ast.dump(ast.parse(SETS_DEVICE.format(name=DEVICE)).body[0])
+    ours = {
+        target
+        for _, node in notebook.nodes(ast.Assign)
+        if ast.dump(node) == sets
+        for target in node.targets
+    }
+    for _, node in notebook.nodes(ast.Name, ast.arg):
+        is_set = isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
+        name = node.arg if isinstance(node, ast.arg) else node.id
+        if is_set and name == DEVICE and node not in ours:
+            return OTHER_NAME
+    return DEVICE

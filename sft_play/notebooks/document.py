@@ -1,24 +1,27 @@
-"""A notebook file: read, checked, and written with nothing changed but the text of some cells.
+"""A notebook file: read, checked, and written with nothing changed but the sources of some cells.
 
-The file's own text is kept: changed cells are put in their places in it, so that outputs, metadata
-and the spelling of the JSON stay as they are, to the byte. Knows no Python code.
+Knows no Python code. The JSON keeps its layout: indent, separators, line ends, escapes.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sft_play.errors import ConfigError
 from sft_play.runs.files import write_text
 
 KNOWN_CELLS = ("code", "markdown", "raw")
+# What format 4 asks for, of the file, of a cell, and of a code cell
+FILE_MEMBERS = {"metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+CELL_MEMBERS = {"metadata": {}, "source": ""}
+CODE_MEMBERS = {**CELL_MEMBERS, "outputs": [], "execution_count": None}
 BYTE_ORDER_MARK = "\ufeff"
-SPACE = re.compile(r"[ \t\r\n]*")
-LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-JSON_DECODER = json.JSONDecoder(strict=False)
+# The first newline and indent, and what separates a name from its value
+LAYOUT = re.compile(r'\{(?:(\r?\n)([ \t]*))?\s*"[^"]*"(\s*:\s*)')
+LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
 SHOWN = 60  # characters of a wrong value in a message
 
 
@@ -38,25 +41,21 @@ class Document:
 
     path: Path
     text: str
+    content: dict[str, Any]  # with the members that were missing
     cells: tuple[Cell, ...]
     problems: tuple[str, ...]  # what the format asks for and this file lacks
 
     def with_sources(self, sources: Mapping[int, str]) -> str:
         """Return the text of the file with other sources, by the cells' numbers."""
-        text = self.text
-        spans = _source_spans(text)
-        for number in sorted(sources, reverse=True):
-            span = spans[number - 1]
-            written = _as_json(sources[number], text[span.start : span.end], text.isascii())
-            text = text[: span.start] + written + text[span.end :]
-        return text
-
-
-class Span(NamedTuple):
-    """A value in a JSON text: from `start` up to `end`."""
-
-    start: int
-    end: int
+        if not sources and not self.problems:
+            return self.text
+        cells = list(self.content["cells"])
+        for number, source in sources.items():
+            cell = cells[number - 1]
+            is_text = isinstance(cell["source"], str)
+            written = source if is_text else LINE.findall(source)
+            cells[number - 1] = {**cell, "source": written}
+        return _as_json({**self.content, "cells": cells}, self.text)
 
 
 def read(path: Path) -> Document:
@@ -65,17 +64,23 @@ def read(path: Path) -> Document:
     Raises: ConfigError for what is no notebook of format 4, with the place and what to do.
     """
     text = _read_text(path)
-    notebook = _parse_json(path, text)
-    _refuse_other_formats(path, notebook)
-    text, mended = _with_missing_members(text, notebook)
-    cells = tuple(_cell(path, number, cell) for number, cell in enumerate(notebook["cells"], 1))
-    unknown = [
+    content = _parse_json(path, text)
+    _refuse_other_formats(path, content)
+    problems = _add_missing("file", content, FILE_MEMBERS)
+    cells = []
+    for number, cell in enumerate(content["cells"], 1):
+        place = f"cell {number}"
+        if isinstance(cell, dict):
+            is_code = cell.get("cell_type") == "code"
+            problems += _add_missing(place, cell, CODE_MEMBERS if is_code else CELL_MEMBERS)
+        cells.append(_read_cell(f"NB={path}: {place}", number, cell))
+    problems += [
         f"cell {cell.number}: cell_type {cell.kind!r} is none of {', '.join(KNOWN_CELLS)}; it is "
         "kept as it is"
         for cell in cells
         if cell.kind not in KNOWN_CELLS
     ]
-    return Document(path, text, cells, (*mended, *unknown))
+    return Document(path, text, content, tuple(cells), tuple(problems))
 
 
 def write(path: Path, text: str, may_replace: bool = False) -> None:
@@ -115,7 +120,7 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
     if not text.strip(f"{BYTE_ORDER_MARK} \t\r\n"):
         raise ConfigError(f"NB={path} is empty; name a notebook with cells")
     try:
-        notebook = JSON_DECODER.decode(text.removeprefix(BYTE_ORDER_MARK))
+        notebook = json.loads(text.removeprefix(BYTE_ORDER_MARK), strict=False)
     except json.JSONDecodeError as error:
         found = error.doc[error.pos : error.pos + 20] or "the end of the file"
         raise ConfigError(
@@ -129,7 +134,7 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
     return notebook
 
 
-def _refuse_other_formats(path: Path, notebook: dict[str, Any]) -> None:
+def _refuse_other_formats(path: Path, notebook: Mapping[str, Any]) -> None:
     """Refuse what is not a notebook of format 4. Raises: ConfigError."""
     version = notebook.get("nbformat")
     if "worksheets" in notebook or (isinstance(version, int) and version < 4):
@@ -148,106 +153,42 @@ def _refuse_other_formats(path: Path, notebook: dict[str, Any]) -> None:
         )
 
 
-def _cell(path: Path, number: int, cell: Any) -> Cell:
+def _add_missing(place: str, found: dict[str, Any], members: Mapping[str, Any]) -> list[str]:
+    """Add the members that are not there; return what to say of it."""
+    missing = {name: value for name, value in members.items() if name not in found}
+    if not missing:
+        return []
+    found |= missing
+    shown = json.dumps(missing)[1:-1]
+    return [f"{place}: added {shown}, which the format asks for"]
+
+
+def _read_cell(place: str, number: int, cell: Any) -> Cell:
     """Return one cell. Raises: ConfigError where it is none."""
-    place = f"NB={path}: cell {number}"
     if not isinstance(cell, dict):
         raise ConfigError(f"{place} is {_shown(cell)}, not an object; delete it")
-    source = cell.get("source", "")
+    source, kind, outputs = cell["source"], cell.get("cell_type"), cell.get("outputs", [])
     if isinstance(source, list) and all(isinstance(line, str) for line in source):
         source = "".join(source)
     if not isinstance(source, str):
         raise ConfigError(f"{place}: source is {_shown(source)}, not a text or a list of lines")
-    kind = cell.get("cell_type")
     if not isinstance(kind, str):
         raise ConfigError(f"{place}: cell_type is {_shown(kind)}; write code, markdown or raw")
-    outputs = cell.get("outputs", [])
     if not isinstance(outputs, list):
         raise ConfigError(f"{place}: outputs is {_shown(outputs)}, not a list; write []")
     return Cell(number, kind, source, tuple(outputs))
 
 
-def _with_missing_members(text: str, notebook: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the file's text with the members that format 4 asks for, and what they are."""
-    insertions: list[tuple[int, str]] = []
-    said: list[str] = []
-
-    def look(place: str, at: int, found: Mapping[str, Any], wanted: dict[str, str]) -> None:
-        missing = {name: value for name, value in wanted.items() if name not in found}
-        comma = ", " if found else ""
-        members = ", ".join(f'"{name}": {value}' for name, value in missing.items())
-        if missing:
-            insertions.append((at + 1, members + comma))
-            said.append(f"{place}: added {members}, which the format asks for")
-
-    look("file", _begin(text), notebook, {"metadata": "{}", "nbformat": "4", "nbformat_minor": "4"})
-    cells = notebook["cells"]
-    for number, (cell, span) in enumerate(zip(cells, _cell_spans(text), strict=True), 1):
-        if isinstance(cell, dict):
-            wanted = {"metadata": "{}", "source": '""'}
-            if cell.get("cell_type") == "code":
-                wanted |= {"outputs": "[]", "execution_count": "null"}
-            look(f"cell {number}", span.start, cell, wanted)
-    for at, members in sorted(insertions, reverse=True):
-        text = text[:at] + members + text[at:]
-    return text, said
-
-
-def _cell_spans(text: str) -> list[Span]:
-    """Return where the cells of a notebook are in its text."""
-    return list(_items(text, _members(text, _begin(text))["cells"].start))
-
-
-def _source_spans(text: str) -> list[Span]:
-    """Return where the sources of the cells are in a notebook's text."""
-    return [_members(text, span.start)["source"] for span in _cell_spans(text)]
-
-
-def _begin(text: str) -> int:
-    """Return where the object of a notebook's text begins."""
-    return SPACE.match(text, len(BYTE_ORDER_MARK) if text.startswith(BYTE_ORDER_MARK) else 0).end()
-
-
-def _members(text: str, start: int) -> dict[str, Span]:
-    """Return where the values of the object at `start` are; of a repeated name, the last."""
-    spans: dict[str, Span] = {}
-    at = SPACE.match(text, start + 1).end()
-    while text[at] != "}":
-        name, at = JSON_DECODER.raw_decode(text, at)
-        at = SPACE.match(text, at).end() + 1  # the colon
-        begin = SPACE.match(text, at).end()
-        _, end = JSON_DECODER.raw_decode(text, begin)
-        spans[name] = Span(begin, end)
-        at = _after_comma(text, end)
-    return spans
-
-
-def _items(text: str, start: int) -> Iterator[Span]:
-    """Yield where the items of the list at `start` are."""
-    at = SPACE.match(text, start + 1).end()
-    while text[at] != "]":
-        _, end = JSON_DECODER.raw_decode(text, at)
-        yield Span(at, end)
-        at = _after_comma(text, end)
-
-
-def _after_comma(text: str, end: int) -> int:
-    at = SPACE.match(text, end).end()
-    return SPACE.match(text, at + 1).end() if text[at] == "," else at
-
-
-def _as_json(source: str, written: str, is_ascii: bool) -> str:
-    """Return a source as JSON, a text or a list of lines as what was `written` in its place."""
-    is_ascii = is_ascii or any("\ud800" <= character <= "\udfff" for character in source)
-    if not written.startswith("["):
-        return json.dumps(source, ensure_ascii=is_ascii)
-    before = SPACE.match(written, 1).group()
-    after = re.search(r"[ \t\r\n]*\]$", written).group()
-    if not written[1:-1].strip():  # an empty list
-        before, after = "", "]"
-    lines = [json.dumps(line, ensure_ascii=is_ascii) for line in LINES.findall(source)]
-    between = f",{before}" if before else ", "
-    return f"[{before}{between.join(lines)}{after}"
+def _as_json(content: dict[str, Any], before: str) -> str:
+    """Return JSON in the layout of the text from before."""
+    newline, indent, colon = LAYOUT.search(before).groups()
+    comma = ", " if indent is None and colon != ":" else ","
+    options = {"indent": indent, "separators": (comma, colon)}
+    text = json.dumps(content, ensure_ascii=before.isascii(), **options)
+    if re.search("[\ud800-\udfff]", text):  # half a character, which only an escape can be
+        text = json.dumps(content, **options)
+    text = text.replace("\n", newline or "\n")
+    return before[: before.index("{")] + text + before[before.rindex("}") + 1 :]
 
 
 def _shown(value: Any) -> str:

@@ -6,19 +6,24 @@ Pure: syntax trees in, places out.
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from sft_play.notebooks import code as codes
 from sft_play.notebooks.code import Code
 from sft_play.notebooks.document import Document
 
 FAST_MODEL = re.compile(r"Fast\w*Model")
-VISION_MODELS = ("FastVisionModel",)
 EMBEDDING_MODELS = ("FastSentenceTransformer",)
 SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer")
-ARGUMENTS = re.compile(r"(SFTConfig|(Unsloth|Seq2Seq)?TrainingArguments)")
+ARGUMENTS = (
+    "SFTConfig",
+    "TrainingArguments",
+    "UnslothTrainingArguments",
+    "Seq2SeqTrainingArguments",
+)
 REWARD_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "OnlineDPOTrainer", "RewardTrainer")
 PREFERENCE_TRAINERS = ("DPOTrainer", "ORPOTrainer", "KTOTrainer", "CPOTrainer", "SimPOTrainer")
 OTHER_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SentenceTransformerTrainer")
@@ -42,28 +47,27 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Found:
-    """A call, and the cell that it is in."""
+    """A call of `name`, or of `owner.name`, and the cell that it is in."""
 
     code: Code
     call: ast.Call
-    name: str  # what is called, such as FastModel or SFTTrainer
+    name: str
+    owner: str | None  # None where a function or class is called by itself
 
     @property
     def number(self) -> int:
         """The cell's number."""
         return self.code.number
 
-    def keyword(self, name: str) -> ast.expr | None:
-        """Return the value of a keyword argument, None where it is not given."""
-        for keyword in self.call.keywords:
-            if keyword.arg == name:
-                return keyword.value
-        return None
-
     @property
-    def unpacks(self) -> bool:
-        """Whether the call takes keywords from a mapping."""
-        return any(keyword.arg is None for keyword in self.call.keywords)
+    def place(self) -> tuple[int, int]:
+        """Cell and line: the order in which calls run."""
+        return self.number, self.call.lineno
+
+    def keyword(self, name: str | None) -> ast.expr | None:
+        """Return the value of a keyword argument, of None that of `**mapping`."""
+        given = (word.value for word in self.call.keywords if word.arg == name)
+        return next(given, None)
 
 
 class Notebook:
@@ -76,6 +80,13 @@ class Notebook:
         ]
         self.parsed = [code for code in self.codes if code.tree is not None]
 
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[Code, Any]]:
+        """Yield the nodes of these kinds, each with its cell."""
+        for code in self.parsed:
+            for node in ast.walk(code.tree):
+                if isinstance(node, kinds):
+                    yield code, node
+
     @cached_property
     def aliases(self) -> dict[str, str]:
         """What an imported name is called in its module: `import A as B` gives {"B": "A"}.
@@ -84,9 +95,7 @@ class Notebook:
         """
         imported = {
             alias.asname: alias.name
-            for code in self.parsed
-            for node in ast.walk(code.tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
+            for _, node in self.nodes(ast.Import, ast.ImportFrom)
             for alias in node.names
             if alias.asname
         }
@@ -97,9 +106,7 @@ class Notebook:
         """Classes of the notebook that are made of a trainer, each with that trainer."""
         return {
             node.name: base.id
-            for code in self.parsed
-            for node in ast.walk(code.tree)
-            if isinstance(node, ast.ClassDef)
+            for _, node in self.nodes(ast.ClassDef)
             for base in node.bases
             if isinstance(base, ast.Name) and base.id in TRAINERS
         }
@@ -107,39 +114,29 @@ class Notebook:
     @cached_property
     def modules(self) -> frozenset[str]:
         """The top-level modules that the notebook imports."""
-        names = set()
-        for code in self.parsed:
-            for node in ast.walk(code.tree):
-                if isinstance(node, ast.Import):
-                    names.update(alias.name.split(".")[0] for alias in node.names)
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    names.add(node.module.split(".")[0])
-        return frozenset(names)
+        names = [node.module or "" for _, node in self.nodes(ast.ImportFrom)]
+        names += [alias.name for _, node in self.nodes(ast.Import) for alias in node.names]
+        return frozenset(name.split(".")[0] for name in names)
 
-    def calls(self) -> Iterator[tuple[Code, ast.Call]]:
-        """Yield every call, in the order in which the calls are written."""
+    @cached_property
+    def calls(self) -> list[Found]:
+        """Every call, in the order in which the calls are written."""
+        found = []
         for code in self.parsed:
-            for call in sorted(
-                codes.calls_in(code.tree), key=lambda node: (node.lineno, node.col_offset)
-            ):
-                yield code, call
+            for node in codes.nodes_outside_strings(code.tree):
+                if isinstance(node, ast.Call):
+                    is_method = isinstance(node.func, ast.Attribute)
+                    owner = self.name_of(node.func.value) if is_method else None
+                    found.append(Found(code, node, self.name_of(node.func), owner))
+        return sorted(found, key=lambda each: (*each.place, each.call.col_offset))
 
     def methods(self, name: str) -> list[Found]:
         """Return the calls of a class's method, such as FastModel.from_pretrained."""
-        return [
-            Found(code, call, self.name_of(call.func.value))
-            for code, call in self.calls()
-            if isinstance(call.func, ast.Attribute) and call.func.attr == name
-        ]
+        return [found for found in self.functions([name]) if found.owner is not None]
 
     def functions(self, names: Iterable[str]) -> list[Found]:
         """Return the calls of functions and classes with these names."""
-        wanted = frozenset(names)
-        return [
-            Found(code, call, self.name_of(call.func))
-            for code, call in self.calls()
-            if self.name_of(call.func) in wanted
-        ]
+        return [found for found in self.calls if found.name in names]
 
     def name_of(self, node: ast.expr) -> str:
         """Return the last name of `a.b.Name`, as its module calls it."""
@@ -152,7 +149,7 @@ class Notebook:
     def loads(self) -> list[Found]:
         """The calls that load a model with Unsloth."""
         return [
-            found for found in self.methods("from_pretrained") if FAST_MODEL.fullmatch(found.name)
+            load for load in self.methods("from_pretrained") if FAST_MODEL.fullmatch(load.owner)
         ]
 
     @cached_property
@@ -161,56 +158,57 @@ class Notebook:
         return self.functions(TRAINERS)
 
     @cached_property
+    def arguments(self) -> list[Found]:
+        """The calls that make a trainer's arguments."""
+        return self.functions(ARGUMENTS)
+
+    @cached_property
     def training_loads(self) -> list[Found]:
         """The loads of what is trained: those before the trainer, all where there is none."""
         if not self.trainers:
             return self.loads
-        return [load for load in self.loads if _place(load) < _place(self.trainers[-1])]
+        return [load for load in self.loads if load.place < self.trainers[-1].place]
 
     @cached_property
     def trainer_names(self) -> frozenset[str]:
         """The variables that hold a trainer, such as `trainer` and `self.trainer`."""
-        makers = (*TRAINERS, "train_on_responses_only")
-        return self.variables_of(re.compile("|".join(makers)))
+        return self.variables_of((*TRAINERS, "train_on_responses_only"))
 
-    def variables_of(self, makers: re.Pattern[str]) -> frozenset[str]:
-        """Return the variables that hold what a call of a function with such a name returned."""
+    def variables_of(self, makers: Iterable[str]) -> frozenset[str]:
+        """Return the variables that hold what a call of one of these names returned."""
         return frozenset(
             ast.unparse(target)
-            for code in self.parsed
-            for node in ast.walk(code.tree)
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-            if makers.fullmatch(self.name_of(node.value.func))
+            for _, node in self.nodes(ast.Assign)
+            if isinstance(node.value, ast.Call) and self.name_of(node.value.func) in makers
             for target in node.targets
             if isinstance(target, ast.Name | ast.Attribute)
         )
 
     @cached_property
     def train_calls(self) -> list[Found]:
-        """The calls that train: `trainer.train()` and `unsloth_train(trainer)`."""
-        return [
-            Found(code, call, trainer)
-            for code, call in self.calls()
-            if (trainer := self._trained(call)) is not None
-        ]
+        """The calls that train: `trainer.train()` and `unsloth_train(trainer)`.
 
-    def _trained(self, call: ast.Call) -> str | None:
-        """Return the trainer's variable where a call trains."""
-        if self.name_of(call.func) == "unsloth_train" and call.args:
-            return variable(call.args[0])
-        if not isinstance(call.func, ast.Attribute) or call.func.attr != "train":
-            return None
-        name = variable(call.func.value)
-        if name is None:
-            return None
-        return name if name in self.trainer_names or name.lower().endswith("trainer") else None
+        Their owner is the trainer's variable.
+        """
+        made = []
+        for found in self.functions(["train", "unsloth_train"]):
+            if found.name == "unsloth_train":
+                name = variable(found.call.args[0]) if found.call.args else None
+            else:
+                name = variable(found.call.func.value) if found.owner is not None else None
+                if name not in self.trainer_names and not (name or "").lower().endswith("trainer"):
+                    name = None
+            if name is not None:
+                made.append(replace(found, owner=name))
+        return made
 
     @cached_property
     def kind(self) -> Kind:
         """What the notebook trains."""
         trainers = {found.name for found in self.trainers}
-        loaders = {found.name for found in self.loads}
-        if self.functions(EMBEDDING_MODELS) or self._loads_embeddings(trainers):
+        loaders = {load.owner for load in self.methods("from_pretrained")}
+        embeds = "SentenceTransformerTrainer" in trainers or loaders & set(EMBEDDING_MODELS)
+        if embeds or self.functions(EMBEDDING_MODELS):
             return Kind.EMBEDDINGS
         if not self.loads:
             return Kind.NOTHING
@@ -218,7 +216,7 @@ class Notebook:
             return Kind.REWARDS
         if trainers & set(PREFERENCE_TRAINERS):
             return Kind.PREFERENCES
-        if loaders & set(VISION_MODELS) or self.functions(["UnslothVisionDataCollator"]):
+        if "FastVisionModel" in loaders or self.functions(["UnslothVisionDataCollator"]):
             return Kind.VISION
         if trainers and self.modules & AUDIO_MODULES:
             return Kind.AUDIO
@@ -226,27 +224,9 @@ class Notebook:
             return Kind.TEXT
         return Kind.OTHER if trainers or self.train_calls else Kind.INFERENCE
 
-    def _loads_embeddings(self, trainers: set[str]) -> bool:
-        if "SentenceTransformerTrainer" in trainers:
-            return True
-        return any(load.name in EMBEDDING_MODELS for load in self.methods("from_pretrained"))
 
-    def bound_names(self) -> set[str]:
-        """Return the names that the notebook's own code gives a value."""
-        return {
-            node.id
-            for code in self.parsed
-            for node in ast.walk(code.tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-
-
-def variable(node: ast.expr) -> str | None:
+def variable(node: ast.AST) -> str | None:
     """Return `a` or `self.a` as it is written, None for another expression."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else None
-
-
-def _place(found: Found) -> tuple[int, int]:
-    return found.number, found.call.lineno

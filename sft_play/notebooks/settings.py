@@ -9,18 +9,9 @@ from typing import Any
 from sft_play.config.commented import Line, commented_yaml
 from sft_play.config.schema import settings
 from sft_play.errors import ConfigError
-from sft_play.notebooks import rows
-from sft_play.notebooks.carried import Carried, setting_of
+from sft_play.notebooks.carried import Carried, find_setting
 from sft_play.notebooks.document import Document
-from sft_play.notebooks.notes import Note, changed, look
-from sft_play.notebooks.recognise import (
-    ARGUMENTS,
-    SFT_TRAINERS,
-    Found,
-    Kind,
-    Notebook,
-    variable,
-)
+from sft_play.notebooks.recognise import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook, variable
 from sft_play.notebooks.values import Unknown, Values
 
 # Keywords that say nothing about the run, or that the rows and the model answer for
@@ -46,7 +37,6 @@ PLAIN = {
     "dataset_text_field": ("text", "", None),
     "ddp_find_unused_parameters": (False, None),
 }
-QUANTISED_NAMES = ("-unsloth-bnb-4bit", "-bnb-4bit")
 WHOLE_MODULES = ("embed_tokens", "lm_head")
 # What get_peft_model takes where a notebook leaves it out; r is the same here
 UNSLOTH_ALPHA = 16
@@ -63,70 +53,60 @@ CHOSEN_HERE = {
     "train.lr_scheduler_type": "cosine",
     "train.warmup_steps": "0.03 of the run",
 }
+FILE_BUILDERS = ("json", "csv", "parquet", "text")
+TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
+# Functions that change rows beyond their format
+RESHAPES = ("to_sharegpt", "apply_chat_template", "concatenate_datasets", "interleave_datasets")
 
 
-def export(document: Document, data: str | None) -> tuple[str, list[Note]]:
-    """Return the text of a config, and what to say of it; `data` is data.train_path where given.
+def export(document: Document, data: str | None) -> tuple[str, list[str]]:
+    """Return the text of a config, and the report; `data` is data.train_path where given.
 
     Raises: ConfigError for a notebook that is no supervised fine-tuning on text.
     """
     notebook = Notebook(document)
-    _refuse_other_kinds(document, notebook)
-    values = Values(notebook)
-    carried = Carried()
-    for load in notebook.training_loads[-1:]:
-        _take_load(carried, values, load)
-    for call in (*_calls_of_arguments(notebook), *calls_of_adapters(notebook)):
-        _take_keywords(carried, values, call)
-    if not calls_of_adapters(notebook) and carried.values.get("tuning.mode") != "full":
-        said = "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
-        carried.notes.append(look(None, said))
-    _take_later_values(carried, notebook, values)
-    _settle(carried, notebook, values)
-    carried.notes += rows.notes_of_rows(notebook)
-    rows.take_rows(carried, notebook, values, data)
-    return _as_text(document, carried), _with_carried(carried)
-
-
-def _refuse_other_kinds(document: Document, notebook: Notebook) -> None:
     if notebook.kind is not Kind.TEXT:
         raise ConfigError(
             f"NB={document.path}: {notebook.kind.value}; a config of SFT-Play is for supervised "
             "fine-tuning on text. OUT=converted.ipynb converts the notebook itself"
         )
-
-
-def calls_of_adapters(notebook: Notebook) -> list[Found]:
-    """Return the calls that say how adapters are made."""
-    return [*notebook.methods("get_peft_model"), *notebook.functions(["LoraConfig"])]
-
-
-def _calls_of_arguments(notebook: Notebook) -> list[Found]:
-    """Return the calls of the trainer and of its arguments, which win and so come first."""
-    arguments = [
-        Found(code, call, notebook.name_of(call.func))
-        for code, call in notebook.calls()
-        if ARGUMENTS.fullmatch(notebook.name_of(call.func))
-    ]
+    values = Values(notebook)
+    carried = Carried()
+    for load in notebook.training_loads[-1:]:
+        _take_load(carried, values, load)
     trainers = [found for found in notebook.trainers if found.name in SFT_TRAINERS]
-    return [*arguments[-1:], *trainers[-1:]]
+    adapters = [*notebook.methods("get_peft_model"), *notebook.functions(["LoraConfig"])]
+    # the arguments win over the trainer, and so come first
+    for call in (*notebook.arguments[-1:], *trainers[-1:], *adapters):
+        _take_keywords(carried, values, call)
+    if not adapters and carried.values.get("tuning.mode") != "full":
+        said = "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
+        carried.look(None, said)
+    _take_later_values(carried, values)
+    _agree(carried, has_adapters=bool(adapters))
+    _look_at_choices(carried, notebook)
+    _look_at_formatting(carried, notebook)
+    _take_rows(carried, values, data)
+    carried.changed(None, f"{len(carried.values)} settings carried")
+    return _as_text(document, carried), carried.report()
 
 
 def _take_load(carried: Carried, values: Values, load: Found) -> None:
     """Take the model, and in how many bits it is loaded."""
     name_node = load.keyword("model_name") or (load.call.args[0] if load.call.args else None)
-    name = values.of(load.code, name_node) if name_node is not None else Unknown("nothing")
+    name = values.read(load.code, name_node) if name_node is not None else Unknown("nothing")
     if isinstance(name, str):
-        carried.put(
-            "model.name", _unquantised(carried, load.number, name), load.number, "model_name"
-        )
+        plain = re.sub(r"^(unsloth/.*?)(-unsloth)?-bnb-4bit$", r"\1", name)
+        if plain != name:
+            said = f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is "
+            carried.look(load.number, f"{said}there")
+        carried.put("model.name", plain, load.number, "model_name")
     else:
         said = f"the model's name is {name.text}, which only running tells: write model.name"
-        carried.notes.append(look(load.number, said))
-    is_4_bit = values.keyword(load, "load_in_4bit")
-    bits = True if load.keyword("load_in_4bit") is None else is_4_bit
-    if load.keyword("load_in_4bit") is None and values.keyword(load, "load_in_16bit") is True:
-        bits = False
+        carried.look(load.number, said)
+    bits = values.keyword(load, "load_in_4bit")
+    if load.keyword("load_in_4bit") is None:
+        bits = values.keyword(load, "load_in_16bit") is not True
     mode = "qlora" if bits is True else "lora"
     if values.keyword(load, "full_finetuning") is True:
         mode = "full"
@@ -134,137 +114,167 @@ def _take_load(carried: Carried, values: Values, load: Found) -> None:
     _take_keywords(carried, values, load, skip=("model_name", "load_in_4bit", "full_finetuning"))
 
 
-def _unquantised(carried: Carried, cell: int, name: str) -> str:
-    """Return the name of the 16-bit weights that Unsloth's 4-bit ones are made of."""
-    for ending in QUANTISED_NAMES:
-        if name.startswith("unsloth/") and name.endswith(ending):
-            plain = name.removesuffix(ending)
-            said = (
-                f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is there"
-            )
-            carried.notes.append(look(cell, said))
-            return plain
-    return name
-
-
 def _take_keywords(
     carried: Carried, values: Values, found: Found, skip: tuple[str, ...] = ()
 ) -> None:
     """Take every keyword of a call that has a counterpart, and name the others."""
-    for name, value in _keywords(carried, values, found).items():
-        if name in skip or name in SILENT or SECRET.search(name):
-            continue
-        if name in PLAIN and _is_one_of(value, PLAIN[name]):
-            continue
-        carried.take(found.number, name, value)
-
-
-def _keywords(carried: Carried, values: Values, found: Found) -> dict[str, Any]:
-    """Return a call's keywords with their values; those of a mapping where that can be read."""
-    read: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for keyword in found.call.keywords:
         if keyword.arg is not None:
-            read[keyword.arg] = values.of(found.code, keyword.value)
+            given[keyword.arg] = values.read(found.code, keyword.value)
             continue
         unpacked = values.mapping(found.code, keyword.value)
-        if unpacked is not None:
-            read.update(unpacked)
-        else:
-            said = f"{found.name} takes keywords from a mapping, which are not read"
-            carried.notes.append(look(found.number, said))
-    return read
+        if unpacked is None:
+            name = found.owner if found.name == "from_pretrained" else found.name
+            said = f"{name} takes keywords from a mapping, which are not read"
+            carried.look(found.number, said)
+        given |= unpacked or {}
+    for name, value in given.items():
+        is_plain = any(value is part or value == part for part in PLAIN.get(name, ()))
+        if not is_plain and name not in (*skip, *SILENT) and not SECRET.search(name):
+            carried.take(found.number, name, value)
 
 
-def _take_later_values(carried: Carried, notebook: Notebook, values: Values) -> None:
+def _take_later_values(carried: Carried, values: Values) -> None:
     """Take what is set after the arguments were made, such as `trainer.args.max_steps = 5`."""
+    notebook = values.notebook
     owners = {f"{name}.args" for name in notebook.trainer_names}
     owners.update(notebook.variables_of(ARGUMENTS))
-    for code in notebook.parsed:
-        for node in ast.walk(code.tree):
-            target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if not isinstance(target, ast.Attribute) or variable(target.value) not in owners:
-                continue
-            path = setting_of(target.attr)
-            if path is not None:
-                carried.values.pop(path, None)
-            carried.take(code.number, target.attr, values.of(code, node.value))
+    for code, node in notebook.nodes(ast.Assign):
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute) and variable(target.value) in owners:
+            carried.values.pop(find_setting(target.attr), None)
+            carried.take(code.number, target.attr, values.read(code, node.value))
 
 
-def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
-    return any(value is part or value == part for part in plain)
-
-
-def _settle(carried: Carried, notebook: Notebook, values: Values) -> None:
-    """Mend what the settings must agree on, and name what the notebook leaves open."""
+def _agree(carried: Carried, has_adapters: bool) -> None:
+    """Mend what the settings must agree on."""
     found = carried.values
     if found.get("tuning.mode") == "full":
         for path in [path for path in found if path.startswith("tuning.lora.")]:
             del found[path]
+    elif has_adapters:
+        found.setdefault("tuning.lora.alpha", UNSLOTH_ALPHA)
+        origin = "Unsloth's own, where the notebook names none"
+        carried.origins.setdefault("tuning.lora.alpha", origin)
     targets = found.get("tuning.lora.target_modules")
     if isinstance(targets, list) and set(targets) & set(WHOLE_MODULES):
-        found["tuning.lora.target_modules"] = [
-            name for name in targets if name not in WHOLE_MODULES
-        ]
         whole = [name for name in targets if name in WHOLE_MODULES]
+        found["tuning.lora.target_modules"] = [name for name in targets if name not in whole]
         found.setdefault("tuning.lora.modules_to_save", whole)
         carried.origins["tuning.lora.modules_to_save"] = "trained whole, as Unsloth does"
-    if calls_of_adapters(notebook) and found.get("tuning.mode") != "full":
-        origin = "Unsloth's own, where the notebook names none"
-        found.setdefault("tuning.lora.alpha", UNSLOTH_ALPHA)
-        carried.origins.setdefault("tuning.lora.alpha", origin)
     if found.get("train.eval_strategy", "no") == "no":
-        for path in [path for path in COMPARES_CHECKPOINTS if path in found]:
-            del found[path]
-            carried.notes.append(look(None, f"{path} is left out: nothing is evaluated"))
+        for path in COMPARES_CHECKPOINTS:
+            if found.pop(path, None) is not None:
+                carried.look(None, f"{path} is left out: nothing is evaluated")
+
+
+def _look_at_choices(carried: Carried, notebook: Notebook) -> None:
+    """Name what the notebook leaves open, and what its batch and steps are here."""
+    found = carried.values
     for path, choice in CHOSEN_HERE.items():
         if path not in found:
-            carried.notes.append(look(None, f"the notebook does not set {path}: here {choice}"))
+            carried.look(None, f"the notebook does not set {path}: here {choice}")
     if "train.epochs" in found and "train.max_steps" in found:
-        carried.notes.append(look(None, "max_steps wins over num_train_epochs, as in the notebook"))
+        carried.look(None, "max_steps wins over num_train_epochs, as in the notebook")
     for name, base in notebook.own_trainers.items():
         said = (
             f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried"
         )
-        carried.notes.append(look(None, said))
-    carried.notes += [*_of_batch(found), *_of_resuming(notebook)]
-    if "train.max_steps" in found:
-        carried.notes.append(_of_steps(found))
-
-
-def _of_batch(found: dict[str, Any]) -> list[Note]:
-    """Say that a batch which is fixed for each GPU grows with their number."""
+        carried.look(None, said)
     batch, accumulation = found.get("train.batch_size"), found.get("train.grad_accum")
-    if batch is None or accumulation is None:
-        return []
-    rows_of_update = batch * accumulation
-    said = f"an update has {batch} x {accumulation} = {rows_of_update} rows for each GPU; for "
-    return [
-        look(
+    seen = ""
+    if batch is not None and accumulation is not None:
+        rows = batch * accumulation
+        carried.look(
             None,
-            f"{said}{rows_of_update} on any number of them write train.effective_batch_size: "
-            f"{rows_of_update} and train.grad_accum: auto",
+            f"an update has {batch} x {accumulation} = {rows} rows for each GPU; for {rows} on "
+            f"any number of them write train.effective_batch_size: {rows} and train.grad_accum: "
+            "auto",
         )
-    ]
+        seen = f", {found.get('train.max_steps', 0) * rows} rows on one GPU"
+    for call in notebook.train_calls:
+        if call.keyword("resume_from_checkpoint") is not None:
+            said = "a checkpoint of the notebook is not resumed by a run of SFT-Play"
+            carried.look(call.number, said)
+    if "train.max_steps" in found:
+        steps = found["train.max_steps"]
+        said = f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
+        carried.look(None, f"{said}train.max_steps for whole epochs")
 
 
-def _of_resuming(notebook: Notebook) -> list[Note]:
-    return [
-        look(found.number, "a checkpoint of the notebook is not resumed by a run of SFT-Play")
-        for found in notebook.train_calls
-        if found.keyword("resume_from_checkpoint") is not None
-    ]
+def _look_at_formatting(carried: Carried, notebook: Notebook) -> None:
+    """Name what of the notebook's formatting of rows has no counterpart, or another one."""
+    for found in notebook.functions(["get_chat_template"])[:1]:
+        node = found.keyword("chat_template")
+        template = "a template" if node is None else found.code.text(node)
+        carried.look(found.number, f"get_chat_template with {template}: {TEMPLATE}")
+    for found in notebook.methods("map"):
+        if found.call.args and isinstance(found.call.args[0], ast.Name | ast.Lambda):
+            said = "rows are read as they are in the file, and the function of .map is not carried"
+            carried.look(found.number, f"{said}: rows of a shape of its own need DATA=")
+            break
+    for found in notebook.functions(RESHAPES):
+        if found.owner is None:
+            carried.look(found.number, f"{found.name} is not carried: {TEMPLATE}")
+    for code, node in notebook.nodes(ast.Attribute):
+        if node.attr == "eos_token":
+            said = "a prompt of its own with EOS_TOKEN is not carried"
+            carried.look(code.number, f"{said}: {TEMPLATE}")
+            break
+    if not notebook.functions(["train_on_responses_only", "DataCollatorForCompletionOnlyLM"]):
+        said = "the notebook trains on prompts too; here answers alone carry loss, but for rows of "
+        carried.look(None, f"{said}plain text")
 
 
-def _of_steps(found: dict[str, Any]) -> Note:
-    steps = found["train.max_steps"]
-    sizes = (found.get("train.batch_size"), found.get("train.grad_accum"))
-    sizes_known = all(isinstance(size, int) for size in sizes)
-    seen = f", {steps * sizes[0] * sizes[1]} rows on one GPU" if sizes_known else ""
-    return look(
-        None,
-        f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
-        "train.max_steps for whole epochs",
-    )
+def _take_rows(carried: Carried, values: Values, data: str | None) -> None:
+    """Take data.train_path: what the user names, else what the notebook loads."""
+    for split in values.notebook.methods("train_test_split")[:1]:
+        share = values.keyword(split, "test_size")
+        if isinstance(share, float) and 0 < share < 0.5:
+            carried.put("data.val_size", share, split.number, f"test_size = {share}")
+        else:
+            said = "train_test_split is not carried: data.val_size is a share under 0.5"
+            carried.look(split.number, said)
+    if data is not None:
+        carried.values["data.train_path"] = data
+        carried.origins["data.train_path"] = "DATA of make convert-notebook"
+        return
+    loads = values.notebook.functions(["load_dataset"])
+    if not loads:
+        carried.look(None, "loads no data set by name: give the file with DATA=rows.jsonl")
+        return
+    _take_source(carried, values, loads[0])
+    if len(loads) > 1:
+        said = "loads several data sets; the first is carried: see data.train_path"
+        carried.look(loads[0].number, said)
+
+
+def _take_source(carried: Carried, values: Values, load: Found) -> None:
+    """Take the rows of a load_dataset call, as far as they can be told."""
+    read = [values.read(load.code, node) for node in load.call.args]
+    path = read[0] if read else values.keyword(load, "path")
+    if path in FILE_BUILDERS:
+        path = values.keyword(load, "data_files")
+        path = path.get("train") if isinstance(path, dict) else path
+    if not isinstance(path, str):
+        said = "the data set's name is told only by running: give it with DATA="
+        carried.look(load.number, said)
+        return
+    split = values.keyword(load, "split")
+    subset = read[1] if len(read) > 1 else values.keyword(load, "name")
+    section = {"path": path}
+    if isinstance(split, str):
+        name, _, part = split.partition("[")
+        if part:
+            said = f"split = {split!r}: the part in brackets is not carried, all rows are used"
+            carried.look(load.number, said)
+        if name != "train":
+            section["split"] = name
+    if isinstance(subset, str):
+        section["subset"] = subset
+    source = path if len(section) == 1 else [section]
+    carried.put("data.train_path", source, load.number, "load_dataset")
 
 
 def _as_text(document: Document, carried: Carried) -> str:
@@ -278,8 +288,3 @@ def _as_text(document: Document, carried: Carried) -> str:
         if path in carried.values
     ]
     return commented_yaml(header, lines)
-
-
-def _with_carried(carried: Carried) -> list[Note]:
-    """Return the notes, with one that counts the settings."""
-    return [changed(None, f"{len(carried.values)} settings carried"), *carried.notes]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sft_play.data.visible_text import make_visible
+from sft_play.data.rows import make_visible
 from sft_play.reporting import bootstrap
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score

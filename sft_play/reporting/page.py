@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sft_play.data.visible_text import make_visible
+from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
 from sft_play.reporting import charts
 from sft_play.reporting.summary import RunSummary, read_summary

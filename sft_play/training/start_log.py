@@ -20,15 +20,15 @@ LARGE_WEIGHTS_BYTES = 1e9  # some seconds from a disk
 def log_data(data: RunData) -> None:
     """Log a line for each split: rows, dropped rows by reason, tokens."""
     for name, split in data.ledger.splits.items():
-        dropped = [f"{reason}={count}" for reason, count in split.dropped.items()]
+        dropped = [f"{reason}={count}" for reason, count in split.tally.dropped.items()]
         logger.info(
             "data %s rows=%d used=%d %s tokens=%d trained=%d",
             name,
-            split.rows_in,
-            split.rows_used,
+            split.tally.rows_in,
+            split.tally.rows_used,
             " ".join(dropped) or "dropped=0",
-            split.tokens,
-            split.trained_tokens,
+            split.tally.tokens,
+            split.tally.trained_tokens,
         )
     for note in data.ledger.notes:
         logger.info("data %s", note)

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
-from sft_play.data.assemble import RunData, assemble
-from sft_play.data.data_facts import DataFacts
-from sft_play.data.histogram import length_histogram
+from sft_play.data.assemble import DataFacts, RunData, assemble
+from sft_play.data.splits import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
-from tools.embedded import build
+from tools.embedded.corpus import corpus_text
+from tools.embedded.task import make_splits
 
 
 def main() -> None:
     """Parse the command line and build the chosen parts."""
     parser = argparse.ArgumentParser(prog="python -m tools.embedded", description=__doc__)
-    parser.add_argument(
-        "--only",
-        choices=("data", "model", "all"),
-        default="all",
-        help="what to build (default: all)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("data"), help="folder to write to (default: data)"
-    )
+    add = parser.add_argument
+    add("--only", choices=("data", "model", "all"), default="all", help="default: all")
+    add("--out", type=Path, default=Path("data"), help="folder to write to (default: data)")
     args = parser.parse_args()
-    if args.only in ("data", "all"):
-        build.build_data(args.out)
-    if args.only in ("model", "all"):
-        print(f"pretrain loss={build.build_model(args.out):.4f}")
+    if args.only != "model":
+        for name, text in data_files().items():
+            (args.out / name).parent.mkdir(parents=True, exist_ok=True)
+            (args.out / name).write_text(text, encoding="utf-8", newline="\n")
+    if args.only != "data":
+        from tools.embedded.model import build_model
+
+        print(f"pretrain loss={build_model(args.out):.4f}")
+
+
+def data_files() -> dict[str, str]:
+    """Return {path under data/: text} of every generated text file."""
+    files = {"corpus/town.txt": corpus_text()}
+    for split, conversations in make_splits().items():
+        rows = ({"messages": conversation.messages()} for conversation in conversations)
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        files[f"desk/{split}.jsonl"] = "".join(lines)
+    return files
 
 
 if __name__ == "__main__":

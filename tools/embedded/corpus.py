@@ -9,226 +9,115 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 
-from tools.embedded import task, vocabulary
-from tools.embedded.documents import DOCUMENT_MAKERS
-from tools.embedded.records import Record, draw_change, draw_record
-from tools.embedded.vocabulary import WORDS, capitalize, join_words
+from tools.embedded import task, town
+from tools.embedded.town import WORDS, Record, Rng, capitalize, join_words, say
 
 CORPUS_SEED = 20
 CORPUS_BYTES = 1_800_000
 EXERCISE_SHARE = 0.5  # of the documents
 NOTE_SHARE = 0.3
 
-
-@dataclass(frozen=True)
-class Scene:
-    """Who speaks in a document: the clerk, the business, and the other person, who has no name.
-
-    Names are few on purpose: the model cannot predict a new name, and each is a wrong candidate for
-    later copies.
-    """
-
-    clerk: str
-    business: str
-    other: str
+# Who speaks in a document: the clerk, the business, and the other person, who has no name. Names
+# are few on purpose: the model cannot predict a new name, and each is a wrong candidate for copies.
+Scene = dict[str, str]
+Segment = Callable[[Record, Scene, Rng], str]
 
 
-Segment = Callable[[Record, Scene, random.Random], str]
-
-
-def ask_in_person(record: Record, scene: Scene, rng: random.Random) -> str:
+def ask_in_person(record: Record, scene: Scene, rng: Rng) -> str:
     """Return a question about the note and its answer, as two people say them."""
-    field = rng.choice(list(record.kind.fields))
-    question = record.question(field, rng)
-    answer = record.answer(field)
+    field, question, answer = record.ask(rng)
     value = record.values[field]
-    looked_up = f"{capitalize(scene.other)} looked up."
-    forms = (
-        f'"{question}" asked {scene.other}. "{answer}"',
-        f'{looked_up} "{question}" {scene.clerk} read the note again. "{answer}"',
-        f'"{question}" {answer}',
-        f'"{question}" {answer}',
-        f'"{question}" In one word: {value}',
-        f'"{question}" asked {scene.other}, and {scene.clerk} wrote one line: {value}',
-    )
-    return rng.choice(forms)
+    return say(rng, "ask_in_person", question=question, answer=answer, value=value, **scene)
 
 
-def state_fields(record: Record, scene: Scene, rng: random.Random) -> str:
+def state_fields(record: Record, scene: Scene, rng: Rng) -> str:
     """Return two or three facts of the note, each in a sentence of its own."""
-    fields = task.draw_fields(record, rng)
-    leads = (
-        "",
-        f"{scene.clerk} read it out. ",
-        "That is all there is to know: ",
-        "In other words: ",
-    )
-    return rng.choice(leads) + " ".join(record.answer(field) for field in fields)
+    facts = " ".join(map(record.answer, record.draw_fields(rng, 2, 3)))
+    return say(rng, "state_fields", **scene) + facts
 
 
-def write_letter(record: Record, scene: Scene, rng: random.Random) -> str:
-    """Return the slip of paper and the polite letter that was made of it."""
-    polite = record.fill(record.kind.polite)
-    terse = record.fill(record.kind.terse)
-    forms = (
-        f"The slip of paper said: {terse}. The letter said: {polite}",
-        f"{scene.clerk} had scribbled: {terse}. A polite message went out the same day: {polite}",
-        f"{scene.clerk} wrote a polite message: {polite}",
-        f"On the slip: {terse}. In the letter: {polite} Kind regards, {scene.business}",
-        f"The letter was short. {polite} Kind regards, {scene.business}",
-    )
-    return rng.choice(forms)
-
-
-def draw_fields(record: Record, rng: random.Random) -> list[str]:
-    """Return two to four field names of the record in a random order."""
-    names = list(record.kind.fields)
-    return rng.sample(names, rng.randint(2, min(4, len(names))))
-
-
-def fill_card(record: Record, scene: Scene, rng: random.Random) -> str:
+def fill_card(record: Record, scene: Scene, rng: Rng) -> str:
     """Return the note as a card with one line for each field."""
-    fields = draw_fields(record, rng)
-    words = join_words(fields)
-    leads = (
-        f"{scene.clerk} filled in a form with {words}.",
-        f"The card has lines for {words}.",
-        f"A card asks for {words}.",
-    )
-    return f"{rng.choice(leads)}\n{record.as_form(fields)}"
+    fields = record.draw_fields(rng, 2, min(4, len(record.values)))
+    return f"{say(rng, 'fill_card', words=join_words(fields), **scene)}\n{record.as_form(fields)}"
 
 
-def keep_in_file(record: Record, scene: Scene, rng: random.Random) -> str:
+def keep_in_file(record: Record, scene: Scene, rng: Rng) -> str:
     """Return the note as JSON or as a row of a table."""
-    fields = draw_fields(record, rng)
-    words = join_words(fields)
+    fields = record.draw_fields(rng, 2, min(4, len(record.values)))
+    phrase, written = "keep_as_row", record.as_row(fields)
     if rng.random() < 0.5:
-        leads = (
-            f"The computer keeps {words} as JSON",
-            f"In the file with {words} it is",
-            f"{scene.clerk} typed {words} as JSON",
-        )
-        return f"{rng.choice(leads)}:\n{record.as_json(fields)}"
-    leads = (
-        f"The table has columns for {words}",
-        f"{scene.clerk} wrote {words} in one row",
-        f"The row with {words} is",
+        phrase, written = "keep_as_json", record.as_json(fields)
+    return f"{say(rng, phrase, words=join_words(fields), **scene)}:\n{written}"
+
+
+def retell(phrase: str, record: Record, scene: Scene, rng: Rng) -> str:
+    """Return the note in other words: a letter, a heading, a reply or an index."""
+    kind = record.kind
+    return say(
+        rng,
+        phrase,
+        polite=record.fill(kind.polite),
+        terse=record.fill(kind.terse),
+        subject=capitalize(record.fill(kind.subject)),
+        summary=record.fill(kind.summary),
+        reply=record.reply(),
+        role=kind.person,
+        person=record.person,
+        indexed=record.surname_first(),
+        **scene,
     )
-    return f"{rng.choice(leads)}:\n{record.as_row(fields)}"
 
 
-def give_heading(record: Record, scene: Scene, rng: random.Random) -> str:
-    """Return the note's subject line or its one-sentence summary."""
-    subject = capitalize(record.fill(record.kind.subject))
-    summary = record.fill(record.kind.summary)
-    forms = (
-        f"The subject line reads: {subject}",
-        f"{scene.clerk} put it under the heading: {subject}",
-        f"In one sentence: {summary}",
-        f"In short: {summary}",
-        f"{scene.clerk} told it in one sentence. {summary}",
-    )
-    return rng.choice(forms)
-
-
-def correct(record: Record, scene: Scene, rng: random.Random) -> str:
+def correct(record: Record, scene: Scene, rng: Rng) -> str:
     """Return the note, a changed value and the note with that value."""
     field = record.kind.changeable
-    changed = record.with_value(field, draw_change(record, rng))
+    changed = record.change(rng)
     template = rng.choice(record.kind.notes)
-    old = record.fill(template)
-    new = changed.fill(template)
-    before = record.values[field]
-    value = changed.values[field]
-    said = f'"Make it {value}," said {record.first_name}. {scene.clerk} wrote the note again:'
-    forms = (
-        f"{scene.clerk} had written: {old} "
-        f"Then the {field} changed to {value}, so now it reads: {new}",
-        f"The first version said: {old} With {value} in place of {before} it says: {new}",
-        f"The note said: {old} {said} {new}",
-        f"Yesterday: {old} But the {field} is now {value}. Today: {new}",
+    return say(
+        rng,
+        "correct",
+        field=field,
+        old=record.fill(template),
+        new=changed.fill(template),
+        before=record.values[field],
+        value=changed.values[field],
+        first=record.first_name,
+        **scene,
     )
-    return rng.choice(forms)
 
 
-def copy_out(record: Record, scene: Scene, rng: random.Random) -> str:
+def copy_out(record: Record, scene: Scene, rng: Rng) -> str:
     """Return the note twice, word for word."""
-    note = record.note(rng)
-    forms = (
-        f"{note} And once more: {note}",
-        f"{scene.clerk} read: {note} Then {scene.clerk} copied it: {note}",
-    )
-    return rng.choice(forms)
-
-
-def thank(record: Record, scene: Scene, rng: random.Random) -> str:
-    """Return a two-sentence reply to the person of the note."""
-    reply = record.reply()
-    forms = (
-        f"{scene.clerk} answered: {reply}",
-        f"The reply was friendly. {reply}",
-        f"Back came two sentences: {reply}",
-        f"The reply was friendly. {reply} Kind regards, {scene.business}",
-    )
-    return rng.choice(forms)
-
-
-def index_name(record: Record, scene: Scene, rng: random.Random) -> str:
-    """Return the person's name as the card index files it, surname first."""
-    role = record.kind.person
-    indexed = record.surname_first()
-    forms = (
-        f"In the index the {role} is {indexed}",
-        f"{scene.clerk} filed {record.person} as {indexed}",
-        f"With the surname first, the {role} is {indexed}",
-    )
-    return rng.choice(forms)
+    return say(rng, "copy_out", note=record.note(rng), **scene)
 
 
 # listed more than once: drawn more often
 SEGMENTS: tuple[Segment, ...] = (
     *4 * (ask_in_person,),
     state_fields,
-    *3 * (write_letter,),
+    *3 * (partial(retell, "write_letter"),),
     fill_card,
     *2 * (keep_in_file,),
-    *2 * (give_heading,),
+    *2 * (partial(retell, "give_heading"),),
     correct,
     copy_out,
-    thank,
-    index_name,
+    partial(retell, "thank"),
+    partial(retell, "index_name"),
 )
 
 
-def draw_scene(rng: random.Random) -> Scene:
-    """Return who speaks."""
-    clerk = rng.choice(WORDS.first_names)
-    business = vocabulary.draw_business(rng)
-    others = ("a colleague", "the manager", "somebody at the door", "the new clerk", "an old man")
-    return Scene(clerk, business, rng.choice(others))
-
-
-def draw_opening(scene: Scene, rng: random.Random) -> str:
-    """Return the sentence that introduces the clerk and the business."""
-    day = rng.choice(WORDS.days)
-    openings = (
-        f"{scene.clerk} opened the post of the {scene.business}.",
-        f"It was a quiet {day} at the {scene.business}, and {scene.clerk} was on duty.",
-        f"{scene.clerk} works at the {scene.business}.",
-        f"From the day book of the {scene.business}, kept by {scene.clerk}.",
-    )
-    return rng.choice(openings)
-
-
-def note_document(rng: random.Random) -> str:
+def note_document(rng: Rng) -> str:
     """Return a document about one or two notes: the notes first, then what was made of each."""
-    scene = draw_scene(rng)
-    opening = draw_opening(scene, rng)
+    scene = {"clerk": rng.choice(WORDS.first_names), "business": town.draw_business(rng)}
+    scene["other"] = say(rng, "other")
+    scene["Other"] = capitalize(scene["other"])
+    opening = say(rng, "opening", day=rng.choice(WORDS.days), **scene)
     # nobody shares the clerk's first name: "said Ada" must not mean two people
-    names = [name for name in vocabulary.draw_full_names(rng, 3) if name.split()[0] != scene.clerk]
-    records = [draw_record(rng, name) for name in names[: rng.choice((1, 1, 2))]]
+    names = [name for name in town.draw_full_names(rng, 3) if name.split()[0] != scene["clerk"]]
+    records = [town.draw_record(rng, name) for name in names[: rng.choice((1, 1, 2))]]
     parts = [" ".join([opening, *(record.note(rng) for record in records)])]
     for _ in range(rng.randint(3, 6)):
         segment = rng.choice(SEGMENTS)
@@ -238,7 +127,7 @@ def note_document(rng: random.Random) -> str:
     return "\n".join(parts)
 
 
-def exercise(rng: random.Random) -> str:
+def exercise(rng: Rng) -> str:
     """Return a page of the exercise book: requests about a source with their solutions, in prose.
 
     Names are those of the training split. The chat format, its markers and its stop are left to
@@ -248,7 +137,96 @@ def exercise(rng: random.Random) -> str:
     return "\n".join(f"Exercise. {turn.request}\nSolution: {turn.answer}" for turn in turns)
 
 
-def make_document(rng: random.Random) -> str:
+def fact_document(kind: str, rng: Rng) -> str:
+    """Return a few facts, and questions about them that people ask."""
+    draw, least, most, asked = task.FACTS[kind]
+    facts = draw(rng, rng.randint(least, most + (kind == "place")))
+    parts, person = [facts.passage], ""
+    if kind in ("place", "price"):
+        person, business = rng.choice(WORDS.first_names), town.draw_business(rng)
+        if kind == "place":
+            parts.insert(0, f"{person} showed a visitor around the {business}.")
+        else:
+            parts = [f"The prices at the {business}: {facts.passage}."]
+    phrase = "buyer" if kind == "price" else "visitor"
+    for key in rng.sample(facts.keys, asked):
+        question, answer = facts.ask(key, rng)
+        price = answer.split()[-2]  # of "... costs 6 euros."
+        values = {"question": question, "answer": answer, "noun": key, "price": price}
+        parts.append(say(rng, phrase, buyer=person, **values))
+    return " ".join(parts)
+
+
+def list_document(rng: Rng) -> str:
+    """Return a sentence of things to buy or pack, and the same things as a list."""
+    things = town.draw_things(rng, rng.randint(2, 5))
+    name = rng.choice(WORDS.first_names)
+    sentence = say(rng, "list_sentence", name=name, things=join_words(things))
+    lead = say(rng, "list_lead", name=name)
+    if rng.random() < 0.3:
+        return f"{sentence} In one line that is: {'; '.join(things)}"
+    return "\n".join([f"{sentence} {lead}", *(f"- {thing}" for thing in things)])
+
+
+def date_document(rng: Rng) -> str:
+    """Return pairs of events and which of them comes first."""
+    count = rng.randint(2, 4)
+    return " ".join(say(rng, "dates", **town.draw_event_pair(rng)) for _ in range(count))
+
+
+def calendar_document(rng: Rng) -> str:
+    """Return some months or weekdays in their order."""
+    names = rng.choice((WORDS.months, WORDS.days))
+    parts = []
+    for _ in range(rng.randint(3, 6)):
+        low, high = sorted(rng.sample(range(len(names)), 2))
+        parts.append(say(rng, "calendar", earlier=names[low], later=names[high]))
+    start = rng.randint(0, len(names) - 3)
+    stop = start + rng.randint(3, len(names))
+    parts.append(f"The order is {', '.join(names[start:stop])}.")
+    return " ".join(parts)
+
+
+def route_document(rng: Rng) -> str:
+    """Return messages and the desk that each of them went to."""
+    clerk = rng.choice(WORDS.first_names)
+    parts = [f"{clerk} sorts the messages of the {town.draw_business(rng)}."]
+    for _ in range(rng.randint(2, 3)):
+        parts.append(say(rng, "routed", clerk=clerk, **town.draw_message(rng)))
+    return " ".join(parts)
+
+
+def story_document(rng: Rng) -> str:
+    """Return a small story about two people and a day in the town; nothing is asked."""
+    one, two = town.draw_full_names(rng, 2)
+    first, second = rng.sample(WORDS.places, 2)
+    values = {"a": one.split()[0], "b": two.split()[0], "first": first, "second": second}
+    values |= {"item": town.draw_goods(rng), "day": rng.choice(WORDS.days)}
+    values["city"] = rng.choice(WORDS.cities)
+    opening = f"{say(rng, 'weather')} on {values['day']}. {one} and {two} are old friends."
+    meeting = say(rng, "meeting", **values)
+    topics = {"topic": rng.choice(WORDS.topics), "later_topic": rng.choice(WORDS.topics)}
+    middle = say(rng, "middle", **values, **topics)
+    return f"{opening} {meeting} {middle} {say(rng, 'ending', **values)}"
+
+
+# listed twice: drawn twice as often
+DOCUMENT_MAKERS = (
+    partial(fact_document, "place"),
+    partial(fact_document, "job"),
+    partial(fact_document, "price"),
+    partial(fact_document, "hours"),
+    list_document,
+    partial(fact_document, "guest"),
+    date_document,
+    date_document,
+    calendar_document,
+    route_document,
+    story_document,
+)
+
+
+def make_document(rng: Rng) -> str:
     """Return one document: exercises, notes and what was made of them, or a list or story."""
     chance = rng.random()
     if chance < EXERCISE_SHARE:

@@ -5,6 +5,10 @@
     .venv/bin/python -m tools.install add FILE      add a requirements file to this Python
 
 INSTALLER=pip or uv, TORCH=cpu, cu126 or cu130, TORCH_INDEX=<a mirror of PyTorch's index>.
+
+torch may come from PyTorch's own index, which has builds for a CPU and for several CUDA versions.
+Everything else, torch's own needs included, comes from the user's index. The stamp .venv/.installed
+is written last: without one an install was cut short.
 """
 
 from __future__ import annotations
@@ -12,65 +16,65 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tools.install import environment
-from tools.install.environment import ROOT
-
-if TYPE_CHECKING:
-    from tools.install.commands import TorchSource
-
+ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
-LOG = VENV / environment.LOG_NAME
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")  # that the pins have wheels for
+PIN_FILES = (
+    "requirements.txt",
+    "requirements-build.txt",
+    "requirements-gpu.txt",
+    "requirements.lock",
+)
+INSTALLERS = ("pip", "uv")
+TORCH_BUILDS = ("cpu", "cu126", "cu130")
+TORCH_INDEX = "https://download.pytorch.org/whl"
 VARIABLES = ("TORCH", "TORCH_INDEX", "INSTALLER", "PYTHON")
-USAGE = "no such words; write add FILE for a requirements file, --check, or nothing to install all"
 DEFAULT_CUDA = 13  # major version of the CUDA that PyPI's torch 2.13 for Linux is built for
+MAKE_VENV = {
+    "pip": [sys.executable, "-m", "venv", str(VENV)],
+    "uv": ["uv", "venv", "--seed", "--python", sys.executable, str(VENV)],
+}
+USAGE = "no such words; write add FILE for a requirements file, --check, or nothing to install all"
+ASK_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def main(words: list[str]) -> int:
     """Check or install; return the exit code."""
-    is_known = words in ([], ["--check"]) or (len(words) == 2 and words[0] == "add")
-    if not is_known:
+    if words == ["--check"]:  # `make install` goes over everything
+        return int(bool(os.environ.get("INSTALL_AGAIN")) or read_stamp() != make_stamp())
+    if words and (len(words) != 2 or words[0] != "add"):
         raise SystemExit(f"python -m tools.install {' '.join(words)}: {USAGE}")
-    if words == ["--check"]:
-        is_asked = bool(os.environ.get("INSTALL_AGAIN"))  # `make install` goes over everything
-        is_stale = environment.read_stamp(VENV) != environment.stamp_of(VENV)
-        return int(is_asked or is_stale)
-    refuse_python()
+    refuse_python(version_of(sys.executable))
     refuse_misspelt(os.environ.get("SFT_PLAY_VARIABLES", ""))
     try:
         if words:
-            add(Path(words[1]))
+            run([*install_command(sys.executable, "pip"), "-r", words[1]])
         else:
-            install()
+            with one_install_at_a_time():
+                install()
     except KeyboardInterrupt:
         print("\nstopped; make install goes on from here", file=sys.stderr)
         return 130
     return 0
 
 
-def refuse_python() -> None:
+def refuse_python(version: str | None) -> None:
     """Raise SystemExit where this Python is too old or too new, with one to use instead."""
-    version = sys.version_info[:2]
-    if environment.is_supported(version):
-        return
-    oldest = environment.dotted(environment.OLDEST_PYTHON)
-    newest = environment.dotted(environment.NEWEST_PYTHON)
-    found = other_python()
-    if found is None:
+    if version not in PYTHONS:
+        here = [f"python{each}" for each in PYTHONS if shutil.which(f"python{each}")]
         fix = "install one, such as sudo apt-get install python3.12 python3.12-venv"
-    else:
-        fix = f"type make install PYTHON={found}"
-    raise SystemExit(
-        f"Python {environment.dotted(version)} ({sys.executable}): "
-        f"SFT-Play needs {oldest} to {newest}; {fix}"
-    )
+        if here:
+            fix = f"type make install PYTHON={here[0]}"
+        raise SystemExit(f"Python {version}: SFT-Play needs {PYTHONS[0]} to {PYTHONS[-1]}; {fix}")
 
 
 def refuse_misspelt(names: str) -> None:
@@ -84,115 +88,144 @@ def refuse_misspelt(names: str) -> None:
             raise SystemExit(f"{name}: make install has no such variable; did you mean {meant[0]}?")
 
 
-def other_python() -> str | None:
-    """Return the name of a supported Python on PATH, the one that most tests run on first."""
-    oldest = environment.OLDEST_PYTHON[1]
-    newest = environment.NEWEST_PYTHON[1]
-    for minor in range(oldest, newest + 1):
-        name = f"python3.{minor}"
-        if environment.version_of(Path(name)) == f"3.{minor}":
-            return name
-    return None
-
-
 def install() -> None:
-    """Make .venv, or mend it, and install the pinned packages."""
-    from tools.install import commands
-    from tools.install.watched import run_watched
-
-    source = commands.torch_source(os.environ, sys.platform)
-    with one_install_at_a_time():
-        if is_current():
-            return  # another make has just done it
-        has_uv = shutil.which("uv") is not None
-        pip_config = pip_config_list() if has_uv else ""
-        installer = commands.choose_installer(os.environ, has_uv, pip_config)
-        prepare(installer)
-        for line in torch_lines(source):
-            print(line, flush=True)
-        python = environment.python_of(VENV)
-        has_gpu = driver_cuda() is not None
-        for step in commands.install_steps(ROOT, python, installer, source, has_gpu):
-            run_watched(step, LOG)
-        write_stamp()
-        print(f"installed; the whole output is in {LOG.relative_to(ROOT)}", flush=True)
-
-
-def prepare(installer: str) -> None:
-    """Leave a .venv with a Python that starts and a pip, and say what was wrong with it."""
-    from tools.install import commands
-    from tools.install.watched import run_watched
-
-    named = os.environ.get("PYTHON", "python3")
-    wanted = None
-    if named != "python3":
-        wanted = environment.dotted(sys.version_info[:2])
-    reason = environment.why_anew(VENV, wanted)
+    """Make .venv, or bring it up to the pins."""
+    python = str(VENV / "bin" / "python")
+    check = [python, "-S", "-m", "tools.install", "--check"]
+    if version_of(python) and subprocess.run(check, cwd=ROOT).returncode == 0:
+        return  # another make has just done it
+    installer = choose(INSTALLERS, "INSTALLER", "pip")
+    build = choose(TORCH_BUILDS, "TORCH", "")
+    reason = why_anew()
     if reason is not None:
         print(f".venv is made anew: {reason}", flush=True)
-        environment.remove(VENV)
-    stamp = environment.read_stamp(VENV)
-    (VENV / ".installed").unlink(missing_ok=True)
+        remove()
     if not VENV.exists():
         print(f"installing into .venv with {installer} (a few minutes, once)", flush=True)
-        VENV.mkdir()
-        command = commands.venv_command(sys.executable, VENV, installer)
-        run_watched(commands.Step("an empty .venv", command, {}), LOG)
-        return
-    moved_from = stamp.get("folder", os.path.realpath(VENV))
-    if not stamp:
-        print(f"going on with the install into .venv, with {installer}", flush=True)
-    elif moved_from != os.path.realpath(VENV):
-        mended = environment.mend_scripts(VENV, moved_from)
-        print(f".venv was moved from {moved_from}: {mended} scripts mended", flush=True)
-    else:
-        print(f"bringing .venv up to the pins, with {installer}", flush=True)
-    for name in environment.forget_half_unpacked(VENV):
-        print(f"{name} was half installed: once more", flush=True)
-    ensure_pip()
-
-
-def ensure_pip() -> None:
-    """Give .venv a pip where it has none: what was cut short may be pip itself."""
-    from tools.install import commands
-    from tools.install.watched import run_watched
-
-    python = str(environment.python_of(VENV))
-    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode != 0:
-        run_watched(commands.Step("pip", [python, "-m", "ensurepip", "--upgrade"], {}), LOG)
-
-
-def add(requirements: Path) -> None:
-    """Install a requirements file for this Python, which may be the user's own."""
-    from tools.install import commands
-    from tools.install.watched import run_watched
-
-    command = [*commands.install_command(Path(sys.executable), "pip"), "-r", str(requirements)]
-    log = Path(sys.prefix) / "install.log"
-    if not os.access(sys.prefix, os.W_OK):
-        log = Path(os.devnull)
-    run_watched(commands.Step(requirements.name, command, {}), log)
-
-
-def torch_lines(source: TorchSource | None) -> list[str]:
-    """Return what a user should know about the torch that comes, before it is downloaded."""
-    if source is not None or sys.platform != "linux" or has_torch():
-        return []
+        run(MAKE_VENV[installer])
+    forget_half_unpacked()
     cuda = driver_cuda()
-    size = "PyPI's torch for Linux contains CUDA 13: 2.7 GB to download, 5 GB on disk"
+    if sys.platform == "linux" and not build:
+        tell_size(cuda)
+    for command in install_commands(python, installer, build, has_gpu=cuda is not None):
+        run(command)
+    stamp = json.dumps(make_stamp(version_of(python)), indent=2, sort_keys=True)
+    (VENV / ".installed").write_text(stamp + "\n", encoding="utf-8")
+    print("installed", flush=True)
+
+
+def choose(values: tuple[str, ...], name: str, default: str) -> str:
+    """Return the value of a variable. Raises SystemExit where it is none of `values`."""
+    value = os.environ.get(name) or default
+    if value and value not in values:
+        raise SystemExit(f"{name}={value} is not valid; write {', '.join(values)}")
+    return value
+
+
+def run(command: list[str]) -> None:
+    """Run a command. Raises SystemExit where it fails; what it printed says why."""
+    done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, check=False)
+    if done.returncode != 0:
+        raise SystemExit("see what the lines above say, then type make install again")
+
+
+def install_commands(python: str, installer: str, build: str, has_gpu: bool) -> list[list[str]]:
+    """Return the commands that install the pinned packages for an interpreter."""
+    install = install_command(python, installer)
+    if installer == "pip":
+        install += ["--log", str(VENV / "install.log")]
+    commands = []
+    if build:
+        pins = (ROOT / "requirements-build.txt").read_text(encoding="utf-8").split()
+        (torch,) = [pin for pin in pins if pin.startswith("torch==")]
+        index = f"{(os.environ.get('TORCH_INDEX') or TORCH_INDEX).rstrip('/')}/{build}"
+        commands.append([*install, "--index-url", index, "--no-deps", f"{torch}+{build}"])
+    lock = str(ROOT / "requirements.lock")
+    commands.append([*install, "-r", str(ROOT / "requirements-build.txt"), "-c", lock])
+    # DeepSpeed is built against the torch that is there; it compiles its ops when a run needs them
+    rest = str(ROOT / "requirements.txt")
+    commands.append([*install, "--no-build-isolation", "-r", rest])
+    if has_gpu and build != "cpu":
+        commands.append([*install, "-r", str(ROOT / "requirements-gpu.txt")])
+    return commands
+
+
+def install_command(python: str, installer: str) -> list[str]:
+    """Return the words that start an install for an interpreter."""
+    if installer == "uv":
+        return ["uv", "pip", "install", "--python", python]
+    return [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+
+
+def make_stamp(version: str | None = None) -> dict[str, str]:
+    """Return the stamp of an install by this interpreter, or by one of another version."""
+    pins = b"".join((ROOT / name).read_bytes() for name in PIN_FILES)
+    return {
+        "python": version or "{}.{}".format(*sys.version_info[:2]),
+        "folder": os.path.realpath(VENV),
+        "pins": hashlib.sha256(pins).hexdigest(),
+    }
+
+
+def read_stamp() -> dict[str, str]:
+    """Return the stamp of the last install, an empty one where none was completed."""
+    try:
+        return json.loads((VENV / ".installed").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def version_of(python: str) -> str | None:
+    """Return the version of an interpreter, such as 3.11, or None where it does not start."""
+    try:
+        done = subprocess.run([python, "-S", "-c", ASK_VERSION], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def why_anew() -> str | None:
+    """Return why .venv must be made anew, None where it can be kept or is not there."""
+    if not VENV.exists() and not VENV.is_symlink():
+        return None
+    version = version_of(str(VENV / "bin" / "python"))
+    if version is None or not (VENV / "lib" / f"python{version}" / "site-packages").is_dir():
+        return "its Python is gone, does not start or has changed"
+    wanted = version_of(sys.executable) if os.environ.get("PYTHON", "python3") != "python3" else ""
+    if version not in PYTHONS or wanted not in ("", version):
+        return f"it is of Python {version}"
+    folder = os.path.realpath(VENV)
+    moved_from = read_stamp().get("folder", folder)
+    return None if moved_from == folder else f"it was moved from {moved_from}"
+
+
+def remove() -> None:
+    """Delete .venv. Raises SystemExit for a link, and for a folder that is something else."""
+    if VENV.is_symlink():
+        raise SystemExit(f"{VENV} is a link to {os.readlink(VENV)}; rm {VENV}, then make install")
+    if not (VENV / "pyvenv.cfg").exists() and any(VENV.iterdir()):
+        raise SystemExit(f"{VENV} is not a virtual environment; move it away, then make install")
+    shutil.rmtree(VENV)
+
+
+def forget_half_unpacked() -> None:
+    """Delete the metadata of packages whose install was cut short.
+
+    pip writes RECORD last; without it pip takes the package for installed and cannot remove it.
+    """
+    for metadata in VENV.glob("lib/python*/site-packages/*.dist-info"):
+        if not (metadata / "RECORD").exists():
+            print(f"{metadata.stem} was half installed: once more", flush=True)
+            shutil.rmtree(metadata)
+
+
+def tell_size(cuda: int | None) -> None:
+    """Say what PyPI's torch takes, and which build fits this machine better."""
+    print("PyPI's torch for Linux contains CUDA 13: 2.7 GB to download, 5 GB on disk", flush=True)
     if cuda is None:
-        small = "without a GPU type make install TORCH=cpu (0.2 GB)"
-        return [f"no NVIDIA driver is seen here. {size}; {small}"]
-    if cuda < DEFAULT_CUDA:
-        return [
-            f"{size}. This driver runs CUDA {cuda}: type make install TORCH=cu126, or update it"
-        ]
-    return [size]
-
-
-def has_torch() -> bool:
-    """Return whether .venv has a torch already, of whatever build."""
-    return any(VENV.glob("lib/python*/site-packages/torch-*.dist-info"))
+        print("no NVIDIA driver is seen here: make install TORCH=cpu takes 0.2 GB", flush=True)
+    elif cuda < DEFAULT_CUDA:
+        print(f"this driver runs CUDA {cuda}: type make install TORCH=cu126, or update it")
 
 
 def driver_cuda() -> int | None:
@@ -207,40 +240,14 @@ def driver_cuda() -> int | None:
     return version.value // 1000
 
 
-def is_current() -> bool:
-    """Return whether .venv holds what the pins say, asked of its own Python."""
-    command = [str(environment.python_of(VENV)), "-S", "-m", "tools.install", "--check"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-def write_stamp() -> None:
-    """Mark the install as complete, by the version of .venv's own Python."""
-    version = environment.version_of(environment.python_of(VENV))
-    environment.write_stamp(VENV, {**environment.stamp_of(VENV), "python": str(version)})
-
-
-def pip_config_list() -> str:
-    """Return pip's settings from files and the environment, empty where there is no pip."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    return subprocess.run(command, capture_output=True, text=True).stdout
-
-
 @contextlib.contextmanager
 def one_install_at_a_time() -> Iterator[None]:
     """Wait for another make that installs into the same .venv."""
     import fcntl
 
     with Path(__file__).open() as own_source:
-        try:
-            fcntl.flock(own_source, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("another make installs into .venv; waiting for it", flush=True)
+        with contextlib.suppress(OSError):  # a network disk without locks
             fcntl.flock(own_source, fcntl.LOCK_EX)
-        except OSError:  # a network disk without locks
-            pass
         yield
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sft_play.data.packing import padded_width
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import Documents
 
 BLOCK = 128  # tokens

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import documents_of, is_unmasked
+from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.attention.rope import apply_rotary
-from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.recognise import AttentionKind
 from sft_play.models.fast.setup import is_training
@@ -48,8 +48,8 @@ def attention_forward(
     has_norms = hasattr(self, "q_norm")
     if has_norms and kind.norms_all_heads:
         query, key = self.q_norm(query), self.k_norm(key)
-    heads = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
-    query, key, value = heads  # (B, T, H or K, D)
+    # (B, T, H or K, D)
+    query, key, value = [each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value)]
     if has_norms and not kind.norms_all_heads:
         query, key = self.q_norm(query), self.k_norm(key)
     if kind.rotates:

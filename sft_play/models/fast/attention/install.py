@@ -15,6 +15,7 @@ from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
+    AttentionKind,
     attention_kind_of,
     calls_attention_interface,
     is_linear,
@@ -92,15 +93,20 @@ def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.
     kinds = {module: attention_kind_of(module) for module in modules}
     alike = {module: kind for module, kind in kinds.items() if kind is not None}
     for module, kind in alike.items():
-        module.attention_kind = kind
-        module.input_linears = LinearGroup(*projections(module))
-        module.output_linear = LinearGroup(module.o_proj)
+        bind_attention(module, kind)
     try:
         return set(prove(list(alike), _attention_forward_of, setup, _unmasked(setup)))
     except Unsupported:
         return set()
     finally:
         setup.left_out.clear()  # the others are proved next
+
+
+def bind_attention(module: nn.Module, kind: AttentionKind) -> None:
+    """Set what `attention_forward` reads of an attention module."""
+    module.attention_kind = kind
+    module.input_linears = LinearGroup(*projections(module))
+    module.output_linear = LinearGroup(module.o_proj)
 
 
 def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import documents_of, is_unmasked
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring
 
 logger = logging.getLogger(__name__)
 

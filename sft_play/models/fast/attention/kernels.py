@@ -25,8 +25,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from sft_play.models.fast.attention.flex import attend_flex
-from sft_play.models.fast.attention.reference import attend_lengths, attend_rows
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring, attend_lengths, attend_rows
 from sft_play.models.fast.attention.sinks import attend_with_sinks
 from sft_play.models.fast.documents import Documents
 

@@ -4,19 +4,44 @@ Legend: B rows, T tokens of a row, N tokens of all documents, H query heads, K k
 D features of a head of queries and keys, V of values.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.models.fast.attention.scoring import Scoring
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a token weighs the tokens that it attends to.
+
+    softmax(cap(scale * q k^T)), where cap(s) = softcap * tanh(s / softcap). A sink takes part in
+    the softmax of its head, and has no value.
+    """
+
+    scale: float
+    window: int | None = None  # tokens that a token attends to, itself included; None for all
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (H,), a logit for each query head
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token sees all tokens before it, without cap and sinks."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
+    def within(self, tokens: int) -> "Scoring":
+        """Return the same for documents of at most `tokens` tokens: a longer window is none."""
+        if self.window is None or self.window < tokens:
+            return self
+        return replace(self, window=None)
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend within rows, without mask and boundaries, as the fastest kernels require."""
-    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     is_grouped = key.shape[2] != query.shape[2]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     mixed = functional.scaled_dot_product_attention(
-        *heads_first, is_causal=True, scale=scale, enable_gqa=is_grouped
+        query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
     )
     return mixed.transpose(1, 2)
 

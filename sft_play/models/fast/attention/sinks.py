@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import Documents
 
 

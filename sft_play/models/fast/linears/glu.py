@@ -5,7 +5,11 @@ With act(g) = g * s, s = sigmoid(p(g)) of `activations`:
 Computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it multiplies.
 On a GPU the kernels of `glu_kernels` run, elsewhere the reference below.
 
-Legend: N tokens, I intermediate features.
+The adapter of the linear that reads h has thin products: h A^T (N, r) forward, dA = dU^T h (r, I)
+backward. By itself each takes as long as reading h does. On a Hopper GPU the kernel that computes h
+has both (`glu_adapter_kernels`), for ranks of at most 16. Elsewhere they are products of their own.
+
+Legend: N tokens, I intermediate features, r rank.
 """
 
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
+from sft_play.models.fast.linears.adapter_gradients import LARGEST_RANK, a_gradient, is_hopper
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.quantise import quantise
 
@@ -130,3 +135,50 @@ def _flatten(x: Tensor) -> Tensor:
 def _widen(x: Tensor) -> Tensor:
     """Return x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# Forward a program computes whole rows: fewer of them would keep few of a GPU's processors busy.
+LEAST_ROWS = 4096
+
+
+def forward_with_adapter(
+    gate: Tensor, up: Tensor, activation: Activation, a: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return h (N, I), and h A^T (N, r) where the kernel has it. A (r, I); None: no adapter."""
+    if a is None or not fit_one_kernel(gate, up, len(a), LEAST_ROWS):
+        return glu_forward(gate, up, activation), None
+    from sft_play.models.fast.linears import glu_adapter_kernels  # Triton needs a GPU
+
+    return glu_adapter_kernels.forward(gate, up, activation, a)
+
+
+def backward_with_adapter(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    du: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor | None:
+    """Write dgate and dup (N, I); return dA (r, I) for dU (N, r), in `dtype` or that of dh.
+
+    Where it is a product of its own, h overwrites dh. None without an adapter.
+    """
+    if du is None:
+        glu_backward(dh, gate, up, activation, dgate, dup)
+        return None
+    if not fit_one_kernel(gate, up, du.shape[1], 1):
+        glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
+        return a_gradient(du, dh, dtype)
+    from sft_play.models.fast.linears import glu_adapter_kernels
+
+    return glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, du)
+
+
+def fit_one_kernel(gate: Tensor, up: Tensor, rank: int, least_rows: int) -> bool:
+    """Return whether one kernel computes h, or its gradient, and the adapter's product."""
+    if not is_hopper(gate.device) or gate.element_size() != 2 or rank > LARGEST_RANK:
+        return False
+    return len(gate) >= least_rows and gate.stride(1) == up.stride(1) == 1

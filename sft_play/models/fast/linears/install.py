@@ -22,10 +22,7 @@ def install_mlp(setup: TrainingSetup) -> int:
     for module in setup.decoder.modules():
         roles = gated_mlp_of(module)
         if roles is not None:
-            module.fused_roles = roles
-            names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
-            module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
-            module.down_linear = LinearGroup(getattr(module, roles.down))
+            bind_mlp(module, roles)
             modules.append(module)
     if not modules and find_experts(setup.decoder):
         return 0
@@ -36,6 +33,14 @@ def install_mlp(setup: TrainingSetup) -> int:
         module.forward = _mlp_forward_of(module)
         setup.taken.update(child for child in module.children() if is_linear(child))
     return len(agreed)
+
+
+def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
+    """Set what `mlp_forward` reads of a gated MLP."""
+    names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
+    module.fused_roles = roles
+    module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
+    module.down_linear = LinearGroup(getattr(module, roles.down))
 
 
 def _mlp_forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ class LinearGroup:
 
 
 def state_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return what linears were bound by: their weights, active adapters, scales and hooks."""
+    """Return what linears were bound by: weights, active adapters, scales, dropouts and hooks."""
     state: list[Any] = []
     for module in modules:
         base = module
@@ -91,7 +91,8 @@ def state_of(modules: Sequence[nn.Module]) -> list[Any]:
             for name in active:
                 if name in module.lora_A:
                     a, b = module.lora_A[name].weight, module.lora_B[name].weight
-                    state += (id(a), id(b), module.scaling[name])
+                    dropout = getattr(module.lora_dropout[name], "p", 0.0)
+                    state += (id(a), id(b), module.scaling[name], dropout)
         state += (id(base.weight), base.weight.requires_grad)
         for linear in (module, base):
             own = vars(linear)

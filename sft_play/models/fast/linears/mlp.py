@@ -19,8 +19,13 @@ from sft_play.models.fast.linears.adapter_gradients import (
     cast,
     rank_and_output_gradients,
 )
-from sft_play.models.fast.linears.glu import glu, glu_backward_float8, glu_forward_float8
-from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, forward_with_adapter
+from sft_play.models.fast.linears.glu import (
+    backward_with_adapter,
+    forward_with_adapter,
+    glu,
+    glu_backward_float8,
+    glu_forward_float8,
+)
 from sft_play.models.fast.linears.lora import LinearGroup, to_compute_dtype
 from sft_play.models.fast.linears.products import (
     Adapters,

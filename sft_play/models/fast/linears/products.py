@@ -1,6 +1,7 @@
 """Products of linears whose weights are frozen and that may have adapters, and their gradients.
 
-The formulas are in `lora`. Base weights may be plain, packed in 4 bits or in float8.
+The formulas are in `lora`. Base weights may be plain, packed in 4 bits or in float8. LoRA's thin
+products read the input as it was, and are added to what a float8 product has rounded to 16 bits.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -15,11 +16,33 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.models.fast.linears.float8 import add_input_gradient, float8_output
 from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.products import input_product, product
 from sft_play.models.float8.quantise import quantise
 from sft_play.models.partitioned import gathered
+
+
+def float8_output(
+    x: Quantised, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return y (N, out) in `dtype`, without an adapter's part."""
+    y = product(x, weight, scales, dtype)
+    return y if bias is None else y.add_(bias)
+
+
+def add_input_gradient(
+    dx: Tensor | None, dy: Tensor, weight: Tensor, scales: Tensor, known: Quantised | None
+) -> Tensor:
+    """Return dx (N, in), with the part of dy (N, out) added to it.
+
+    `known` is dy in float8, where the kernel that computed it has quantised it.
+    """
+    if known is None:
+        known = quantise(dy, scales)
+    part = input_product(known, weight, dy.dtype)
+    return part if dx is None else dx.add_(part)
+
 
 MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
 

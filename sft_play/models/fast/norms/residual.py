@@ -10,6 +10,7 @@ weight needs sums over all tokens.
 Legend: N tokens, H features.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import hand_over, reads_float8, take
 from sft_play.models.float8.quantise import quantise
-from sft_play.models.partitioned import gathered
+from sft_play.models.partitioned import gathered, is_partitioned
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class AddNormFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor, ds: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
-        with gathered([weight]):
+        with gathered([weight]) if is_partitioned(weight) else contextlib.nullcontext():
             dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
         return dx, dx if ctx.has_residual else None, None, None, None, None
 

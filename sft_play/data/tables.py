@@ -1,13 +1,13 @@
-"""The records of CSV and TSV files. Every value is a text; the first record names the columns."""
+"""The records of CSV, TSV and Excel files. The first row names the columns."""
 
 import csv
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
-from sft_play.errors import DataError
+from sft_play.errors import DataError, EnvironmentFault
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = (";", "\t", "|")  # of .csv files
@@ -39,7 +39,10 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
         try:
             fields = next(reader, None)
         except csv.Error as error:  # nobody can tell where the next row begins
-            raise DataError(f"{path}:{line}: {_reason_of(error)}") from None
+            reason = f"not valid CSV: {error}"
+            if "field larger" in str(error) or "unexpected end" in str(error):
+                reason = "a quote is opened in this row and never closed"
+            raise DataError(f"{path}:{line}: {reason}; quotes inside a field are doubled") from None
         if fields is None:
             return
         if not fields or (len(fields) == 1 and not fields[0].strip()):
@@ -53,18 +56,14 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
         yield NumberedRecord(line, _parse_row(header, fields, row_text), len(row_text))
 
 
-def _reason_of(error: csv.Error) -> str:
-    if "field larger" in str(error) or "unexpected end" in str(error):
-        return "a quote is opened in this row and never closed; quotes inside a field are doubled"
-    return f"not valid CSV: {error}; quotes inside a field are doubled"
-
-
 def _find_delimiter(first_line: str) -> str:
     """Return the delimiter by which the first line has the most fields; a comma before others."""
-    fields: dict[str, int] = {}
-    for delimiter in (",", *OTHER_DELIMITERS):
-        fields[delimiter] = len(next(csv.reader([first_line], delimiter=delimiter), []))
-    return max(fields, key=lambda delimiter: fields[delimiter])
+
+    def count_fields(delimiter: str) -> int:
+        """Return how many fields the delimiter makes."""
+        return len(next(csv.reader([first_line], delimiter=delimiter), []))
+
+    return max((",", *OTHER_DELIMITERS), key=count_fields)
 
 
 def name_columns(where: str, names: list[str]) -> list[str]:
@@ -105,7 +104,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
         raw = row_text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return UnreadableRecord("not UTF-8; save the file as UTF-8", raw)
     while len(fields) > len(header) and not fields[-1].strip():
-        fields.pop()  # empty columns behind the last that has a name
+        fields.pop()  # empty columns after the last that has a name
     if len(fields) != len(header):
         reason = (
             f"{len(fields)} fields, and the first line names {len(header)} columns; "
@@ -113,3 +112,45 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
         )
         return UnreadableRecord(reason, row_text)
     return dict(zip(header, fields, strict=True))
+
+
+def read_sheet(path: Path) -> Iterator[NumberedRecord]:
+    """Yield the rows of a workbook's only sheet. Whole numbers become texts, as in a CSV file.
+
+    Raises: DataError for a damaged file or several sheets, EnvironmentFault without openpyxl.
+    """
+    try:
+        from openpyxl import load_workbook
+    except ImportError:
+        raise EnvironmentFault(
+            f"{path}: reading Excel files needs a package: pip install openpyxl; "
+            "or save the sheet as CSV UTF-8"
+        ) from None
+    try:
+        book = load_workbook(path, read_only=True, data_only=True)
+    except (OSError, ValueError, KeyError) as error:  # no zip file, or one without a workbook
+        raise DataError(f"{path}: no .xlsx file, or a damaged one ({error})") from None
+    if len(book.sheetnames) > 1:
+        raise DataError(
+            f"{path}: the sheets are {', '.join(book.sheetnames)}; "
+            "keep one, or save the one with the rows as CSV UTF-8"
+        )
+    header: list[str] = []
+    for number, cells in enumerate(book.worksheets[0].iter_rows(values_only=True), 1):
+        if all(cell is None for cell in cells):
+            continue
+        if not header:
+            names = ["" if cell is None else str(cell) for cell in cells]
+            header = name_columns(f"{path}:{number}: the first line names the columns", names)
+            continue
+        record: Json | UnreadableRecord = dict(zip(header, map(_as_text, cells), strict=False))
+        if any(cell is not None for cell in cells[len(header) :]):
+            record = UnreadableRecord(
+                f"a cell behind the {len(header)} columns that the first line names", repr(cells)
+            )
+        yield NumberedRecord(number, record, sum(len(str(cell)) for cell in cells))
+    book.close()
+
+
+def _as_text(cell: Any) -> Any:
+    return str(cell) if type(cell) is int else cell
