@@ -12,10 +12,9 @@ from sft_play.models.float8.linear import is_float8
 NAME = "rows_in_float8"
 
 
-def hand_over(x: Tensor, quantised: Quantised | None) -> None:
+def hand_over(x: Tensor, quantised: Quantised) -> None:
     """Leave x (..., F) in float8 (N, F) for the linears that read it."""
-    if quantised is not None:
-        setattr(x, NAME, quantised)
+    setattr(x, NAME, quantised)
 
 
 def take(x: Tensor) -> Quantised | None:

@@ -92,7 +92,8 @@ def add_norm(
     """
     weight = norm.weight
     y, s, *quantised = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, in_float8)
-    hand_over(y, Quantised(*quantised) if quantised else None)
+    if quantised:
+        hand_over(y, Quantised(*quantised))
     return y, s
 
 

@@ -1,0 +1,148 @@
+"""How large the library may be, room by room, and how much Python a training step may run.
+
+Each number may only fall. A feature that needs more says so in the commit that raises it.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import Config
+from sft_play.data.collate import labelled
+from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.fast.linears.copies import copy_adapters_at_once
+from sft_play.models.fast.loss.head import fused_nll
+from sft_play.process import Process
+
+PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
+# Python tokens without comments and docstrings; "." is what lies in no room
+TOKENS = {
+    ".": 8_300,
+    "commands": 18_700,
+    "compat": 1_300,
+    "config": 23_100,
+    "data": 47_300,
+    "evaluation": 10_600,
+    "inference": 16_400,
+    "models": 95_100,
+    "monitor": 8_400,
+    "notebooks": 15_000,
+    "plan": 45_400,
+    "reporting": 11_700,
+    "runs": 12_400,
+    "training": 43_600,
+}
+FILES = 381
+FUNCTIONS = 3_650
+# of ours, in a micro-batch of the tiny model with adapters on all linears
+CALLS = 900
+CALLED_FUNCTIONS = 80
+CALLED_FILES = 21
+SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}  # from Python 3.12 on
+
+
+def docstring_rows(tree: ast.Module) -> Iterator[int]:
+    """Yield the rows of docstrings, and of other texts that stand alone."""
+    for node in ast.walk(tree):
+        is_literal = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_literal and isinstance(node.value.value, str):
+            yield from range(node.lineno, node.end_lineno + 1)
+
+
+def token_count(text: str) -> int:
+    left_out = set(docstring_rows(ast.parse(text)))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(each.type not in SKIPPED and each.start[0] not in left_out for each in tokens)
+
+
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+
+
+def test_tokens_are_counted_without_comments_and_docstrings() -> None:
+    assert token_count('"""Says\nmuch."""\n\nx = "a"  # why\n') == 3
+
+
+def test_each_room_keeps_its_budget() -> None:
+    found: Counter[str] = Counter()
+    for path, text in sources().items():
+        room = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
+        found[room] += token_count(text)
+    assert found.keys() == TOKENS.keys()
+    assert {room: count for room, count in found.items() if count > TOKENS[room]} == {}
+
+
+def test_the_library_has_few_files_and_functions() -> None:
+    texts = sources().values()
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
+    assert len(texts) <= FILES and functions <= FUNCTIONS
+
+
+@contextmanager
+def counting_calls() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the calls of functions of the library on this thread, by file and name."""
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        is_ours = code.co_filename.startswith(f"{PACKAGE}/")
+        if event == "call" and is_ours and code.co_name not in INLINED:
+            calls[(code.co_filename, code.co_qualname)] += 1
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    base = AutoModelForCausalLM.from_pretrained(
+        PACKAGE.parent / "data" / "tiny_llama", dtype=torch.bfloat16
+    )
+    model = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear")).train()
+    config = Config.model_validate({"tuning": {"mode": "lora", "lora": {"dropout": 0.0}}})
+    install_fused_kernels(model, config, Process.alone(torch.device("cpu")))
+    copy_adapters_at_once(model, model)
+    return model
+
+
+def test_a_micro_batch_runs_little_python(model: torch.nn.Module) -> None:
+    ids = torch.arange(3, 67)[None]
+    positions, targets = labelled(ids)
+
+    def step() -> None:
+        inputs = {"input_ids": ids, "use_cache": False}
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = fused_nll(model, model, inputs, positions, targets)
+        loss.backward()
+
+    step()  # linears are bound
+    # on the thread of the forward pass, on which a CPU's backward pass runs, too
+    with counting_calls() as calls:
+        step()
+    assert sum(calls.values()) <= CALLS
+    assert len(calls) <= CALLED_FUNCTIONS
+    assert len({file for file, _ in calls}) <= CALLED_FILES
