@@ -28,7 +28,7 @@ from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_los
 from sft_play.evaluation.generate import Answer, Generator, Room, batches_of, share_of_rank
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge_l
-from sft_play.models.fast.loss.install import fuse_loss
+from sft_play.models.fast.loss.head import fuse_loss
 from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process

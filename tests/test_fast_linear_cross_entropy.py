@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.loss.formula import HeadFormula
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
-from sft_play.models.fast.loss.install import fuse_loss, why_loss_not_fusable
+from sft_play.models.fast.loss.head import fuse_loss, fused_nll, is_loss_fused, why_loss_not_fusable
 from sft_play.models.fast.loss.linear_cross_entropy import (
+    HeadFormula,
     chunk_tokens,
     fused_linear_cross_entropy,
     nll_and_gradient_,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sft_play.models.fast.experts import gates as experts_gates
 from sft_play.models.fast.experts.install import fused_forward
-from sft_play.models.fast.experts.routing import Routing, sort_by_expert, sum_choices, take_tokens
+from sft_play.models.fast.experts.products import Routing, sort_by_expert, sum_choices, take_tokens
 
 pytestmark = [
     pytest.mark.gpu,

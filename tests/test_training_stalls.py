@@ -19,8 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.loss.head import is_loss_fused
-from sft_play.models.fast.loss.install import fuse_loss
+from sft_play.models.fast.loss.head import fuse_loss, is_loss_fused
 from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.callbacks import BeforeFirstStep

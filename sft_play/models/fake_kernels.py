@@ -26,7 +26,7 @@ from sft_play.models.fast.experts import gates as experts_gates
 from sft_play.models.fast.experts import products as experts_products
 from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
-from sft_play.models.fast.loss import install as loss_install
+from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import kernels as mixer_kernels
@@ -222,7 +222,7 @@ def grouped_mm(x: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
 
 
 def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`experts.routing.sum_choices`: allocates only its output (N, H)."""
+    """`experts.products.sum_choices`: allocates only its output (N, H)."""
     return parts[0].new_empty(len(rows), parts[0].shape[1])
 
 
@@ -298,7 +298,7 @@ VALUE_READERS = (
     Replacement(experts_products, "dequantize", dequantize),
     Replacement(functional, "grouped_mm", grouped_mm),
     # tests check this for every model of plan.fast
-    Replacement(loss_install, "_logits_come_from_head", lambda *_: True),
+    Replacement(loss_head, "_logits_come_from_head", lambda *_: True),
     Replacement(attention_kernels, "_attend_by_document", attend_whole_rows),
     # the step passes its own mask for packed rows
     Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),

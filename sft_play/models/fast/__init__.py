@@ -9,7 +9,7 @@ All rooms use what lies beside them:
     setup        the model, and how it will be trained
     recognise    what a module computes, found from its structure
     capture      real inputs of the modules
-    proof        the fused module against its own code on those inputs; shape_proof in a trace
+    proof        the fused module against its own code on those inputs; in a trace its shapes alone
     comparison   what one run of a module computes, and whether two runs agree
     documents    where the documents of a packed batch begin; by_document runs them one by one
 """

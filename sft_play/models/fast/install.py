@@ -18,15 +18,14 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
-from sft_play.models.fast.attention.install import install_attention
-from sft_play.models.fast.attention.rows import reads_rows
+from sft_play.models.fast.attention.install import install_attention, reads_rows
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.install import (
     install_linears,
     install_mlp,
     why_mlp_linears_not_fusable,
 )
-from sft_play.models.fast.loss.install import install_loss
+from sft_play.models.fast.loss.head import install_loss
 from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.norms.install import install_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of

@@ -5,6 +5,8 @@ device and in this dtype, and compares outputs and gradients. One module of each
 the two differ in 16 bits, the own code in float32 decides whether that is rounding. Weights,
 gradients, training mode and random generators are left as they were.
 
+A trace has no values: there it is shown that the fused code runs, and returns tensors of the shapes
+of the module's own, so that the trace counts the bytes of the code that the run will use.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sft_play.models.fast.by_document import forward_by_document
-from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was
+from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was, shape_of
 from sft_play.models.fast.comparison import (
     Forward,
     Trial,
@@ -24,7 +26,6 @@ from sft_play.models.fast.comparison import (
     is_rounding,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
-from sft_play.models.fast.shape_proof import why_not_alike
 from sft_play.models.float8.linear import has_float8
 
 ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible beside the base weight's
@@ -184,3 +185,38 @@ def comparable(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in changed:
                 parameter.copy_(value)
+
+
+def why_not_alike(
+    kind: Kind,
+    fused: Callable[[nn.Module], Callable[..., Any]],
+    setup: TrainingSetup,
+    fused_call: Callable[[Call, str], Call] | None,
+) -> str | None:
+    """Return why the fused code of a kind of modules is not used, None where it is.
+
+    It is where it runs, with outputs of the shapes of the module's own. The arguments are those of
+    `proof.prove`.
+    """
+    sample = setup.proof_inputs.samples.get(kind)
+    if sample is None:
+        return "no token of the proof reached it"
+    module = sample.module
+    name = type(module).__name__
+    device = next(setup.base.parameters()).device
+    dtype = setup.process.compute_dtype
+    is_half = dtype.itemsize == 2 and not setup.zero_stage
+    for batch, call in sample.calls.items():
+        # where both are called in one way, one batch shows the shapes
+        if batch == PACKED and fused_call is None and PLAIN in sample.calls:
+            continue
+        given = fused_call(call, batch) if fused_call is not None else call
+        with as_it_was(module, device), torch.autocast(device.type, dtype, enabled=is_half):
+            module.train()
+            try:
+                computed = shape_of(fused(module)(*given.args, **given.kwargs))
+            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+                return f"{name} is called in another way ({type(error).__name__})"
+        if computed != call.shape:
+            return f"{name} computes something else (shapes {call.shape} and {computed})"
+    return None

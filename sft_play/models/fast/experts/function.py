@@ -23,13 +23,15 @@ from sft_play.models.fast.experts.gates import Gate
 from sft_play.models.fast.experts.products import (
     ExpertLinear,
     Factors,
+    Routing,
     factors_of,
     gradient_of_a,
     gradient_of_b,
     input_gradient,
     project,
+    sum_choices,
+    take_tokens,
 )
-from sft_play.models.fast.experts.routing import Routing, sum_choices, take_tokens
 from sft_play.models.partitioned import gathered
 
 

@@ -17,8 +17,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from sft_play.models.experts import packed_weight, true_shape
 from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction
 from sft_play.models.fast.experts.gates import gate_of
-from sft_play.models.fast.experts.products import ROW_BYTES, ExpertLinear
-from sft_play.models.fast.experts.routing import sort_by_expert, without_sentinels
+from sft_play.models.fast.experts.products import (
+    ROW_BYTES,
+    ExpertLinear,
+    sort_by_expert,
+    without_sentinels,
+)
 from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
