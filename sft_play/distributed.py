@@ -279,7 +279,7 @@ def _memory_of_all(before: Sequence[RankMemory]) -> list[RankMemory]:
 def _memory_of_this_process() -> list[RankMemory]:
     import torch
 
-    from sft_play.training.rank_memory import rank_memory, resident_peak_bytes
+    from sft_play.training.memory_lines import rank_memory, resident_peak_bytes
 
     here = context()
     device = _device(here)

@@ -24,7 +24,7 @@ from tiny_models import MODEL_TYPES, TINY, tiny_model
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
 from sft_play.models.fast.install import uses_varlen_attention
-from sft_play.training.cross_document import check_cross_document
+from sft_play.training.checks import check_cross_document
 
 # Distances that come with the mask: packing is refused.
 NEVER_PACKED = ("bloom",)

@@ -43,7 +43,7 @@ from sft_play.models.losses import summed_nll
 from sft_play.plan.fast import ZERO_3
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.process import Process
-from sft_play.training.cross_document import measure_cross_document
+from sft_play.training.checks import measure_cross_document
 
 CPU = torch.device("cpu")
 SMALL = {

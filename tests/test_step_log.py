@@ -11,12 +11,11 @@ from sft_play.plan.devices import GIB, NvmlUnavailable
 from sft_play.plan.gpu_load import sample_gpus
 from sft_play.process import Process
 from sft_play.runs.metrics import GpuSample
-from sft_play.training import gpu_sampler
+from sft_play.training import observers
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.gpu_sampler import GpuSampler
-from sft_play.training.memory import MemoryMeter
+from sft_play.training.memory import FOLD_AT, MemoryMeter, StepTimes
+from sft_play.training.observers import GpuSampler
 from sft_play.training.step_log import RankLog, StepLog, gpu_values, losses_by_rank
-from sft_play.training.step_times import FOLD_AT, StepTimes
 
 ALONE = Process.alone(torch.device("cpu"))
 RANK = RankLog(0.0, 0.0, None, {}, {"mem_allocated_gib": 1.0}, ())
@@ -95,7 +94,7 @@ def test_a_sample_has_what_nvml_gives(plant):
 
 def test_samples_are_averaged_since_the_last_log(monkeypatch):
     readings = iter([[SAMPLE], [replace(SAMPLE, busy_percent=50.0, used_gib=30.0, celsius=None)]])
-    monkeypatch.setattr(gpu_sampler, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(observers, "SAMPLE_SECONDS", 0.0)
 
     def read(uuids):
         try:
@@ -103,7 +102,7 @@ def test_samples_are_averaged_since_the_last_log(monkeypatch):
         except StopIteration:
             raise NvmlUnavailable("no more") from None
 
-    monkeypatch.setattr(gpu_sampler, "sample_gpus", read)
+    monkeypatch.setattr(observers, "sample_gpus", read)
     sampler = GpuSampler({0: "GPU-a"})
     sampler.begin().join(10)
     assert sampler.latest()[0].busy_percent == 50.0

@@ -6,7 +6,7 @@ from tiny_models import TINY, draw_weights, tiny_model
 from transformers import BertConfig, BertLMHeadModel
 
 from sft_play.errors import ConfigError
-from sft_play.training.causality import check_causality
+from sft_play.training.checks import check_causality
 
 CPU = torch.device("cpu")
 

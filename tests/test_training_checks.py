@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
-from sft_play.training import checks
+from sft_play.training import checks, saved_weights
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
@@ -18,7 +18,9 @@ def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(
     trainer, _ = build_trainer(plan_run({"tuning.mode": mode}))
     trainer.train()
     trainer.save_model(str(tmp_path))
-    checked = checks.check_saved_model if mode == "full" else checks.check_saved_adapter
+    checked = (
+        saved_weights.check_saved_model if mode == "full" else saved_weights.check_saved_adapter
+    )
     checked(tmp_path, trainer.model, 0)
     file = tmp_path / ("model.safetensors" if mode == "full" else "adapter_model.safetensors")
     good = load_file(file)
@@ -58,7 +60,7 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(plan_run, tmp_path, build_tra
         CheckpointError,
         match=f"{len(tensors) - 1} tensors were saved and {len(tensors)} were trained",
     ):
-        checks.check_saved_adapter(tmp_path, trainer.model, 0)
+        saved_weights.check_saved_adapter(tmp_path, trainer.model, 0)
 
 
 def test_an_adapter_that_never_moved_is_refused_unless_the_run_was_stopped(
@@ -66,9 +68,9 @@ def test_an_adapter_that_never_moved_is_refused_unless_the_run_was_stopped(
 ):
     trainer, _ = build_trainer(plan_run({}))
     trainer.save_model(str(tmp_path))
-    checks.check_saved_adapter(tmp_path, trainer.model, 0, is_complete=False)
+    saved_weights.check_saved_adapter(tmp_path, trainer.model, 0, is_complete=False)
     with pytest.raises(DivergedError, match="as it was initialised, so nothing was learned"):
-        checks.check_saved_adapter(tmp_path, trainer.model, 0)
+        saved_weights.check_saved_adapter(tmp_path, trainer.model, 0)
 
 
 def test_saved_weights_use_their_cache_as_the_base_does(finished):

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from sft_play.errors import DivergedError, ExitClass
 from sft_play.monitor.watch import run_table
 from sft_play.process import Process
-from sft_play.training.divergence import LossWatch
+from sft_play.training.best import LossWatch
+from sft_play.training.guards import GradientWatch, module_of, watched, with_gradient
 from sft_play.training.trainer import SftTrainer
-from sft_play.training.untrained import GradientWatch, module_of, watched, with_gradient
 
 UNIFORM = math.log(32_000)  # 10.4
 

@@ -10,13 +10,14 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.process import Process
-from sft_play.training.expert_use import (
+from sft_play.training.experts import (
     ExpertUse,
+    RouterLoss,
     experts_report,
     log_experts,
+    router_loss_of,
     untrained_adapters,
 )
-from sft_play.training.router_loss import RouterLoss, router_loss_of
 
 CPU = Process.alone(torch.device("cpu"))
 ONE_TOKEN = torch.full((1, 8), 7)

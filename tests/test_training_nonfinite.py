@@ -10,7 +10,7 @@ from run_files import run_json
 from safetensors.torch import load_file
 
 from sft_play.errors import ExitClass
-from sft_play.training.nonfinite import spread
+from sft_play.training.guards import spread
 from sft_play.training.trainer import SftTrainer
 
 SKIP = {"train.on_nonfinite": "skip", "train.max_steps": 5}

@@ -18,8 +18,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.disk import checkpoint_bytes, run_bytes
 from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
-from sft_play.training.collectives import Collectives
-from sft_play.training.preflight import RankFacts, machine_lines, refuse_little_memory
+from sft_play.training.preflight import Collectives, RankFacts, machine_lines, refuse_little_memory
 
 SHORT = {"train.max_steps": 1, "train.predict_with_generate": False, "train.probe": False}
 HOST = socket.gethostname()
@@ -105,9 +104,9 @@ def have_little_disk() -> None:
 
 def hang() -> None:
     """Let rank 1 be silent once the ranks have met, and rank 0 wait for 2 seconds."""
-    from sft_play.training import collectives, preflight
+    from sft_play.training import preflight
 
-    collectives.FIRST_SECONDS = 2.0
+    preflight.FIRST_SECONDS = 2.0
     if os.environ["RANK"] == "1":
         preflight.limited = lambda *_, **__: time.sleep(60)
 

@@ -12,15 +12,15 @@ from rank_processes import start_rank, wait_for
 
 from sft_play.plan.launch import free_port
 from sft_play.process import Process
-from sft_play.training import peers, rank_watch
-from sft_play.training.rank_watch import RankWatch
+from sft_play.training import peers, ranks
+from sft_play.training.ranks import RankWatch
 
 HANG_SECONDS = 2
 
 
 def be_watched(folder: Path, is_hanging: bool) -> None:
     """Be one of two ranks, which writes why it gives up; it hangs inside a step, or sleeps outside."""
-    rank_watch.TICK_SECONDS, rank_watch.GONE_SECONDS = 0.2, 0.6
+    ranks.TICK_SECONDS, ranks.GONE_SECONDS = 0.2, 0.6
     torch.distributed.init_process_group("gloo")
     rank = peers.rank()
 

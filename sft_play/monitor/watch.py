@@ -22,7 +22,7 @@ CURVE_WIDTH = 60
 CURVE_HEIGHT = 5
 BAR_WIDTH = 30
 LOG_TAIL_BYTES = 8192
-# A run says something every 5 s (training.metrics_file). A step may take minutes.
+# A run says something every 5 s (training.observers). A step may take minutes.
 SILENT_SECONDS = 30.0
 LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
 GOING_ON = ("planned", "running")

@@ -30,12 +30,11 @@ from sft_play.training.best import (
 )
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
-from sft_play.training.nonfinite import StepGuard
+from sft_play.training.experts import router_loss_of
+from sft_play.training.guards import GradientWatch, StepGuard
 from sft_play.training.resume import StepsLeft
-from sft_play.training.router_loss import router_loss_of
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
-from sft_play.training.untrained import GradientWatch
 
 
 def build_trainer(

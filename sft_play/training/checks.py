@@ -1,15 +1,33 @@
-"""Checks of a model before and during training, and of its saved weights afterwards."""
+"""Checks of a model before and during training.
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+The engine: libraries fall back to another wrapper without a message. Causality: an encoder, or a
+model that reads its prompt in both directions, would learn to copy what it is to predict.
+Packing: documents are isolated by a convention between position ids, attention and cache, which a
+model's code, a patched kernel or a new version can break silently. Ranks: gradients are summed
+over them, weights are not, so what one rank alone does to its weights stays.
 
+Legend: T tokens of a document, V vocabulary.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
-from peft import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
+from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
+from sft_play.models.experts import expert_weights
+from sft_play.models.fast.setup import base_model_of
+from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import is_divided, own_part
+from sft_play.process import Process
+from sft_play.training.memory import innermost
 
 WRAPPERS_OF_STRATEGY = {
     "single": (None,),
@@ -18,6 +36,27 @@ WRAPPERS_OF_STRATEGY = {
     "deepspeed": ("DeepSpeedEngine",),
 }
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
+TEXT_TOKENS = 24
+# Of the change of the last token's own logits. Earlier ones are the same sums of the same numbers:
+# 55 of 56 model types give the same bits. BERT with random weights moves them by 2e-3.
+MAX_MOVED = 1e-4
+MAX_MOVED_COARSE = 0.05  # experts multiply the tokens that are sent to them together, in 16 bits
+LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
+# The limits are fractions of the change of a document's logits when it does attend to the one
+# before it. A batch with other tokens in the other document runs the same kernels, so its logits
+# are the same bits where documents are isolated.
+MAX_SEEN = 0.01
+# A document by itself runs other kernels; their rounding in half precision adds up over many
+# layers.
+MAX_ROUNDED = 0.25
+# Rounding also sends tokens of a mixture of experts to other experts, and they take along those
+# that attend to them: 8 layers of gpt-oss with random weights changed by 0.26 in bfloat16 on an
+# H200. Rounding to float8 makes a step of 6 % of a difference in the last bit: Llama 3.1 8B with
+# random weights changed by 0.28.
+MAX_ROUNDED_COARSE = 0.5
+# A view of the same bytes as integers
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SUMMED_AT_ONCE = 1 << 24  # elements: a CPU copies them to int64
 
 
 def check_engine(model: torch.nn.Module, strategy: str) -> None:
@@ -42,9 +81,7 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
 
 def check_finite(model: torch.nn.Module, step: int) -> None:
     """Raise DivergedError when a trained weight, or this rank's part of it, is NaN or infinite."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in _trained(model).items():
         own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's part of this rank
         if not torch.isfinite(own_part(own)).all():
             raise DivergedError(
@@ -53,90 +90,224 @@ def check_finite(model: torch.nn.Module, step: int) -> None:
             )
 
 
-def check_saved_adapter(
-    folder: Path, model: torch.nn.Module, zero_stage: int, is_complete: bool = True
+def check_finite_optimizer(optimizer: Any, step: int) -> None:
+    """Raise DivergedError when a moment of the optimizer is NaN or infinite."""
+    for state in innermost(optimizer).state.values():
+        for name, value in state.items():
+            is_number = torch.is_tensor(value) and value.is_floating_point()
+            if is_number and not torch.isfinite(own_part(value)).all():
+                raise DivergedError(
+                    f"the optimizer's {name} holds NaN or infinity at step {step}: the run has "
+                    "diverged; try a lower TRAIN_LEARNING_RATE"
+                )
+
+
+@torch.no_grad()
+def check_causality(model: torch.nn.Module, vocabulary: int, device: torch.device) -> None:
+    """Raise ConfigError if changing the last token of a text moves the logits of earlier ones.
+
+    In evaluation and in training mode, which some models mask differently. Every rank must call it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, TEXT_TOKENS), generator=generator)
+    changed = ids.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % vocabulary
+    limit = MAX_MOVED_COARSE if rounds_coarsely(model) else MAX_MOVED
+    with modes_restored(model):
+        for mode in (False, True):
+            model.train(mode)
+            one, other = (_logits(model, text.to(device)) for text in (ids, changed))
+            change = (one - other).abs().amax(-1)  # (T,)
+            moved, own = change[:-1].max().item(), change[-1].item()
+            if moved > limit * own:  # NaN is left to the first evaluation
+                base = base_model_of(getattr(model, "module", model))
+                raise ConfigError(
+                    f"model.name={base.name_or_path}: {type(base).__name__} sees tokens that come "
+                    f"later: changing the last one moves earlier logits by {moved:.2g}, and its "
+                    f"own by {own:.2g}; set MODEL_NAME to a causal language model"
+                )
+
+
+def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits (T, V) of ids (1, T), with the same dropout at every call."""
+    gpus = [ids.device] if ids.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(0)
+        return model(input_ids=ids, use_cache=False).logits[0].float()
+
+
+@dataclass(frozen=True)
+class CrossDocumentEffect:
+    """Largest absolute differences of a document's logits."""
+
+    seen: float  # when the tokens of the other document change
+    apart: float  # between packed and by itself; where rounding is coarse the median over tokens
+    joined: float  # between continuing the other document and by itself: without any isolation
+    is_coarse: bool = False  # rounding chooses experts, or steps of float8
+
+    @property
+    def holds(self) -> bool:
+        is_unseen = self.seen <= MAX_SEEN * self.joined
+        limit = MAX_ROUNDED_COARSE if self.is_coarse else MAX_ROUNDED
+        return is_unseen and self.apart <= limit * self.joined
+
+
+def check_cross_document(
+    model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> None:
-    """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
+    """Raise ConfigError unless the model isolates the documents of a packed batch.
 
-    Under ZeRO-3 the comparison is left out: weights in memory are shards. A run that was stopped
-    (not `is_complete`) may have learned nothing yet.
-
-    Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
-    or was never updated.
+    `model` is the wrapped model (DDP, ZeRO), after the trainer has turned the cache off. Every rank
+    must call it.
     """
-    trained = None
-    if zero_stage != 3:
-        # by default PEFT would ask the hub whether the vocabulary was resized
-        trained = get_peft_model_state_dict(model, save_embedding_layers=False)
-    seen = _check_saved(folder, trained)
-    if trained is not None and seen != trained.keys():
-        raise CheckpointError(
-            f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the "
-            "disk"
-        )
-    if is_complete and not any(tensor.any() for name, tensor in _saved(folder) if "lora_B" in name):
-        raise DivergedError(
-            f"{folder}: the adapter is as it was initialised, so nothing was learned; raise "
-            "TRAIN_LEARNING_RATE or the number of steps "
-            "(the first one of a warm-up has a learning rate of 0)"
+    found = measure_cross_document(model, collator, vocabulary, device)
+    if math.isnan(found.joined):
+        return  # the model computes NaN, packed or not: the first evaluation reports it
+    if not found.holds:
+        raise ConfigError(
+            "train.packing: packed documents are not kept apart by "
+            f"{type(getattr(model, 'module', model)).__name__}: its logits change by "
+            f"{found.seen:.2g} with the tokens of another document and by {found.apart:.2g} "
+            f"against the document by itself, of {found.joined:.2g} for one text; "
+            "set TRAIN_PACKING=false"
         )
 
 
-def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:
-    """Read the saved weights of a full run back: finite, and equal to the weights in memory.
+def measure_cross_document(
+    model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+) -> CrossDocumentEffect:
+    """Return how much the documents of a batch affect each other, without dropout.
 
-    Under ZeRO-3 they are only checked for NaN and infinity. So are tensors that the architecture
-    saves under another name than it has in memory.
-
-    Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
+    The batch has two sequences of the same two documents, in either order, as rows or in one row.
     """
-    trained = None if zero_stage == 3 else model.state_dict()
-    _check_saved(folder, trained)
+    generator = np.random.default_rng(0)  # the same on all ranks
+    first = generator.integers(vocabulary, size=LENGTHS[0])
+    other = generator.integers(vocabulary, size=LENGTHS[0])
+    second = generator.integers(vocabulary, size=LENGTHS[1])
+
+    def packed(*sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits (T, V) of the documents of each of two sequences."""
+        batch = collator([_sequence(documents) for documents in sequences])
+        del batch["labels"]
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                batch[name] = value.to(device)
+        logits = model(**batch).logits.float()  # (2, T, V), or (1, T, V) in one row
+        tokens = sum(LENGTHS)
+        one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
+        return one[:tokens], other[:tokens]
+
+    def alone(ids: np.ndarray) -> torch.Tensor:
+        return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)
+
+    with modes_restored(model), torch.no_grad():
+        model.eval()
+        behind, before = packed((first, second), (second, first))
+        behind_other, before_other = packed((other, second), (second, other))
+        by_itself = alone(second)
+        after_first = alone(np.concatenate([first, second]))
+    begin, length = LENGTHS
+    behind = behind[begin : begin + length]
+    behind_other = behind_other[begin : begin + length]
+    before = before[:length]
+    before_other = before_other[:length]
+    is_coarse = rounds_coarsely(model)
+    rounded = _median if is_coarse else _difference
+    return CrossDocumentEffect(
+        seen=max(_difference(behind, behind_other), _difference(before, before_other)),
+        apart=max(rounded(behind, by_itself), rounded(before, by_itself)),
+        joined=_difference(after_first[begin:], by_itself),
+        is_coarse=is_coarse,
+    )
 
 
-def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> set[str]:
-    """Check the tensors in a folder, also against those in memory if given; return their names."""
-    differing: list[str] = []
-    broken: list[str] = []
-    seen: set[str] = set()
+def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
+    ids = np.concatenate(documents)
+    labels = np.full(len(ids), IGNORE_INDEX)
+    lengths = tuple(len(document) for document in documents)
+    return TokenSequence(ids, labels, lengths, len(ids))
+
+
+def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Return the largest absolute difference, or NaN where either tensor has one."""
+    return (one - two).abs().max().item()
+
+
+def _median(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Return the median over tokens of the largest absolute difference, NaN as above."""
+    return (one - two).abs().amax(-1).median().item()
+
+
+@contextlib.contextmanager
+def modes_restored(model: torch.nn.Module) -> Iterator[None]:
+    """Put every module back into its mode, training or evaluation, on leaving."""
+    was_training = {module: module.training for module in model.modules()}
     try:
-        for name, tensor in _saved(folder):
-            seen.add(name)
-            expected = trained.get(name) if trained else None
-            if not torch.isfinite(tensor).all():
-                broken.append(name)
-            elif expected is not None and not _is_equal(tensor, expected):
-                differing.append(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: what was saved cannot be read back ({error}); check the disk"
-        ) from None
-    if not seen:
-        raise CheckpointError(f"{folder}: holds no weights; check the disk")
-    if broken:
-        raise DivergedError(
-            f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower "
-            "TRAIN_LEARNING_RATE"
-        )
-    if differing:
-        raise CheckpointError(
-            f"{folder}: {len(differing)} tensors on disk are not those that were trained, "
-            f"{differing[0]} first; check the disk"
-        )
-    return seen
+        yield
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode
 
 
-def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Compare a saved tensor with the trained one; of a divided one the main rank's rows."""
-    own = own_part(trained.detach()).cpu()
-    if isinstance(trained, DTensor):
-        saved = saved[: len(own)]
-    return torch.equal(own, saved.to(trained.dtype))
+def rounds_coarsely(model: torch.nn.Module) -> bool:
+    """Return whether rounding chooses experts, or steps of float8."""
+    return bool(expert_weights(model)) or has_float8(model)
 
 
-def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a folder's safetensors files, one at a time to save memory."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+def has_equal_copies(model: torch.nn.Module, process: Process) -> bool:
+    """Return whether every rank holds all trained weights, rounded alike. Every rank must call it.
+
+    ZeRO-3 and FSDP give each rank a part, and GPUs of two kinds add in another order.
+    """
+    if any(map(_is_partitioned, _trained(model).values())):
+        return False
+    return len(set(process.gather(_device_name(process.device)))) == 1
+
+
+def check_equal_ranks(model: torch.nn.Module, process: Process, step: int) -> None:
+    """Compare the trained weights of all ranks, bit by bit. Every rank must call it.
+
+    Raises: EnvironmentFault, on every rank, where they differ.
+    """
+    own = bit_sums(_trained(model))
+    sums = process.gather(own)
+    for rank, others in enumerate(sums):
+        differing = [name for name in own if others[name] != sums[0][name]]
+        if differing:
+            raise EnvironmentFault(
+                f"{len(differing)} of {len(own)} trained tensors of rank {rank} are not those of "
+                f"rank 0 at step {step}, {differing[0]} first: a GPU computes wrongly "
+                "(nvidia-smi -q -d ECC counts its errors), or the ranks did not train together; "
+                "resume from an earlier checkpoint without that GPU"
+            )
+
+
+def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return the sum of each tensor's elements read as integers; one changed bit changes it.
+
+    Of tensors that ZeRO-3 or FSDP divides it is the sum of this rank's part. The sums, modulo
+    2^64, do not round. Waits for the GPU once.
+    """
+    sums: list[torch.Tensor] = []
+    for tensor in tensors.values():
+        flat = own_part(getattr(tensor, "ds_tensor", tensor)).detach().reshape(-1)
+        parts = flat.view(INTEGER_OF_SIZE[flat.element_size()]).split(SUMMED_AT_ONCE)
+        sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
+    if not sums:
+        return {}
+    device = sums[0].device  # a placed model is on several
+    numbers = torch.stack([number.to(device) for number in sums]).tolist()
+    return dict(zip(tensors, numbers, strict=True))
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a rank holds a part of it: under ZeRO-3 and FSDP."""
+    return hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPUs"

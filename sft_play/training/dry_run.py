@@ -8,7 +8,7 @@ import contextlib
 import gc
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,20 +19,18 @@ from torch import nn
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
-from sft_play.models.sharding import is_divided, own_part, reshard
+from sft_play.models.sharding import is_divided, reshard
 from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
+from sft_play.training.checks import bit_sums
 from sft_play.training.classify import classify
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.trainer import LOSS_TARGETS, REAL_LENGTHS, SftTrainer, collate_for_step
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 24  # elements that are summed at once: a CPU copies them to int64
 # DeepSpeed's value before the first micro-step: the next gradient overwrites what is there
 INITIAL_MICRO_STEP_ID = -1
-# Integer type by bytes of an element
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DryRun:
@@ -190,28 +188,8 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
 
 
 def digest(model: nn.Module) -> dict[str, int]:
-    """Return the sum modulo 2^64 of each parameter and buffer, with elements read as integers.
-
-    Under ZeRO-3 and FSDP it is the sum of this rank's part.
-    """
-    sums: dict[str, torch.Tensor] = {}
-    for name, tensor in _tensors(model):
-        sums[name] = _sum_of_bits(own_part(getattr(tensor, "ds_tensor", tensor)))
-    device = next(iter(sums.values())).device  # a placed model is on several
-    # synchronizes with the GPU once
-    numbers = torch.stack([number.to(device) for number in sums.values()]).tolist()
-    return dict(zip(sums, numbers, strict=True))
-
-
-def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    parts = flat.view(INTEGERS[flat.element_size()]).split(CHUNK)
-    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
+    """Return the sum of the bits of each parameter and buffer."""
+    return bit_sums({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
 @contextlib.contextmanager

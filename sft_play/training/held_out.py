@@ -1,16 +1,52 @@
-"""Held-out evaluation: the scores of a run on its test rows, before and after training."""
+"""Scores on the held-out rows before and after training, and the summary at the end of a run."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.evaluation.scores import Scores, answers_jsonl, losses_jsonl
+from sft_play.evaluation.scores import (
+    GenerationScores,
+    Question,
+    Scores,
+    answers_jsonl,
+    losses_jsonl,
+)
+from sft_play.reporting.answers import title_of
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.metrics import SampleAnswer
+from sft_play.runs.report import RunReport
+from sft_play.training.memory_lines import lines_after_training
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.trainer import SftTrainer
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
+
+SAMPLES = 3
+WIDTH = 160  # characters of a sample's line
+GIB = 2**30
+
+
+def sample_indices(count: int) -> list[int]:
+    """Return the indices of up to three rows, spread over the set."""
+    if count == 0:
+        return []
+    return sorted({i * count // SAMPLES for i in range(SAMPLES)})
+
+
+def sample_answers(questions: Sequence[Question], scores: GenerationScores) -> list[SampleAnswer]:
+    """Return up to three answers, spread over the set, each with its question."""
+    answers = []
+    for index in sample_indices(len(scores.answers)):
+        question = questions[index]
+        answer = scores.answers[index].text
+        answers.append(SampleAnswer(question.plain_prompt, question.expected, answer))
+    return answers
 
 
 @dataclass
@@ -20,7 +56,7 @@ class HeldOutEvaluation:
     Answers go to <when>.jsonl, the loss of each row to <when>.losses.jsonl.
     """
 
-    trainer: SftTrainer
+    trainer: "SftTrainer"
     evaluator: Evaluator
     folder: RunFolder
     recorder: RunRecorder
@@ -50,3 +86,92 @@ class HeldOutEvaluation:
         losses = losses_jsonl(origins, scores)
         write_text(self.folder.evaluation / f"{when}.losses.jsonl", losses)
         logger.info("%s %s rows=%d", when, scores.as_text(), len(split))
+
+
+def summary_lines(
+    report: RunReport, held_out: HeldOutEvaluation, folder: RunFolder, weights: Path
+) -> list[str]:
+    """Return scores before and after, sample answers, speed, and what to type next."""
+    name = folder.name
+    next_line = f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}"
+    return [
+        *score_lines(held_out),
+        "",
+        *lines_after_training(report),
+        fact_line(report),
+        f"weights  {weights}",
+        f"run      {folder.path}  (run.json, eval/, logs/, tb/)",
+        f"report   {folder.path / 'report.html'}",
+        *([f"warning: {report.warning}"] if report.warning else []),
+        report.cause or next_line,
+    ]
+
+
+def score_lines(held_out: HeldOutEvaluation) -> list[str]:
+    """Return the table of scores and three sample answers; nothing for a stopped run."""
+    before = held_out.scores.get("before")
+    after = held_out.scores.get("after")
+    if before is None or after is None:
+        return []
+    lines = [
+        "",
+        f"{'held-out rows':<16}{'before':>10}{'after':>10}",
+        f"{'loss':<16}{before.eval_loss:>10.4f}{after.eval_loss:>10.4f}",
+    ]
+    if before.generation is None or after.generation is None:
+        return lines
+    lines += _generation_lines(before.generation, after.generation)
+    for index in sample_indices(len(after.generation.answers)):
+        question = held_out.evaluator.questions[index]
+        before_text = before.generation.answers[index].text
+        after_text = after.generation.answers[index].text
+        lines += ["", *_sample_lines(question, before_text, after_text)]
+    return lines
+
+
+def _generation_lines(before: GenerationScores, after: GenerationScores) -> list[str]:
+    """Return the rows of the table that are about generated answers."""
+    lines = []
+    for early, late in zip(before.scores, after.scores, strict=True):
+        title = title_of(early.name)
+        lines.append(f"{title:<16}{early.estimate.mean:>10.3f}{late.estimate.mean:>10.3f}")
+    if not before.cut_answers and not after.cut_answers:
+        return lines
+    lines.append(f"{'cut answers':<16}{before.cut_answers:>10}{after.cut_answers:>10}")
+    if after.cut_answers:
+        limit = after.max_new_tokens
+        lines.append(
+            f"{after.cut_answers} of {len(after.answers)} answers did not end within {limit} "
+            f"tokens; make eval TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} scores longer ones"
+        )
+    return lines
+
+
+def fact_line(report: RunReport) -> str:
+    """Return the facts of the finished run as one greppable line."""
+    speed = f"{report.tokens_per_second:.0f}" if report.tokens_per_second else "n/a"
+    measured = report.peak_bytes.measured / GIB
+    predicted = report.peak_bytes.predicted / GIB
+    return (
+        f"{report.status} steps={report.global_step} "
+        f"train_seconds={report.seconds['train']:.1f} total_seconds={report.seconds['total']:.1f} "
+        f"tokens_per_second={speed} peak={measured:.2f}GiB predicted={predicted:.2f}GiB "
+        f"world={report.world_size} device={report.device}"
+    )
+
+
+def _sample_lines(question: Question, before: str, after: str) -> list[str]:
+    prompt = " ".join(question.plain_prompt.split())
+    if len(prompt) > WIDTH:  # keep the end, where the question is
+        prompt = f"...{prompt[3 - WIDTH :]}"
+    return [
+        f"prompt   {prompt}",
+        f"expected {_shorten(question.expected)}",
+        f"before   {_shorten(before)}",
+        f"after    {_shorten(after)}",
+    ]
+
+
+def _shorten(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= WIDTH else flat[: WIDTH - 3] + "..."

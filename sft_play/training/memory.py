@@ -1,10 +1,12 @@
-"""Memory measured on one rank: peaks by phase, what is free, and bytes by component."""
+"""Memory and time measured on one rank: peaks and seconds by phase, and bytes by component."""
 
 import contextlib
 import itertools
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -13,8 +15,67 @@ from sft_play.models.parameters import adapter_parameters, base_tensors, stored_
 from sft_play.plan.devices import GIB, host_memory
 from sft_play.process import Process
 from sft_play.runs.report import RankMemory
-from sft_play.training.rank_memory import rank_memory, resident_peak_bytes
-from sft_play.training.step_times import StepTimes
+from sft_play.training.memory_lines import rank_memory, resident_peak_bytes
+
+FOLD_AT = 256  # marks that are kept before those that the GPU has passed are added up
+
+
+class _Mark(NamedTuple):
+    """Where a part begins, and the one before it ends."""
+
+    moment: "torch.cuda.Event | float"  # seconds on a CPU
+    part: str | None
+
+
+class StepTimes:
+    """Adds up the seconds between marks in the GPU's own queue, or on the clock of a CPU.
+
+    A part is one of the phases of MemoryMeter, which marks them: `backward` includes the
+    collectives and the clipping of gradients, `optimizer` the step of torch's optimizer alone.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._marks: deque[_Mark] = deque()
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, part: str | None) -> None:
+        """End the current part and begin `part`, or none."""
+        moment: torch.cuda.Event | float = time.perf_counter()
+        if self._is_gpu:
+            moment = torch.cuda.Event(enable_timing=True)
+            # another GPU may be the current one, and no time lies between marks on two
+            moment.record(torch.cuda.current_stream(self._device))
+        self._marks.append(_Mark(moment, part))
+        if len(self._marks) >= FOLD_AT:
+            self._fold()
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds of the CPU that were measured elsewhere."""
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds between marks since this was last called, as far as they are over."""
+        self._fold()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _fold(self) -> None:
+        """Add up what lies between marks that the GPU has passed, and drop all but the last."""
+        while len(self._marks) > 1:
+            begin, end = self._marks[0], self._marks[1]
+            if self._is_gpu and not end.moment.query():
+                return
+            if begin.part is not None:
+                seconds = self._seconds.get(begin.part, 0.0) + self._between(begin, end)
+                self._seconds[begin.part] = seconds
+            self._marks.popleft()
+
+    def _between(self, begin: _Mark, end: _Mark) -> float:
+        if self._is_gpu:
+            return begin.moment.elapsed_time(end.moment) / 1000  # which counts in milliseconds
+        return end.moment - begin.moment
 
 
 @dataclass(frozen=True)
@@ -82,7 +143,7 @@ class MemoryMeter:
 
         DeepSpeed steps it inside its backward pass.
         """
-        *_, inner = _unwrapped(optimizer)
+        inner = innermost(optimizer)
         inner.register_step_pre_hook(lambda *_: self.enter("optimizer"))
         inner.register_step_post_hook(lambda *_: self.enter(None))
 
@@ -241,6 +302,12 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
         yield optimizer
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return torch's optimizer inside the wrappers of accelerate and DeepSpeed."""
+    *_, inner = _unwrapped(optimizer)
+    return inner
 
 
 def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:

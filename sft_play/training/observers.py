@@ -1,16 +1,202 @@
-"""What others see of a run while it goes on: metrics.jsonl, trackers, and the load of its GPUs."""
+"""What others see of a run while it trains: metrics.jsonl, trackers, and the load of its GPUs.
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+`make watch` follows metrics.jsonl: it has each log, and a sign of life in between. One rank of each
+machine samples the machine's GPUs through NVML.
+"""
 
+import itertools
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 from transformers import TrainerCallback
 
+from sft_play.plan.devices import NvmlUnavailable
+from sft_play.plan.gpu_load import sample_gpus
+from sft_play.process import Process
+from sft_play.runs import metrics
+from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.training.context import RunContext
-from sft_play.training.gpu_sampler import GpuSampler
 from sft_play.training.kernel_profile import StepProfile
-from sft_play.training.metrics_file import MetricsFile
 from sft_play.training.trackers import Trackers
-from sft_play.training.trainer import SftTrainer
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 5.0  # between two signs of life
+
+
+class MetricsFile(TrainerCallback):
+    """Appends what is logged, and every BEAT_SECONDS the step and the load of the GPUs.
+
+    The signs of life come from a thread, until `end`: they go on during evaluations
+    and while a rank hangs. Without a `path`, as on other ranks than the main one, it does nothing.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        latest_gpus: Callable[[], Sequence[GpuSample]] = tuple,
+        gpus_of_log: Callable[[], Sequence[GpuSample]] = tuple,
+    ):
+        self.path = path
+        self.latest_gpus = latest_gpus  # of this machine
+        self.gpus_of_log = gpus_of_log  # of all machines, where there is a log of a loss
+        self._state: Any = None  # the trainer's, from the begin of training on
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        """Give no further sign of life."""
+        self._ended.set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out the lines of steps that are taken again, and begin to write."""
+        if self.path is None:
+            return
+        self._state = state
+        metrics.forget_after(self.path, state.global_step)
+        has_begun = self.path.exists()  # this run goes on in its folder
+        for entry in [] if has_begun else state.log_history:  # of the run that it goes on from
+            step = entry["step"]
+            metrics.append(self.path, MetricsLine(step, state.max_steps, values=numbers_in(entry)))
+        self._append(gpus=())
+        threading.Thread(target=self._beat, name="metrics", daemon=True).start()
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line for a log."""
+        logs = logs or {}
+        if self.path is not None:
+            gpus = self.gpus_of_log() if "loss" in logs else ()
+            self._append(values=numbers_in(logs), gpus=tuple(gpus or self.latest_gpus()))
+
+    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
+        """Write some answers of an evaluation; `rows` names its split."""
+        if self.path is not None and answers:
+            self._append(answers=tuple(answers), gpus=())
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            try:
+                self._append(gpus=tuple(self.latest_gpus()))
+            except OSError as error:  # a full disk ends the run elsewhere
+                logger.warning("%s cannot be written: %s", self.path, error)
+                return
+
+    def _append(self, **said: Any) -> None:
+        line = MetricsLine(
+            step=self._state.global_step,
+            steps=self._state.max_steps,
+            time=round(time.time(), 1),
+            **said,
+        )
+        with self._lock:
+            metrics.append(self.path, line)
+
+
+def numbers_in(logs: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a log, with as many digits as anyone reads."""
+    return {
+        name: float(f"{value:.6g}")
+        for name, value in logs.items()
+        if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+    }
+
+
+SAMPLE_SECONDS = 2.0
+
+
+class GpuSampler:
+    """Reads the GPUs of some ranks every SAMPLE_SECONDS, between `begin` and `end`."""
+
+    def __init__(self, uuid_of_rank: Mapping[int, str]):
+        self.uuid_of_rank = uuid_of_rank
+        self._latest: tuple[GpuSample, ...] = ()
+        self._since_log: list[tuple[GpuSample, ...]] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    @classmethod
+    def of_machine(cls, process: Process) -> Self:
+        """Return a sampler of all ranks' GPUs of this machine on its first rank, else of none.
+
+        Every rank must call it.
+        """
+        own = []
+        host = socket.gethostname()
+        if process.device.type == "cuda":
+            for device in process.devices:
+                own.append((host, f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+        found = list(itertools.chain.from_iterable(process.gather(own)))
+        if process.local_rank != 0:
+            return cls({})
+        return cls({number: uuid for number, (there, uuid) in enumerate(found) if there == host})
+
+    def begin(self) -> threading.Thread | None:
+        """Begin to sample, and return the thread that does; None where there is no GPU."""
+        if not self.uuid_of_rank:
+            return None
+        thread = threading.Thread(target=self._sample, name="gpus", daemon=True)
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        """Sample no more."""
+        self._ended.set()
+
+    def latest(self) -> Sequence[GpuSample]:
+        """Return the last sample of each GPU; nothing before the first one."""
+        return self._latest
+
+    def mean_since_log(self) -> Sequence[GpuSample]:
+        """Return the mean load since this was last called, and the most memory."""
+        with self._lock:
+            samples, self._since_log = self._since_log, []
+        return tuple(map(_mean, zip(*samples, strict=True)))
+
+    def _sample(self) -> None:
+        while True:
+            try:
+                self._latest = tuple(sample_gpus(self.uuid_of_rank))
+            except NvmlUnavailable as error:
+                logger.warning("the load of the GPUs is not logged: %s", error)
+                return
+            with self._lock:
+                self._since_log.append(self._latest)
+            if self._ended.wait(SAMPLE_SECONDS):
+                return
+
+
+def _mean(samples: Sequence[GpuSample]) -> GpuSample:
+    """Return one sample for those of one GPU; it keeps what every one of them has."""
+
+    def known(name: str) -> list[float]:
+        values = [getattr(sample, name) for sample in samples]
+        return [] if None in values else values
+
+    return GpuSample(
+        rank=samples[0].rank,
+        busy_percent=fmean(known("busy_percent")) if known("busy_percent") else None,
+        used_gib=max(known("used_gib"), default=None),
+        watts=fmean(known("watts")) if known("watts") else None,
+        celsius=max(known("celsius"), default=None),
+    )
 
 
 class Observers:
@@ -25,7 +211,7 @@ class Observers:
         steps = context.config.train.profile_steps
         self.profile = StepProfile(context.folder.profile, steps, context.process)
 
-    def attach(self, trainer: SftTrainer) -> None:
+    def attach(self, trainer: "SftTrainer") -> None:
         """Show what the trainer logs. Call it before any callback that scores."""
         trainer.note_answers += [self.metrics_file.note_answers, self.trackers.note_answers]
         trainer.add_callback(self.metrics_file)

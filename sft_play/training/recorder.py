@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
 
 if TYPE_CHECKING:  # a signal is recorded also while torch is imported, which takes seconds
-    from sft_play.training.failure_broadcast import FailureBroadcast
+    from sft_play.training.ranks import FailureBroadcast
     from sft_play.training.trainer import SftTrainer
 
 STUCK = (

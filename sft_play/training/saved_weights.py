@@ -1,15 +1,47 @@
-"""The folder of the trained weights at the end of a run: saved, read back, described, sealed."""
+"""The trained weights at the end of a run: saved, read back, described, sealed.
+
+Plain transformers opens them in a process that knows nothing of the run, and scores them again.
+"""
 
 import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sft_play.training.checks import check_saved_adapter, check_saved_model
+import torch
+from peft import get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError, DivergedError
+from sft_play.evaluation.reference import Reference, make_reference
+from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.models import bnb
+from sft_play.models.base_config import plain_reading
+from sft_play.models.base_parts import copy_processors, keep_untrained, write_config
+from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
+from sft_play.models.load import weight_dtype
+from sft_play.models.packed import dtype_name
+from sft_play.models.parameters import count_parameters
+from sft_play.models.rope import write_rope_beside_adapter
+from sft_play.models.sharding import own_part
+from sft_play.reporting.card_facts import CardFacts
+from sft_play.reporting.model_card import card_text
+from sft_play.runs.files import read_json, write_text
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 from sft_play.training.context import RunContext
-from sft_play.training.describe import describe_weights
+from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.reopen import reopen_saved
 from sft_play.training.sealed_save import published
 from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+# auto opens what takes seconds: a GPU reads some GB a second, a CPU computes the rows slowly
+MOST_BYTES = {"cuda": 40e9, "cpu": 0.5e9}
+ROOM = 1.3  # times the weights, on the GPU beside the trained model
 
 
 def save_weights(
@@ -58,3 +90,203 @@ def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:
     if zero_stage == 3:
         return "the saved weights are finite", "ZeRO-3: not compared with those in memory"
     return "the saved weights are finite and equal those in memory", None
+
+
+def describe_weights(
+    staged: Path, weights: Path, config: Config, trainer: SftTrainer, report: RunReport
+) -> None:
+    """Write it into the folder `staged`, which will be `weights`, for programs and people."""
+    tokenizer = trainer.processing_class
+    own = stops_of(trainer.model)
+    stops = trained_stops(trainer.train_dataset.samples, tokenizer, own)
+    if config.tuning.mode == "full":
+        dtype = weight_dtype(config, trainer.process.compute_dtype)
+        write_config(config, trainer.model, staged, dtype, unties=False)
+        keep_untrained(config, trainer.model, staged)
+    copy_processors(config, staged)
+    write_stops(staged, stops, tokenizer, trainer.model)
+    write_rope_beside_adapter(config, trainer.model.config, staged)
+    facts = CardFacts.of(RunFolder(weights.parent), config, report)
+    card = card_text(config, report, saved_stops(stops, tokenizer), weights, facts)
+    write_text(staged / "README.md", card)
+
+
+def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
+    """Write what the trained model says of a few test rows. Every rank must call it."""
+    trainer = held_out.trainer
+    evaluator = held_out.evaluator
+    with trainer.speed.evaluating(trainer.model):
+        reference = make_reference(
+            trainer.model,
+            evaluator.split,
+            evaluator.tokenizer,
+            context.process,
+            context.config.data.system_prompt,
+        )
+    if reference is not None and context.process.is_main:
+        reference.write(context.folder.evaluation)
+
+
+def reopen_saved(
+    weights: Path, context: RunContext, trainer: SftTrainer, recorder: RunRecorder
+) -> None:
+    """Open saved weights in a fresh process, and hold them to the trained model.
+
+    Raises: CheckpointError where they say something else.
+    """
+    reference = Reference.read(context.folder.evaluation)
+    if reference is None:
+        return  # the run was stopped before its last scores
+    name = context.folder.weights(context.config.tuning.mode).name
+    reason = why_not(weights, context, trainer)
+    if reason is not None:
+        logger.info("%s was not opened again by plain transformers: %s", name, reason)
+        return
+    with recorder.check("plain transformers opens the saved weights and says the same"):
+        found = reopen(saved_folder(weights, context), reference)
+        logger.info("%s", found.line(name))
+        faults = found.faults()
+        # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU
+        is_rounding = faults == found.differences() and not found.is_another_model
+        if faults and is_rounding and context.process.device.type == "cuda":
+            logger.warning("warning: %s, opened by plain transformers: %s", name, "; ".join(faults))
+        elif faults:
+            raise CheckpointError(
+                f"{weights}: opened by plain transformers it is not what was evaluated: "
+                f"{'; '.join(faults)}; set TRAIN_REOPEN_SAVED=false to save it all the same"
+            )
+
+
+def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | None:
+    """Return why saved weights are not opened again, None where they are."""
+    config = context.config
+    asked = config.train.reopen_saved
+    if asked is False:
+        return "train.reopen_saved=false"
+    if config.tuning.backend == "unsloth":
+        return "backend unsloth keeps a base of its own"
+    if config.tuning.mode == "qlora" and _adapts_parameters(weights):
+        return "plain PEFT loads no adapters of experts over 4 bits; make merge checks them"
+    if asked is True:
+        return None
+    device = context.process.device
+    size = count_parameters(trainer.model).total * _dtype(context).itemsize
+    if size > MOST_BYTES[device.type]:
+        return f"{size / 1e9:.1f} GB; TRAIN_REOPEN_SAVED=true opens it all the same"
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+        if free < ROOM * size:
+            return f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+    return None
+
+
+def saved_folder(weights: Path, context: RunContext) -> Folder:
+    """Return how a stranger loads the saved weights on this rank's device."""
+    config = context.config
+    return Folder(
+        weights,
+        dtype_name(_dtype(context)),
+        {"": str(context.process.device)},
+        bnb.plain_quantization(config, context.process.compute_dtype),
+        config.model.revision,
+        config.model.trust_remote_code,
+        stored=plain_reading(config),
+    )
+
+
+def _dtype(context: RunContext) -> torch.dtype:
+    return weight_dtype(context.config, context.process.compute_dtype)
+
+
+def _adapts_parameters(weights: Path) -> bool:
+    return bool(read_json(weights / "adapter_config.json").get("target_parameters"))
+
+
+def check_saved_adapter(
+    folder: Path, model: torch.nn.Module, zero_stage: int, is_complete: bool = True
+) -> None:
+    """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
+
+    Under ZeRO-3 the comparison is left out: weights in memory are shards. A run that was stopped
+    (not `is_complete`) may have learned nothing yet.
+
+    Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
+    or was never updated.
+    """
+    trained = None
+    if zero_stage != 3:
+        # by default PEFT would ask the hub whether the vocabulary was resized
+        trained = get_peft_model_state_dict(model, save_embedding_layers=False)
+    seen = _check_saved(folder, trained)
+    if trained is not None and seen != trained.keys():
+        raise CheckpointError(
+            f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the "
+            "disk"
+        )
+    if is_complete and not any(tensor.any() for name, tensor in _saved(folder) if "lora_B" in name):
+        raise DivergedError(
+            f"{folder}: the adapter is as it was initialised, so nothing was learned; raise "
+            "TRAIN_LEARNING_RATE or the number of steps "
+            "(the first one of a warm-up has a learning rate of 0)"
+        )
+
+
+def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:
+    """Read the saved weights of a full run back: finite, and equal to the weights in memory.
+
+    Under ZeRO-3 they are only checked for NaN and infinity. So are tensors that the architecture
+    saves under another name than it has in memory.
+
+    Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
+    """
+    trained = None if zero_stage == 3 else model.state_dict()
+    _check_saved(folder, trained)
+
+
+def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> set[str]:
+    """Check the tensors in a folder, also against those in memory if given; return their names."""
+    differing: list[str] = []
+    broken: list[str] = []
+    seen: set[str] = set()
+    try:
+        for name, tensor in _saved(folder):
+            seen.add(name)
+            expected = trained.get(name) if trained else None
+            if not torch.isfinite(tensor).all():
+                broken.append(name)
+            elif expected is not None and not _is_equal(tensor, expected):
+                differing.append(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}: what was saved cannot be read back ({error}); check the disk"
+        ) from None
+    if not seen:
+        raise CheckpointError(f"{folder}: holds no weights; check the disk")
+    if broken:
+        raise DivergedError(
+            f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower "
+            "TRAIN_LEARNING_RATE"
+        )
+    if differing:
+        raise CheckpointError(
+            f"{folder}: {len(differing)} tensors on disk are not those that were trained, "
+            f"{differing[0]} first; check the disk"
+        )
+    return seen
+
+
+def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Compare a saved tensor with the trained one; of a divided one the main rank's rows."""
+    own = own_part(trained.detach()).cpu()
+    if isinstance(trained, DTensor):
+        saved = saved[: len(own)]
+    return torch.equal(own, saved.to(trained.dtype))
+
+
+def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of a folder's safetensors files, one at a time to save memory."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)

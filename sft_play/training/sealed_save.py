@@ -10,18 +10,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sft_play.errors import DivergedError, SftPlayError
-from sft_play.models.sharding import own_part
+from sft_play.errors import SftPlayError
 from sft_play.process import Process
 from sft_play.runs import checkpoints, stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.files import share
 from sft_play.training.best import best_step
-from sft_play.training.checks import check_finite
+from sft_play.training.checks import check_finite, check_finite_optimizer
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -94,20 +93,6 @@ def published(
         # it cannot be used, and on a full disk run.json needs the space
         shutil.rmtree(staged, ignore_errors=True)
         raise
-
-
-def check_finite_optimizer(optimizer: Any, step: int) -> None:
-    """Raise DivergedError when a moment of the optimizer is NaN or infinite."""
-    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
-        optimizer = optimizer.optimizer
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            is_number = torch.is_tensor(value) and value.is_floating_point()
-            if is_number and not torch.isfinite(own_part(value)).all():
-                raise DivergedError(
-                    f"the optimizer's {name} holds NaN or infinity at step {step}: the run has "
-                    "diverged; try a lower TRAIN_LEARNING_RATE"
-                )
 
 
 def dtypes_of(model: torch.nn.Module) -> dict[str, list[str]]:

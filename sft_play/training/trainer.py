@@ -30,19 +30,16 @@ from sft_play.runs import stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.training import sharded
-from sft_play.training.best import EndDiverged, goes_on
+from sft_play.training.best import EndDiverged, LossWatch, goes_on
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.divergence import LossWatch
-from sft_play.training.expert_use import ExpertUse
+from sft_play.training.experts import ExpertUse, RouterLoss
+from sft_play.training.guards import GradientWatch, StepGuard, spread
+from sft_play.training.held_out import sample_answers
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.nonfinite import StepGuard, spread
 from sft_play.training.rates import set_rates
-from sft_play.training.router_loss import RouterLoss
-from sft_play.training.samples import sample_answers
 from sft_play.training.sealed_save import dtypes_of, save_sealed
 from sft_play.training.step_log import StepLog
-from sft_play.training.untrained import GradientWatch
 from sft_play.training.visits import visited_once
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens

@@ -33,28 +33,29 @@ from sft_play.training.arguments import training_arguments
 from sft_play.training.best import take_best, warning_of
 from sft_play.training.build import build_evaluator, build_trainer
 from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
-from sft_play.training.causality import check_causality
-from sft_play.training.checks import check_engine
+from sft_play.training.checks import (
+    check_causality,
+    check_cross_document,
+    check_engine,
+    check_equal_ranks,
+    has_equal_copies,
+)
 from sft_play.training.context import RunContext
-from sft_play.training.cross_document import check_cross_document
-from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
-from sft_play.training.group import RankGroup
-from sft_play.training.held_out import HeldOutEvaluation
+from sft_play.training.experts import ExpertUse, experts_report, log_experts
+from sft_play.training.held_out import HeldOutEvaluation, summary_lines
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
 from sft_play.training.observers import Observers
 from sft_play.training.out_of_memory import OutOfMemoryExplainer
 from sft_play.training.preflight import preflight
 from sft_play.training.probe import Probe, apply_probe
-from sft_play.training.rank_parity import check_equal_ranks, has_equal_copies
+from sft_play.training.ranks import RankGroup
 from sft_play.training.recorder import Clock, RunRecorder
-from sft_play.training.reopen import note_reference
 from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
-from sft_play.training.saved_weights import save_weights
+from sft_play.training.saved_weights import note_reference, save_weights
 from sft_play.training.sealed_save import save_now
 from sft_play.training.start_log import held_memory, log_data, log_large_weights, log_model
 from sft_play.training.stop import StopAfter, StopOnSignal, reason_of_stop
-from sft_play.training.summary import summary_lines
 from sft_play.training.trackers import open_trackers
 from sft_play.training.trainer import SftTrainer
 

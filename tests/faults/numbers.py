@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from faults.bench import Bench, Fault, Guard, Outcome
 from faults.files import flip, nothing
 from sft_play.errors import ExitClass
-from sft_play.training.nonfinite import StepGuard, spread
+from sft_play.training.guards import StepGuard, spread
 from sft_play.training.trainer import SftTrainer
 
 FIVE = {"train.max_steps": 5}
@@ -53,7 +53,7 @@ def judged_by_none(self: StepGuard, trainer: SftTrainer, norm: object) -> None:
     """Let every step pass."""
 
 
-UNGUARDED = Guard("sft_play.training.nonfinite:StepGuard.judge", judged_by_none)
+UNGUARDED = Guard("sft_play.training.guards:StepGuard.judge", judged_by_none)
 
 
 def skipped(bench: Bench) -> Outcome:
@@ -178,7 +178,7 @@ ROWS = (
         poisoned({2, 3, 4}, math.nan, SKIP | {"train.max_skipped_steps": 2}),
         ExitClass.DIVERGED,
         ("loss=nan at step 4: 3 steps were not finite", *REMEDY),
-        Guard("sft_play.training.nonfinite:StepGuard._handle", nothing),
+        Guard("sft_play.training.guards:StepGuard._handle", nothing),
         loses=1,
     ),
     Fault(
@@ -196,7 +196,7 @@ ROWS = (
         diverged,
         ExitClass.DIVERGED,
         ("as bad as a uniform guess over the vocabulary", "try TRAIN_LEARNING_RATE=3"),
-        Guard("sft_play.training.divergence:LossWatch._is_guess", lambda self, loss: False),
+        Guard("sft_play.training.best:LossWatch._is_guess", lambda self, loss: False),
     ),
     Fault(
         "deaf-adapter",
@@ -204,7 +204,7 @@ ROWS = (
         deaf_adapter,
         ExitClass.DIVERGED,
         ("model.layers.1.self_attn.q_proj: to be trained", "TRAIN_ON_UNTRAINED=warn"),
-        Guard("sft_play.training.untrained:GradientWatch.look", nothing),
+        Guard("sft_play.training.guards:GradientWatch.look", nothing),
         loses=1,
     ),
     Fault(

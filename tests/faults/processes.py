@@ -169,7 +169,7 @@ def announce_nothing(*_: Any) -> None:
 
 TO_GO_ON = ("stopped on request at step", "go on with TRAIN_RESUME_FROM=")
 AGREED = Guard("sft_play.training.stop:StopOnSignal._agreed", never)
-ALONE = Guard("sft_play.training.failure_broadcast:FailureBroadcast.start", announce_nothing)
+ALONE = Guard("sft_play.training.ranks:FailureBroadcast.start", announce_nothing)
 
 
 def stops(number: signal.Signals, words: str, **more: Any) -> Fault:
@@ -239,7 +239,7 @@ ROWS = (
         signalled(signal.SIGSTOP, ranks=2, to=(1,), **{"train.hang_timeout": 8}),
         ExitClass.PEER_LOST,
         ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
-        Guard("sft_play.training.rank_watch:RankWatch._cause", nothing),
+        Guard("sft_play.training.ranks:RankWatch._cause", nothing),
         30,
         loses=1,
     ),
@@ -249,7 +249,7 @@ ROWS = (
         signalled(signal.SIGSTOP, ranks=2, to=(1,), deepspeed=ZERO_2, **{"train.hang_timeout": 8}),
         ExitClass.PEER_LOST,
         ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
-        Guard("sft_play.training.rank_watch:RankWatch._cause", nothing),
+        Guard("sft_play.training.ranks:RankWatch._cause", nothing),
         30,
         loses=1,
     ),
@@ -308,7 +308,7 @@ ROWS = (
         skipped_by_both,
         ExitClass.DONE,
         ("loss=nan at step 3: it is left out, and no weight has changed",),
-        Guard("sft_play.training.nonfinite:StepGuard._handle", nothing),
+        Guard("sft_play.training.guards:StepGuard._handle", nothing),
         60,
         loses=0,
     ),

@@ -1,10 +1,12 @@
-"""The watch of each rank over the others, and over itself: who is gone, and what hangs.
+"""The ranks of a run as a group: joined, watched, and left.
 
-Collectives alone do not tell. A rank that waits for a stopped one waits until the timeout of its
-process group, and under DeepSpeed for ever.
+A rank that fails ends the others with its cause; otherwise they would wait for it in a collective.
+Each rank also watches the others and itself, for who is gone and what hangs: a rank that waits for
+a stopped one waits until the timeout of its process group, and under DeepSpeed for ever.
 """
 
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -12,23 +14,122 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import psutil
+import torch
 from torch import distributed
 from transformers import TrainerCallback
 
+from sft_play.errors import ExitClass
 from sft_play.process import Process
-from sft_play.training import peers
+from sft_play.training import peers, runtime
+from sft_play.training.context import RunContext
+from sft_play.training.preflight import limited
+from sft_play.training.recorder import RunRecorder
+from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
-KEY = "sft_play/watch"
+FAILURE_KEY = "sft_play/failure"
+POLL_SECONDS = 1.0
+ACKNOWLEDGE_SECONDS = 5.0  # for all ranks to answer; a rank that is gone never does
+# The rank that failed exits this long before those that follow it: launchers report the first exit
+# as the cause.
+LEAD_SECONDS = 1.0
+WATCH_KEY = "sft_play/watch"
 TICK_SECONDS = 1.0
 GONE_SECONDS = 4.0  # in which a rank that failed is heard of by the failure broadcast
 SLOW_STEPS = 20.0  # times the slowest step so far is no step any more
 SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes where each of its threads is
+
+
+class FailureBroadcast:
+    """A key in the process group's store that ends every rank once it is set.
+
+    A thread polls the key, since the main thread may wait in C++ for a rank that is gone. Each of
+    the two threads has its own client of the store, because clients are not thread-safe. The
+    polling thread calls `follow(rank, exit_class, cause)` when another rank has failed.
+    """
+
+    def __init__(
+        self,
+        store: distributed.Store,
+        rank: int,
+        world_size: int,
+        follow: Callable[[int, ExitClass, str], None],
+    ):
+        self.rank = rank
+        self.follow = follow
+        self._acknowledged = [
+            f"{FAILURE_KEY}/acknowledged/{number}" for number in range(world_size)
+        ]
+        self._store = store.clone()
+        self._stopped = threading.Event()
+        self.thread = threading.Thread(
+            target=self._listen, args=(store.clone(),), name="failure broadcast", daemon=True
+        )
+        self.thread.start()
+
+    @classmethod
+    def start(
+        cls, process: Process, follow: Callable[[int, ExitClass, str], None]
+    ) -> "FailureBroadcast | None":
+        """Return a broadcast over the process group, None if the world size is 1.
+
+        Call it after `runtime.join_group`. Every rank must call it.
+        """
+        if process.world_size == 1:
+            return None
+        store = distributed.distributed_c10d._get_default_store()
+        return cls(store, process.rank, process.world_size, follow)
+
+    def announce(self, exit_class: ExitClass, cause: str) -> NoReturn:
+        """Announce a failure and end the process.
+
+        First wait until all ranks have answered, for ACKNOWLEDGE_SECONDS at most. The process ends
+        without destroying the process group, which would wait for the other ranks. If several ranks
+        fail, all exit with the class of the first one. Where the machine of the store is cut off,
+        asking it would take until TCP gives up, so the process ends without an answer.
+        """
+        last = threading.Timer(2 * ACKNOWLEDGE_SECONDS, os._exit, (exit_class,))
+        last.daemon = True
+        last.start()
+        try:
+            own = json.dumps([self.rank, exit_class, cause])
+            _, exit_class, _ = json.loads(self._store.compare_set(FAILURE_KEY, "", own))
+            self._store.set(self._acknowledged[self.rank], "1")
+            deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
+            while not self._store.check(self._acknowledged) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        except distributed.DistError as error:
+            logger.warning("the rank that kept the store has ended: %s", error)
+        os._exit(exit_class)
+
+    def stop(self) -> None:
+        """Stop listening: the run has ended well."""
+        self._stopped.set()
+
+    def _listen(self, store: distributed.Store) -> None:
+        try:
+            while not store.check([FAILURE_KEY]):
+                if self._stopped.wait(POLL_SECONDS):
+                    return
+            rank, exit_class, cause = json.loads(store.get(FAILURE_KEY))
+            if rank == self.rank:
+                return
+            self.follow(rank, ExitClass(exit_class), cause)
+            store.set(self._acknowledged[self.rank], "1")
+        except distributed.DistError as error:
+            # the rank that hosts the store is gone: a collective fails because of that, or the
+            # launcher ends this rank
+            if not self._stopped.is_set():
+                logger.warning("failures of other ranks are not heard any more: %s", error)
+            return
+        time.sleep(LEAD_SECONDS)
+        os._exit(exit_class)
 
 
 class Peer(NamedTuple):
@@ -92,7 +193,7 @@ class RankWatch(TrainerCallback):
         self._closed = threading.Event()
         self._stacks = stacks_file(logs, process.rank)
         store = distributed.distributed_c10d._get_default_store().clone()
-        store.set(f"{KEY}/{self.rank}", "0")
+        store.set(f"{WATCH_KEY}/{self.rank}", "0")
         process.gather(None)  # every rank has a sign of life
         for task, argument in ((self._talk, (store,)), (self._judge, ())):
             threading.Thread(target=task, args=argument, name="rank watch", daemon=True).start()
@@ -112,13 +213,13 @@ class RankWatch(TrainerCallback):
 
     def _talk(self, store: distributed.Store) -> None:
         """Give signs of life, and note those of the others."""
-        keys = [f"{KEY}/{peer.rank}" for peer in self.peers]
+        keys = [f"{WATCH_KEY}/{peer.rank}" for peer in self.peers]
         before: list[bytes | None] = [None] * len(keys)
         count = 0
         try:
             while not self._closed.wait(TICK_SECONDS):
                 count += 1
-                store.set(f"{KEY}/{self.rank}", str(count))
+                store.set(f"{WATCH_KEY}/{self.rank}", str(count))
                 now = store.multi_get(keys)
                 for peer, last, sign in zip(self.peers, before, now, strict=True):
                     if sign != last:
@@ -203,3 +304,43 @@ def stacks_file(logs: Path, rank: int) -> Any:
     file = (logs / f"rank-{rank}.stacks").open("w", encoding="utf-8")
     faulthandler.register(SHOW_STACKS, file, all_threads=True)
     return file
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """What this rank hears of the others; both are None for a single one."""
+
+    broadcast: FailureBroadcast | None
+    watch: RankWatch | None
+
+    @classmethod
+    def join(cls, context: RunContext, recorder: RunRecorder) -> Self:
+        """Join the other ranks, and from then on fail with them; give up where they do not come."""
+        process = context.process
+        with limited(process, recorder.abandon, is_joining=True):
+            runtime.join_group(context.plan, process.timeout)
+        if process.world_size == 1:
+            return cls(None, None)
+        broadcast = FailureBroadcast.start(process, recorder.follow)
+        recorder.broadcast = broadcast
+        seconds = context.config.train.hang_timeout
+        watch = RankWatch(process, context.folder.logs, seconds, recorder.abandon)
+        recorder.find_gone = watch.find_gone
+        return cls(broadcast, watch)
+
+    def attach(self, trainer: SftTrainer) -> None:
+        """Let the watch see the steps."""
+        if self.watch is not None:
+            trainer.add_callback(self.watch)
+
+    def leave(self) -> None:
+        """Wait for the other ranks, if any, and destroy the process group."""
+        if not torch.distributed.is_initialized():
+            return
+        # launchers end the other ranks as soon as the first rank of a stopped run exits with 75
+        torch.distributed.barrier()
+        if self.watch is not None:
+            self.watch.close()
+        if self.broadcast is not None:
+            self.broadcast.stop()
+        torch.distributed.destroy_process_group()
