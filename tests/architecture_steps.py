@@ -31,7 +31,7 @@ from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
 from sft_play.process import Process
-from sft_play.training.trainer import (
+from sft_play.training.batches import (
     LOSS_POSITIONS,
     LOSS_TARGETS,
     REAL_LENGTHS,

@@ -17,7 +17,7 @@ from sft_play.inference.load import checked_weights
 from sft_play.monitor.watch import run_table
 from sft_play.runs import checkpoints, seal
 from sft_play.runs.folder import RunFolder
-from sft_play.training.sealed_save import check_finite_optimizer
+from sft_play.training.checks import check_finite_optimizer
 
 FLIPS = 3  # of each file; make test-faults makes more
 EVERY_STEP = {"train.save_strategy": "steps", "train.save_steps": 1}

@@ -425,7 +425,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_every_rank_says_where_it_was(pl
     assert report["cause"].startswith(f"rank 1 (process {ranks[1].pid} on ")
     assert report["global_step"] >= 2
     stacks = [(folder.logs / f"rank-{rank}.stacks").read_text() for rank in (0, 1)]
-    assert "in _run_epoch" in stacks[0] and "most recent call first" in stacks[1]
+    assert "in train_epoch" in stacks[0] and "most recent call first" in stacks[1]
 
 
 def test_a_deepspeed_run_that_was_stopped_resumes_where_it_was(plan_run):

@@ -17,7 +17,7 @@ from sft_play.data import packing
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.models.fast.graphs.recorded import record_on_gpu
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import LOSS_POSITIONS, LOSS_TARGETS
+from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,7 +27,7 @@ from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.fast import FastSetup, plan_kernels
 from sft_play.plan.model_shape import load_shape
 from sft_play.process import Process
-from sft_play.training.loraplus import raise_learning_rate_of_b
+from sft_play.training.engine import raise_learning_rate_of_b
 
 CPU = Process.alone(torch.device("cpu"))
 CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)

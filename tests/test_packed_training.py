@@ -30,9 +30,10 @@ from sft_play.models import bnb
 from sft_play.plan.layout import Layout
 from sft_play.process import Process
 from sft_play.training import runtime
+from sft_play.training.batches import token_mean_loss
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_cross_document, measure_cross_document
-from sft_play.training.trainer import SftTrainer, token_mean_loss
+from sft_play.training.trainer import SftTrainer
 
 VOCABULARY, MAX_SEQ_LEN, SEED = 97, 64, 3
 CPU = torch.device("cpu")

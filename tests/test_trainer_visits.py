@@ -1,61 +1,60 @@
-"""What Trainer does in each step must not visit every module of the model."""
+"""A training step must not visit every module of the model: 48 layers with adapters have 3,600."""
+
+import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-from sft_play.training.visits import visited_once
-
-
-@pytest.fixture
-def model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+from test_packed_training import trainer_of
+from transformers import TrainerCallback
 
 
-def modes(model: torch.nn.Module) -> list[bool]:
-    return [module.training for module in model.modules()]
+class AfterStep(TrainerCallback):
+    """Calls `action` after each step."""
+
+    def __init__(self, action: Any):
+        self.action = action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.action()
 
 
-def test_modules_arevisited_once(model, monkeypatch):
-    visited = 0
+def test_modules_are_visited_once_an_epoch(tmp_path: Path, monkeypatch: Any) -> None:
+    visited, after_steps = 0, []
     visit = torch.nn.Module.named_modules
 
-    def counted(self, *args, **kwargs):
+    def counted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal visited
         visited += 1
         return visit(self, *args, **kwargs)
 
+    trainer = trainer_of(tmp_path, 2, packed=False)
+    trainer.add_callback(AfterStep(lambda: after_steps.append(visited)))
     monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
-    with visited_once(model):
-        before = visited
-        for _ in range(3):
-            model.train()
-            model.zero_grad()
-            assert len(list(model.parameters())) == 4
-        assert visited == before
-    list(model.parameters())
-    assert visited > before
+    trainer.train()
+    assert len(after_steps) == 6 and after_steps[0] > 0
+    in_steps = [late - early for early, late in itertools.pairwise(after_steps)]
+    assert in_steps.count(0) == 4, "the steps of two epochs but their first ones"
 
 
-def test_a_loaded_model_and_one_after_an_evaluation_train(model):
-    model.eval()
-    model.training = True  # as PEFT's wrapper is, around a model that transformers loaded
-    with visited_once(model):
-        assert all(modes(model))
-        model.eval()
-        assert not any(modes(model))
-        model.train()
-        assert all(modes(model))
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_loaded_model_and_one_after_an_evaluation_train(tmp_path: Path, packed: bool) -> None:
+    trainer = trainer_of(tmp_path, 2, packed)
+    trainer.model.eval()
+    trainer.model.training = True  # as PEFT's wrapper is, around a model that transformers loaded
+    modes: list[bool] = []
+
+    def note_modes(*_: Any) -> None:
+        modes.extend(module.training for module in trainer.model.modules())
+
+    trainer.model.get_base_model().register_forward_pre_hook(note_modes)
+    trainer.add_callback(AfterStep(trainer.model.eval))
+    trainer.train()
+    assert modes and all(modes)
 
 
-def test_gradients_are_zeroed_and_own_parameters_are_its_own(model):
-    with visited_once(model):
-        model(torch.ones(1, 2)).sum().backward()
-        model.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert not list(model.parameters(recurse=False))
-
-
-def test_the_model_is_as_before_afterwards(model):
-    with pytest.raises(RuntimeError, match="in a step"), visited_once(model):
-        raise RuntimeError("in a step")
-    assert not {"train", "parameters"} & set(vars(model))
+def test_gradients_are_dropped_after_each_step(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, 2, packed=False)
+    trainer.train()
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())

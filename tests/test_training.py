@@ -13,8 +13,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
+from sft_play.training.batches import token_mean_loss
 from sft_play.training.trackers import HPARAMS
-from sft_play.training.trainer import token_mean_loss
 
 ANSWER_KEYS = {"origin", "prompt", "expected", "answer", "rougeL", "was_cut"}
 EPOCHS = {

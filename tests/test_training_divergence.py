@@ -221,7 +221,7 @@ def test_where_no_weights_were_scored_before_it_a_run_that_diverges_has_failed(
 
 
 def test_the_best_weights_of_a_diverged_run_are_published_only_where_they_are_better_than_before():
-    watch = LossWatch(32_000, 1e-3, has_best=lambda: True)
+    watch = LossWatch(32_000, 1e-3, best_step=lambda: 5)
     watch.begin(2.0)
     for step, loss in enumerate([1.9, 10.3, 10.4, 10.2], start=1):
         watch.see(step * 5, loss)  # raises nothing

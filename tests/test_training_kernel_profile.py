@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from sft_play.process import Process
 from sft_play.training.kernel_profile import (
-    Kernel,
     StepProfile,
     busy_seconds,
-    kernels_of,
-    kind_of,
-    shares,
-    table,
+    find_kind,
+    kinds_table,
 )
 
 ALONE = Process.alone(torch.device("cpu"))
@@ -47,31 +45,38 @@ ALONE = Process.alone(torch.device("cpu"))
     ],
 )
 def test_a_kernel_has_a_kind(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert find_kind(name) == kind
 
 
-def test_times_are_those_of_a_step_and_what_overlaps_is_busy_once() -> None:
+def test_times_are_those_of_a_step_the_longest_kind_first() -> None:
     kernels = [
-        Kernel("a", 0, 100, 100e-6),
-        Kernel("b", 50, 150, 100e-6),  # of another stream
-        Kernel("a", 300, 400, 100e-6),
-        Kernel("b", 310, 320, 10e-6),
+        averages("memcpy", 20e3, 2),
+        averages("aten::mm", 60e3, 4),
+        averages("gemm", 40e3, 2),
     ]
-    found = shares(((kernel.name, kernel) for kernel in kernels), steps=2)
-    assert [(share.name, share.count) for share in found] == [("a", 1), ("b", 1)]
-    assert [share.seconds for share in found] == pytest.approx([100e-6, 55e-6])
-    assert busy_seconds(kernels) == pytest.approx(250e-6)
-    assert table(found, 1e-3).splitlines()[0] == "     0.10 ms  10.0%         1 x  a"
+    lines = kinds_table(kernels, steps=2, step_seconds=0.1).splitlines()
+    assert lines == [
+        "    50.00 ms  50.0%         3 x  products",
+        "    10.00 ms  10.0%         1 x  copies",
+    ]
 
 
-def test_an_annotation_is_no_kernel() -> None:
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    annotated = torch.profiler.record_function("a part of the code")
-    with torch.profiler.profile(activities=cpu) as profiler, annotated:
-        torch.ones(8, 8) @ torch.ones(8, 8)
-    names = {kernel.name for kernel in kernels_of(profiler.events(), on_gpu=False)}
-    assert "aten::mm" in names and "a part of the code" not in names
-    assert kernels_of(profiler.events(), on_gpu=True) == []
+def averages(name: str, microseconds: float, count: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        key=name, device_type=DeviceType.CPU, self_cpu_time_total=microseconds, count=count
+    )
+
+
+def test_what_overlaps_is_busy_once() -> None:
+    assert busy_seconds([(300, 400), (0, 100), (50, 150), (310, 320)]) == pytest.approx(250e-6)
+
+
+def test_an_annotation_is_no_kernel(tmp_path: Path) -> None:
+    annotated = torch.profiler.record_function("flash of the code")
+    profile = StepProfile(tmp_path / "profile", 1, ALONE)
+    with annotated:
+        steps_of(profile, 6)
+    assert "attention" not in (tmp_path / "profile" / "kernels.txt").read_text()
 
 
 def steps_of(profile: StepProfile, count: int, begun: int = 0) -> None:

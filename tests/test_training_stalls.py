@@ -22,14 +22,9 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss.head import fuse_loss, is_loss_fused
 from sft_play.process import Process
 from sft_play.training import runtime
+from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 from sft_play.training.callbacks import BeforeFirstStep
-from sft_play.training.trainer import (
-    LOSS_POSITIONS,
-    LOSS_TARGETS,
-    REAL_LENGTHS,
-    SftTrainer,
-    collate_for_step,
-)
+from sft_play.training.trainer import SftTrainer
 
 STEPS = 6
 

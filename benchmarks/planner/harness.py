@@ -30,12 +30,12 @@ from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
+from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 from sft_play.training.build import build_trainer
 from sft_play.training.classify import classify
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
-from sft_play.training.trainer import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 
 TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
 T = TypeVar("T")

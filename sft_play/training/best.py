@@ -7,23 +7,19 @@ best checkpoint is that by train.metric_for_best_model.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from transformers import TrainerCallback
-from transformers.integrations import deepspeed_load_checkpoint
 
 from sft_play.config.metrics import is_higher_better
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError, DivergedError
 from sft_play.models.sharding import trains_divided
-from sft_play.runs import seal
 
 if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ def metric_of(train: TrainSection) -> str:
 
 def best_step(log_history: LogHistory, metric: str) -> int | None:
     """Return the first step with the best score; None without an evaluation."""
-    scored = _scored(log_history, metric)
+    scored = scores_by_step(log_history, metric)
     if not scored:
         return None
     sign = -1 if is_higher_better(metric) else 1
@@ -52,10 +48,10 @@ def best_step(log_history: LogHistory, metric: str) -> int | None:
 def evaluations_since_best(log_history: LogHistory, metric: str) -> int:
     """Return how many evaluations came after the one with the best score."""
     best = best_step(log_history, metric)
-    return sum(best is not None and step > best for step in _scored(log_history, metric))
+    return sum(best is not None and step > best for step in scores_by_step(log_history, metric))
 
 
-def _scored(log_history: LogHistory, metric: str) -> dict[int, float]:
+def scores_by_step(log_history: LogHistory, metric: str) -> dict[int, float]:
     """Return the score of each step that was evaluated."""
     return {
         entry["step"]: entry[metric]
@@ -67,18 +63,18 @@ def _scored(log_history: LogHistory, metric: str) -> dict[int, float]:
 class LossWatch:
     """Follows the logged losses of a run, in nats a token.
 
-    A run that diverges fails, unless it publishes the weights of an earlier step: `has_best` says
-    whether there are some that were scored. Then `diverged` is the error, and training is to end.
+    A run that diverges fails, unless it publishes the weights of an earlier step: `best_step`
+    returns the one that was scored best, if any. Then `diverged` is the error, and training ends.
     """
 
     def __init__(
         self,
         vocabulary: int,
         learning_rate: float,
-        has_best: Callable[[], bool] = lambda: False,
+        best_step: Callable[[], int | None] = lambda: None,
     ):
         self.learning_rate = learning_rate
-        self.has_best = has_best
+        self.best_step = best_step
         self.uniform = math.log(vocabulary)
         self.before = math.inf  # of the held-out rows, before training
         self.lowest = math.inf
@@ -109,7 +105,7 @@ class LossWatch:
         self._since = step if self._since is None else self._since
         self._logs += 1
         if self._logs >= LOGS and step - self._since >= STEPS:
-            self.diverge(self._error(loss, f"since step {self._since}"))
+            self.diverge(self._error(loss, f"since step {self._since}"), step)
 
     def conclude(self, step: int, after: float | None = None, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
@@ -119,7 +115,7 @@ class LossWatch:
         """
         end = f"at the end, step {step}"
         if self._last and self._is_guess(median(self._last)):
-            self.diverge(self._error(median(self._last), end))
+            self.diverged = self.diverged or self._error(median(self._last), end)
         if self.diverged is not None and not is_best:
             raise self.diverged
         if after is not None and self._is_guess(after):
@@ -130,10 +126,16 @@ class LossWatch:
                 f"where it was {self.before:.4g} before training, so they are not published either"
             )
 
-    def diverge(self, error: DivergedError) -> None:
+    def diverge(self, error: DivergedError, step: int) -> None:
         """Note that the run has diverged. Raises: DivergedError where nothing else is published."""
+        best = self.best_step()
+        if best is not None and self.diverged is None:
+            logger.warning(
+                "%s; training ends at step %d, and the weights of step %s are scored and published",
+                *(error, step, best),
+            )
         self.diverged = self.diverged or error
-        if not self.has_best():
+        if best is None:
             raise self.diverged
 
     def _is_guess(self, loss: float) -> bool:
@@ -177,53 +179,6 @@ class EarlyStopping(TrainerCallback):
             )
 
 
-class EndDiverged(TrainerCallback):
-    """Ends training once the loss has diverged, where the best checkpoint is published instead."""
-
-    def __init__(self, watch: LossWatch, metric: str, is_main: bool = True):
-        self.watch = watch
-        self.metric = metric
-        self.is_main = is_main
-        self.has_ended = False
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watch.diverged is not None:
-            self.end(state, control)
-
-    def end(self, state: Any, control: Any) -> None:
-        """Say it, and let no step follow."""
-        if self.is_main and not self.has_ended:
-            logger.warning(
-                "%s; training ends at step %d, and the weights of step %s are scored and published",
-                *(self.watch.diverged, state.global_step),
-                best_step(state.log_history, self.metric),
-            )
-        self.has_ended = True
-        control.should_training_stop = True
-        self._keep_nothing_more(control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.has_ended:  # Trainer also ends the epoch that was cut short
-            self._keep_nothing_more(control)
-
-    def _keep_nothing_more(self, control: Any) -> None:
-        control.should_evaluate = False
-        control.should_save = False
-
-
-def goes_on(trainer: "SftTrainer", look: Callable[[float], None]) -> bool:
-    """Let the guard `look` at the steps so far; return whether training goes on.
-
-    Raises: DivergedError, on every rank, unless the best weights are published instead.
-    """
-    try:
-        look(trainer.args.learning_rate)
-    except DivergedError as error:
-        trainer.loss_watch.diverge(error)
-        trainer.end_diverged.end(trainer.state, trainer.control)
-    return trainer.end_diverged is None or not trainer.end_diverged.has_ended
-
-
 def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
     """Refuse to take the best weights where FSDP divides those that train.
 
@@ -244,39 +199,3 @@ def warning_of(watch: LossWatch, best: Mapping[str, Any] | None) -> str | None:
         f"{watch.diverged}; published are the weights of step {best['step']}, the best by "
         f"{best['metric']}={best['value']:.4g}"
     )
-
-
-def take_best(trainer: "SftTrainer", train: TrainSection) -> dict[str, Any] | None:
-    """Put the weights of the best checkpoint into the model, and return which one it is.
-
-    None where that is not asked for, or no checkpoint was scored. Every rank must call it.
-    """
-    metric = metric_of(train)
-    history = trainer.state.log_history
-    step = best_step(history, metric)
-    if not train.load_best_model_at_end or step is None:
-        return None
-    found = {"step": step, "metric": metric, "value": _scored(history, metric)[step]}
-    if step == trainer.state.global_step:
-        return found
-    checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{step}"
-    damage = seal.find_damage(checkpoint) if trainer.process.local_rank == 0 else None
-    if trainer.process.max(int(damage is not None)):
-        if damage is not None:
-            logger.warning(
-                "%s: %s; the weights of the last step are saved, not the best", checkpoint, damage
-            )
-        return None
-    if trainer.is_deepspeed_enabled:
-        has_adapters = isinstance(trainer.model, PeftModel)
-        deepspeed_load_checkpoint(
-            trainer.model_wrapped, str(checkpoint), load_module_strict=not has_adapters
-        )
-    else:
-        trainer._load_from_checkpoint(str(checkpoint))
-    if trainer.process.is_main:
-        logger.info(
-            "best step=%d %s=%.4f: its weights are scored and saved, not those of step %d",
-            *(step, metric, found["value"], trainer.state.global_step),
-        )
-    return found

@@ -23,7 +23,6 @@ from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
 from sft_play.training.best import (
     EarlyStopping,
-    EndDiverged,
     best_step,
     metric_of,
     refuse_divided,
@@ -32,7 +31,6 @@ from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
 from sft_play.training.experts import router_loss_of
 from sft_play.training.guards import GradientWatch, StepGuard
-from sft_play.training.resume import StepsLeft
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
 
@@ -78,7 +76,7 @@ def build_trainer(
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
-        callbacks=[speed, StepsLeft()],
+        callbacks=[speed],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.best_metric = metric_of(config.train)
@@ -86,20 +84,11 @@ def build_trainer(
     if patience is not None:
         trainer.add_callback(EarlyStopping(trainer.best_metric, patience, context.process.is_main))
     if config.train.load_best_model_at_end:
-        publish_best_of_diverged(trainer)
+        # a run that diverges after a checkpoint that was scored ends with the best of them
+        trainer.loss_watch.best_step = lambda: best_step(
+            trainer.state.log_history, trainer.best_metric
+        )
     return trainer
-
-
-def publish_best_of_diverged(trainer: SftTrainer) -> None:
-    """Let a run that diverges after a checkpoint that was scored end with the best of them."""
-
-    def has_best() -> bool:
-        return best_step(trainer.state.log_history, trainer.best_metric) is not None
-
-    watch = trainer.loss_watch
-    watch.has_best = has_best
-    trainer.end_diverged = EndDiverged(watch, trainer.best_metric, trainer.process.is_main)
-    trainer.add_callback(trainer.end_diverged)
 
 
 def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:

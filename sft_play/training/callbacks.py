@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
 from sft_play.runs.report import logged_scores
+from sft_play.training.checks import modes_restored
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +47,20 @@ class EvalSpeedCallback(TrainerCallback):
         started = time.perf_counter()
         config = model.config.get_text_config()
         used_cache = config.use_cache
-        was_training = {module: module.training for module in model.modules()}
         checkpointed = [
             module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
         ]
         try:
-            model.eval()
             config.use_cache = True
             for module in checkpointed:
                 module.gradient_checkpointing = False
-            yield
+            with modes_restored(model):
+                model.eval()
+                yield
         finally:
             for module in checkpointed:
                 module.gradient_checkpointing = True
             config.use_cache = used_cache
-            for module, mode in was_training.items():
-                module.training = mode
             seconds = time.perf_counter() - started
             self.seconds += seconds
             self.in_training.add(seconds)

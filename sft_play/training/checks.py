@@ -259,8 +259,9 @@ def has_equal_copies(model: torch.nn.Module, process: Process) -> bool:
 
     ZeRO-3 and FSDP give each rank a part, and GPUs of two kinds add in another order.
     """
-    if any(map(_is_partitioned, _trained(model).values())):
-        return False
+    for parameter in _trained(model).values():
+        if hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor):
+            return False
     return len(set(process.gather(_device_name(process.device)))) == 1
 
 
@@ -302,11 +303,6 @@ def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
-    """Return whether a rank holds a part of it: under ZeRO-3 and FSDP."""
-    return hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor)
 
 
 def _device_name(device: torch.device) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from sft_play.data.collate import Batch, TokenSequence
@@ -22,10 +23,11 @@ from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.sharding import is_divided, reshard
 from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
+from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 from sft_play.training.checks import bit_sums
 from sft_play.training.classify import classify
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.trainer import LOSS_TARGETS, REAL_LENGTHS, SftTrainer, collate_for_step
+from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -106,19 +108,17 @@ class DryRun:
         return peaks
 
     def _micro_step(self, batch: Batch) -> dict[str, int]:
-        """Return the peaks of a forward and a backward pass, run as Trainer.training_step does."""
+        """Return the peaks of a forward and a backward pass, run as a training step does."""
         trainer = self.trainer
         labelled_tokens = len(batch[LOSS_TARGETS])
         self.model.train()
         self.memory.reset()
-        inputs = trainer._prepare_inputs(batch)
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=labelled_tokens)
+        inputs = send_to_device(batch, trainer.args.device)
+        loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=labelled_tokens)
         del inputs
         forward = self.memory.peak_bytes()
         self.memory.reset()
-        options = {"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}
-        trainer.accelerator.backward(loss, **options)
+        trainer.backward(loss)
         return {"forward": forward, "backward": self.memory.peak_bytes()}
 
     def _drop_gradients(self) -> None:
@@ -244,14 +244,14 @@ class _ModuleState:
 @contextlib.contextmanager
 def _accumulating(trainer: SftTrainer) -> Iterator[None]:
     """Treat every backward pass as one inside gradient accumulation: no all-reduce, no step."""
-    state = trainer.accelerator.gradient_state
-    was_synced = state.sync_gradients
-    state._set_sync_gradients(False)
+    accelerator = trainer.accelerator
+    was_synced = accelerator.sync_gradients
+    accelerator.sync_gradients = False
     try:
-        with trainer.accelerator.no_sync(trainer.model_wrapped):
+        with accelerator.no_sync(trainer.model_wrapped):
             yield
     finally:
-        state._set_sync_gradients(was_synced)
+        accelerator.sync_gradients = was_synced
 
 
 def _drop_reduced_gradients(optimizer: Any) -> None:

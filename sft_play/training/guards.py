@@ -16,13 +16,13 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from sft_play.errors import DivergedError
-from sft_play.models.sharding import own_part, trains_divided
+from sft_play.models.sharding import own_part
 from sft_play.process import Process
 
 if TYPE_CHECKING:
@@ -102,12 +102,13 @@ class StepGuard:
             was_applied = trainer.model_wrapped.was_step_applied()
             if not was_applied:
                 trainer.lr_scheduler.step()  # as elsewhere: a step left out is one of the schedule
-        elif is_told_on_device(optimizer, trainer.model):
+        elif optimizer.defaults.get("fused") and not trainer.trains_divided:
+            # torch's fused optimizers read it on the device, for plain tensors
             optimizer.found_inf = 1.0 - is_finite.float()
         elif not is_finite:
             optimizer.zero_grad(set_to_none=True)  # it leaves out what has no gradient
         if self.skips:
-            summed = trainer._tr_loss
+            summed = trainer.summed_loss
             summed.copy_(torch.where(is_finite, summed, self._loss_before.to(summed.device)))
         self._note(trainer.state.global_step + 1, values, is_bad, was_applied)
 
@@ -142,7 +143,9 @@ class StepGuard:
                 self._handle(facts, learning_rate)
 
     def _handle(self, facts: StepFacts, learning_rate: float) -> None:
-        bad = first_cause(self.process.gather(self._describe(facts)))
+        ranks = self.process.gather(self._describe(facts))
+        # that of the first rank with a loss that is not finite, else the norm
+        bad = next((rank for rank in ranks if rank.found.startswith("loss")), ranks[0])
         where = f"{bad.found} at step {facts.step}"
         remedy = f"try TRAIN_LEARNING_RATE={learning_rate / 10:g}"
         if not self.skips:
@@ -193,16 +196,6 @@ def spread(loss: torch.Tensor) -> torch.Tensor:
     An infinite loss may have finite gradients: of a target whose logit is -inf.
     """
     return loss * (1.0 + 0.0 * loss.detach())  # times 1, or NaN
-
-
-def is_told_on_device(optimizer: Any, model: torch.nn.Module) -> bool:
-    """Return whether an optimizer takes found_inf: torch's fused ones, for plain tensors."""
-    return bool(optimizer.defaults.get("fused")) and not trains_divided(model)
-
-
-def first_cause(ranks: Sequence[BadStep]) -> BadStep:
-    """Return what the first rank with a loss that is not finite says; the norm where none has."""
-    return next((rank for rank in ranks if rank.found.startswith("loss")), ranks[0])
 
 
 def _named(rows: Sequence[str]) -> str:

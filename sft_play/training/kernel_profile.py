@@ -7,9 +7,9 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -36,58 +36,40 @@ KINDS = {
 OTHER = "other"
 
 
-class Kernel(NamedTuple):
-    """A kernel that ran, or an operation of torch on a CPU."""
-
-    name: str
-    begin: float  # microseconds on the profiler's clock
-    end: float
-    seconds: float  # of its own
-
-
-class Share(NamedTuple):
-    """The time of the kernels of one kind, or of one name, in a step."""
-
-    name: str
-    seconds: float
-    count: float
-
-
-def kind_of(name: str) -> str:
+def find_kind(name: str) -> str:
     """Return the kind of a kernel or operation."""
     small = name.lower()
-    return next((kind for kind, words in KINDS.items() if re.search(words, small)), OTHER)
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, small)), OTHER)
 
 
-def shares(kernels: Iterable[tuple[str, Kernel]], steps: int) -> list[Share]:
-    """Return the time a step by label, the longest first."""
-    seconds: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for label, kernel in kernels:
-        seconds[label] += kernel.seconds
-        counts[label] += 1
-    found = [Share(label, seconds[label] / steps, counts[label] / steps) for label in seconds]
-    return sorted(found, key=lambda share: -share.seconds)
-
-
-def busy_seconds(kernels: Sequence[Kernel]) -> float:
-    """Return the time in which at least one kernel ran."""
+def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the time in which a kernel ran, from the begin and end of each in microseconds."""
     busy = 0.0
     reached = float("-inf")
-    for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
-        busy += max(0.0, kernel.end - max(kernel.begin, reached))
-        reached = max(reached, kernel.end)
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
     return busy / 1e6
 
 
-def table(found: Sequence[Share], step_seconds: float) -> str:
-    """Return lines of milliseconds, share of a step, how often, and what."""
+def kinds_table(kernels: Iterable[Any], steps: int, step_seconds: float) -> str:
+    """Return a line for each kind: milliseconds, share of a step, how often; the longest first.
+
+    `kernels` are torch's averages over all calls of a kernel, or of an operation on a CPU.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for kernel in kernels:
+        kind = find_kind(kernel.key)
+        on_gpu = kernel.device_type == DeviceType.CUDA
+        own = kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total
+        seconds[kind] += own / 1e6 / steps
+        counts[kind] += kernel.count
     lines = []
-    for share in found:
-        part = share.seconds / step_seconds
-        lines.append(
-            f"{share.seconds * 1e3:9.2f} ms {part:6.1%} {share.count:9,.0f} x  {share.name}"
-        )
+    for kind in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        part = seconds[kind] / step_seconds
+        count = counts[kind] / steps
+        lines.append(f"{seconds[kind] * 1e3:9.2f} ms {part:6.1%} {count:9,.0f} x  {kind}")
     return "\n".join(lines)
 
 
@@ -98,6 +80,7 @@ class StepProfile(TrainerCallback):
         self.folder = folder
         self.steps = steps if process.is_main else 0
         self.device = process.device
+        self._is_gpu = process.device.type == "cuda"
         self.profiler: torch.profiler.profile | None = None
         self.taken = 0  # steps of this process: one that resumes compiles its kernels anew
 
@@ -107,7 +90,7 @@ class StepProfile(TrainerCallback):
             return
         self._synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
+        if self._is_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
@@ -147,37 +130,31 @@ class StepProfile(TrainerCallback):
         profiler = self.profiler
         self.close()
         steps = self._recorded
-        step_seconds = seconds / steps
-        on_gpu = self.device.type == "cuda"
-        kernels = kernels_of(profiler.events(), on_gpu)
-        idle = 1 - busy_seconds(kernels) / seconds
-        kinds = table(shares(((kind_of(each.name), each) for each in kernels), steps), step_seconds)
-        names = shares(((each.name[:SHOWN_NAME], each) for each in kernels), steps)
+        kernels = [each for each in profiler.key_averages() if self._is_kernel(each)]
+        ran = [event.time_range for event in profiler.events() if self._is_kernel(event)]
+        idle = 1 - busy_seconds((span.start, span.end) for span in ran) / seconds
+        kinds = kinds_table(kernels, steps, seconds / steps)
         head = (
             f"profile of steps {last_step - steps + 1} to {last_step}: "
-            f"{step_seconds * 1e3:.1f} ms a step under the profiler, {idle:.1%} of it without a "
+            f"{seconds / steps * 1e3:.1f} ms a step under the profiler, {idle:.1%} of it without a "
             "kernel"
         )
         self.folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
-        text = f"{head}\n\n{kinds}\n\n{table(names, step_seconds)}\n"
+        by_time = "self_device_time_total" if self._is_gpu else "self_cpu_time_total"
+        names = profiler.key_averages().table(
+            sort_by=by_time, row_limit=-1, max_name_column_width=SHOWN_NAME
+        )
+        text = f"{head}\n\n{kinds}\n\n{names}\n"
         (self.folder / "kernels.txt").write_text(text, encoding="utf-8")
         logger.info("%s; %s has each kernel\n%s", head, self.folder, kinds)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def kernels_of(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
-    """Return the kernels of a GPU, or the operations of a CPU, among a profiler's events."""
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    found = []
-    for event in events:
+    def _is_kernel(self, event: Any) -> bool:
+        """Return whether a profiler's event is a kernel of the GPU, or an operation of the CPU."""
+        wanted = DeviceType.CUDA if self._is_gpu else DeviceType.CPU
         # an annotation of the code lies over the kernels that it started
-        if event.device_type != wanted or event.is_user_annotation:
-            continue
-        ran = event.time_range
-        own = ran.elapsed_us() if on_gpu else event.self_cpu_time_total
-        found.append(Kernel(event.name, ran.start, ran.end, own / 1e6))
-    return found
+        return event.device_type == wanted and not event.is_user_annotation
+
+    def _synchronize(self) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize(self.device)

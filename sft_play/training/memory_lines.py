@@ -1,4 +1,4 @@
-"""Memory of each GPU and time, in the sentences that Unsloth's notebooks print. Loads no kernels.
+"""Memory of each GPU and time, in the sentences that Unsloth's notebooks print. Loads no torch.
 
 A GB in these lines is 2^30 bytes, as in those notebooks. On CPUs a line is about a process.
 """
@@ -7,16 +7,19 @@ import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from sft_play.plan.devices import host_memory
 from sft_play.runs.report import RankMemory, RunReport
 
 
-def rank_memory(rank: int, device: torch.device, before_bytes: int, peak_bytes: int) -> RankMemory:
+def rank_memory(
+    rank: int, device: "torch.device", before_bytes: int, peak_bytes: int
+) -> RankMemory:
     """Return a rank's peaks beside what its GPU, or this host, has."""
     if device.type == "cuda":
+        import torch
+
         card = torch.cuda.get_device_properties(device)
         name, total_bytes = card.name, card.total_memory
     else:
@@ -36,6 +39,9 @@ def resident_peak_bytes() -> int:
     """Return the most memory that this process has had on the host."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
+
+if TYPE_CHECKING:
+    import torch
 
 GB = 2**30
 

@@ -52,7 +52,7 @@ class OutOfMemoryExplainer:
             context.plan,
             context.folder.path,
             phase or "forward",
-            self._has_checkpoint(),
+            has_checkpoint(context.folder.path),
         )
         return OutOfMemoryReport(
             rank=context.process.rank,
@@ -103,9 +103,6 @@ class OutOfMemoryExplainer:
             measured["activations"] = max(0, memory.peak_bytes() - lasting)
             measured["context"] = memory.context_bytes()
         return measured
-
-    def _has_checkpoint(self) -> bool:
-        return has_checkpoint(self.context.folder.path)
 
 
 def _cause(report: OutOfMemoryReport) -> str:

@@ -47,6 +47,25 @@ JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose own error says mor
 SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
 REPEATS = 5
 SLOW_SHARE = 0.25  # of what such links reach, below which something is wrong with them
+SAME_VERSIONS = "install the same on all machines (make install), of the same commit"
+SAME_FILES = "all machines need the same files; copy them, or read them from a shared disk"
+SAME_SETTINGS = (
+    "start all machines with the same command and config; numbers that are auto follow from "
+    "each machine's own GPUs, so set them where GPUs differ"
+)
+# How the names of what must agree start: a cause comes before what follows from it
+DIFFERENCES: tuple[tuple[str | tuple[str, ...], type[SftPlayError], str], ...] = (
+    ("version of ", EnvironmentFault, SAME_VERSIONS),
+    ("strategy", ConfigError, SAME_SETTINGS),
+    ("device", ConfigError, SAME_SETTINGS),
+    ("base_digest", EnvironmentFault, SAME_FILES),
+    ("tokenizer_digest", ConfigError, SAME_FILES),
+    ("template_digest", ConfigError, SAME_FILES),
+    ("data_digest", DataError, SAME_FILES),
+    ("training rows", DataError, SAME_FILES),
+    (("checkpoint", "data.", "model.", "train.", "tuning."), ConfigError, SAME_SETTINGS),
+    ("layout.", ConfigError, SAME_SETTINGS),
+)
 
 
 @dataclass(frozen=True)
@@ -164,11 +183,14 @@ def refuse_differences(
     pairs = zip(ranks, values, strict=True)
     first, other = next((facts, there) for facts, there in pairs if there != values[0])
     names = [name for name in {**values[0], **other} if values[0].get(name) != other.get(name)]
-    name = min(names, key=_severity)
+    name = min(names, key=_find_difference)
+    _, error, remedy = DIFFERENCES[_find_difference(name)]
+    if name == "layout.fullest_step":
+        error = DataError  # it follows from the rows
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    raise _error_of(name)(
+    raise error(
         f"{first}: {name} is {_word(other.get(name))}, and {_word(values[0].get(name))} for "
-        f"{ranks[0]}{more}; {_remedy(name)}"
+        f"{ranks[0]}{more}; {remedy}"
     )
 
 
@@ -232,43 +254,10 @@ def _own_facts(context: RunContext, own: Mapping[str, Any], mark: Path) -> RankF
     )
 
 
-def _severity(name: str) -> int:
-    """Return the order in which differences are named: a cause before what follows from it."""
-    order = (
-        "version of ",
-        "strategy",
-        "device",
-        "base_digest",
-        "tokenizer",
-        "template",
-        "data_digest",
-        "training rows",
-    )
-    for number, start in enumerate(order):
-        if name.startswith(start):
-            return number
-    return len(order) + name.startswith("layout.")
-
-
-def _error_of(name: str) -> type[SftPlayError]:
-    if name.startswith("version of ") or name == "base_digest":
-        return EnvironmentFault
-    return (
-        DataError
-        if name in ("data_digest", "training rows", "layout.fullest_step")
-        else ConfigError
-    )
-
-
-def _remedy(name: str) -> str:
-    if name.startswith("version of "):
-        return "install the same on all machines (make install), of the same commit"
-    if name.endswith("_digest") or name == "training rows":
-        return "all machines need the same files; copy them, or read them from a shared disk"
-    return (
-        "start all machines with the same command and config; numbers that are auto follow from "
-        "each machine's own GPUs, so set them where GPUs differ"
-    )
+def _find_difference(name: str) -> int:
+    """Return the number in DIFFERENCES of what must be the same."""
+    starts = [start for start, _, _ in DIFFERENCES]
+    return next(number for number, start in enumerate(starts) if name.startswith(start))
 
 
 def _word(value: Any) -> str:

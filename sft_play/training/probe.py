@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
@@ -83,7 +82,9 @@ class Probe:
         cached = self.process.gather(cached)[0]
         allocatable = self.process.min(self.memory.allocatable_bytes())
         budget = probe_fit.budget_bytes(self.step, self.layout, allocatable)
-        with DryRun(self.trainer, self.memory, self._may_step_optimizer) as dry_run:
+        is_paged = self.context.config.train.optim.startswith("paged")
+        has_state = self.is_resumed or self.trainer.is_deepspeed_enabled or is_paged
+        with DryRun(self.trainer, self.memory, steps_optimizer=not has_state) as dry_run:
             if not self.chooses:
                 return self._as_planned(dry_run, budget)
             small_and_large = cached or self._two_points(dry_run, budget)
@@ -106,21 +107,8 @@ class Probe:
         if self.request.recomputes_by_layer:  # other backends set it up when they load
             checkpoint_layers(self.trainer.model, layers, self.step.offload_activations)
 
-    @property
-    def _may_step_optimizer(self) -> bool:
-        is_paged = self.context.config.train.optim.startswith("paged")
-        return not (self.is_resumed or self.trainer.is_deepspeed_enabled or is_paged)
-
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
         """Try the plan as it is, and correct its bytes by what that took."""
-        point = self._try_as_planned(dry_run, budget)
-        memory = None
-        if self.memory.is_exact:
-            used = self.process.max(self.memory.used_bytes())
-            memory = probe_fit.memory_as_measured(self.step, self.layout, point, used)
-        return ProbeResult(self.layout, (point,), None, memory, budget, is_cached=False)
-
-    def _try_as_planned(self, dry_run: DryRun, budget: int) -> Point:
         point = self._measure(dry_run, self.layout)
         if point is None:
             raise OutOfMemory(
@@ -129,7 +117,11 @@ class Probe:
                 "TRAIN_GRADIENT_CHECKPOINTING=true, or "
                 f"{next_command.smaller_rows(self.layout.max_seq_len)}"
             )
-        return point
+        memory = None
+        if self.memory.is_exact:
+            used = self.process.max(self.memory.used_bytes())
+            memory = probe_fit.memory_as_measured(self.step, self.layout, point, used)
+        return ProbeResult(self.layout, (point,), None, memory, budget, is_cached=False)
 
     def _two_points(self, dry_run: DryRun, budget: int) -> tuple[Point, ...]:
         """Measure half a row and a whole row.
@@ -267,7 +259,11 @@ def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunReco
     planned = context.planned
     if result.memory is not None:
         planned = _apply_layout(probe, result, evaluators)
-        _note_prediction(recorder, planned.plan.memory)
+        memory, report = planned.plan.memory, recorder.report
+        recorder.note(
+            peak_bytes=replace(report.peak_bytes, predicted=memory.predicted_peak),
+            memory=replace(report.memory, predicted=memory.totals()),
+        )
     facts = _probe_report(probe, result, time.perf_counter() - started)
     context.planned = replace(planned, plan=replace(planned.plan, probe=facts))
     if context.process.is_main:
@@ -283,20 +279,25 @@ def _apply_layout(probe: Probe, result: ProbeResult, evaluators: Sequence[Evalua
     layout = result.layout
     probe.checkpoint(layout.checkpointed_layers)
     if layout.batch_size != probe.layout.batch_size:
-        probe.trainer.set_micro_batch(layout)
+        split_steps(probe.trainer, layout)
     for evaluator in evaluators:
         evaluator.batch_size = evaluation_rows(probe.step, layout)
     planned = probe.context.planned.with_layout(layout, result.memory)
     return replace(planned, plan=replace(planned.plan, budget_bytes=result.budget_bytes))
 
 
-def _note_prediction(recorder: RunRecorder, memory: StepBytes) -> None:
-    """Set the predicted peaks of the report to those of the measured fit."""
-    report = recorder.report
-    recorder.note(
-        peak_bytes=replace(report.peak_bytes, predicted=memory.predicted_peak),
-        memory=replace(report.memory, predicted=memory.totals()),
-    )
+def split_steps(trainer: SftTrainer, layout: Layout) -> None:
+    """Split the same steps into the micro-batches of `layout`, before the first step.
+
+    The number of steps, and so the learning rate schedule, stays the same.
+    """
+    assert trainer.state.global_step == 0, "steps were taken already"
+    assert not trainer.is_deepspeed_enabled, "DeepSpeed's engine has its batch built in"
+    assert layout.rows_per_step == trainer.order.layout.rows_per_step, "the steps would differ"
+    trainer.order.layout = layout
+    trainer.args.gradient_accumulation_steps = layout.micro_batches
+    trainer.args.per_device_train_batch_size = layout.batch_size
+    trainer.state.train_batch_size = layout.batch_size  # saved in checkpoints
 
 
 def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:
@@ -337,7 +338,8 @@ def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
     context = 0
     if probe.memory.is_exact:
         context = probe_fit.context_bytes(probe.step, layout)
-    measured = _gib_by_phase(result.points[-1].phases, context)
+    peaks = result.points[-1].phases.items()
+    measured = " ".join(f"{name}={(peak + context) / GIB:.2f}GiB" for name, peak in peaks)
     predicted = f"{max(facts.predicted_before.values()) / GIB:.2f}"
     if facts.predicted_after is not None:
         predicted += f"->{max(facts.predicted_after.values()) / GIB:.2f}"
@@ -356,8 +358,3 @@ def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
         f"of {result.budget_bytes / GIB:.2f}GiB batch {layout.batch_size} x {layout.world_size} "
         f"x {layout.grad_accum} = {layout.rows_per_step}{changed} in {facts.seconds:.1f}s"
     )
-
-
-def _gib_by_phase(phases: Any, context: int) -> str:
-    words = [f"{name}={(peak + context) / GIB:.2f}GiB" for name, peak in phases.items()]
-    return " ".join(words)

@@ -56,35 +56,21 @@ class FailureBroadcast:
 
     def __init__(
         self,
-        store: distributed.Store,
-        rank: int,
-        world_size: int,
+        process: Process,
         follow: Callable[[int, ExitClass, str], None],
     ):
-        self.rank = rank
+        """Start listening. Every rank must call it, after the process group was joined."""
+        self.rank = process.rank
         self.follow = follow
-        self._acknowledged = [
-            f"{FAILURE_KEY}/acknowledged/{number}" for number in range(world_size)
-        ]
+        ranks = range(process.world_size)
+        self._acknowledged = [f"{FAILURE_KEY}/acknowledged/{rank}" for rank in ranks]
+        store = distributed.distributed_c10d._get_default_store()
         self._store = store.clone()
         self._stopped = threading.Event()
         self.thread = threading.Thread(
             target=self._listen, args=(store.clone(),), name="failure broadcast", daemon=True
         )
         self.thread.start()
-
-    @classmethod
-    def start(
-        cls, process: Process, follow: Callable[[int, ExitClass, str], None]
-    ) -> "FailureBroadcast | None":
-        """Return a broadcast over the process group, None if the world size is 1.
-
-        Call it after `runtime.join_group`. Every rank must call it.
-        """
-        if process.world_size == 1:
-            return None
-        store = distributed.distributed_c10d._get_default_store()
-        return cls(store, process.rank, process.world_size, follow)
 
     def announce(self, exit_class: ExitClass, cause: str) -> NoReturn:
         """Announce a failure and end the process.
@@ -321,7 +307,7 @@ class RankGroup:
             runtime.join_group(context.plan, process.timeout)
         if process.world_size == 1:
             return cls(None, None)
-        broadcast = FailureBroadcast.start(process, recorder.follow)
+        broadcast = FailureBroadcast(process, recorder.follow)
         recorder.broadcast = broadcast
         seconds = context.config.train.hang_timeout
         watch = RankWatch(process, context.folder.logs, seconds, recorder.abandon)

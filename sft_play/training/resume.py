@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
@@ -14,8 +14,8 @@ from sft_play.errors import CheckpointError
 from sft_play.plan.precision import precision
 from sft_play.runs import checkpoints, stamp
 from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps
+from sft_play.training.checkpoints import dtypes_of
 from sft_play.training.context import RunContext
-from sft_play.training.sealed_save import dtypes_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +80,6 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
     if process.is_main:
         logger.info("resume from=%s", checkpoint)
     return checkpoint
-
-
-class StepsLeft(TrainerCallback):
-    """Refuses a checkpoint that is behind the last step of the schedule it is to go on with."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step > state.max_steps:
-            raise CheckpointError(
-                f"the checkpoint has taken {state.global_step} steps, and this schedule ends at "
-                f"{state.max_steps}: nothing is left to train; set more TRAIN_EPOCHS or "
-                "TRAIN_MAX_STEPS"
-            )
 
 
 def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:

@@ -31,10 +31,10 @@ from sft_play.reporting.model_card import card_text
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
+from sft_play.training.checkpoints import published
 from sft_play.training.context import RunContext
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.sealed_save import published
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,11 @@ def check_and_describe(
     """Read the saved weights back, and write what others need to know of them beside them."""
     mode = context.config.tuning.mode
     zero_stage = context.plan.zero_stage
-    with recorder.check(*saved_weights_check(zero_stage)):
+    name, left_out = "the saved weights are finite and equal those in memory", None
+    if zero_stage == 3:
+        name = "the saved weights are finite"
+        left_out = "ZeRO-3: not compared with those in memory"
+    with recorder.check(name, left_out):
         if mode == "full":
             check_saved_model(staged, trainer.model, zero_stage)
         else:
@@ -83,13 +87,6 @@ def check_and_describe(
     weights = context.folder.weights(mode)
     describe_weights(staged, weights, context.config, trainer, report)
     reopen_saved(staged, context, trainer, recorder)
-
-
-def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:
-    """Return the name of the check of the saved weights, and what it leaves out."""
-    if zero_stage == 3:
-        return "the saved weights are finite", "ZeRO-3: not compared with those in memory"
-    return "the saved weights are finite and equal those in memory", None
 
 
 def describe_weights(
@@ -165,7 +162,8 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
         return "train.reopen_saved=false"
     if config.tuning.backend == "unsloth":
         return "backend unsloth keeps a base of its own"
-    if config.tuning.mode == "qlora" and _adapts_parameters(weights):
+    is_qlora = config.tuning.mode == "qlora"
+    if is_qlora and read_json(weights / "adapter_config.json").get("target_parameters"):
         return "plain PEFT loads no adapters of experts over 4 bits; make merge checks them"
     if asked is True:
         return None
@@ -197,10 +195,6 @@ def saved_folder(weights: Path, context: RunContext) -> Folder:
 
 def _dtype(context: RunContext) -> torch.dtype:
     return weight_dtype(context.config, context.process.compute_dtype)
-
-
-def _adapts_parameters(weights: Path) -> bool:
-    return bool(read_json(weights / "adapter_config.json").get("target_parameters"))
 
 
 def check_saved_adapter(

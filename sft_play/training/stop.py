@@ -104,6 +104,13 @@ class StopOnSignal(TrainerCallback):
         elif seconds > STUCK_SECONDS:
             self.recorder.abandon()
 
+    def _stop_training(self, control: Any) -> bool:
+        """End training, and leave out what ends an epoch, once any rank got a signal."""
+        if self._agreed():
+            control.should_training_stop = True
+            control.should_epoch_stop = True
+        return self.stopped
+
     def _agreed(self) -> bool:
         """Return whether any rank got a signal. Every rank must call it."""
         self.stopped = self.process.max(int(self.signals.requested)) > 0
@@ -115,26 +122,17 @@ class StopOnSignal(TrainerCallback):
         self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._agreed():
-            control.should_training_stop = True
+        if self._stop_training(control):
             control.should_save = True
             control.should_log = True
             control.should_evaluate = False  # the user waits
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._agreed():
-            control.should_training_stop = True
+        if self._stop_training(control):
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._agreed():
-            control.should_training_stop = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Trainer also ends the epoch that was cut short, and would evaluate and save once more
-        if self.stopped:
-            control.should_save = False
-            control.should_evaluate = False
+        self._stop_training(control)
 
 
 class StopAfter(TrainerCallback):
@@ -148,14 +146,9 @@ class StopAfter(TrainerCallback):
         if self.stop_step(state.max_steps) <= state.global_step < state.max_steps:
             self.stopped = True
             control.should_training_stop = True
+            control.should_epoch_stop = True
             control.should_save = True
             control.should_log = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # as for a signal: Trainer also ends the epoch that was cut short
-        if self.stopped:
-            control.should_save = False
-            control.should_evaluate = False
 
 
 def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:

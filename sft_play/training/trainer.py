@@ -1,4 +1,8 @@
-"""transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
+"""The training loop: what happens in a run, in the order in which it happens.
+
+transformers' Trainer makes the optimizer, the schedule and accelerate's Accelerator from the
+arguments, and holds state and callbacks. The loop, the loss, evaluation and saving are here.
+"""
 
 import contextlib
 import functools
@@ -10,73 +14,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedDataParallelKwargs
-from peft import PeftModel
+from accelerate import skip_first_batches
+from accelerate.utils import send_to_device
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import speed_metrics
 
 from sft_play import stops
-from sft_play.data.collate import Batch, TokenSequence, labelled
+from sft_play.data.collate import Batch
 from sft_play.data.order import StepSampler
+from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
-from sft_play.models.load import load_trained
-from sft_play.models.losses import summed_nll
-from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
-from sft_play.plan.layout import Layout
+from sft_play.models.sharding import trains_divided
 from sft_play.runs import stamp
-from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.metrics import SampleAnswer
-from sft_play.training import sharded
-from sft_play.training.best import EndDiverged, LossWatch, goes_on
+from sft_play.training.batches import (
+    LOSS_POSITIONS,
+    LOSS_TARGETS,
+    REAL_LENGTHS,
+    collate_for_step,
+    token_mean_loss,
+)
+from sft_play.training.best import LossWatch
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.checkpoints import (
+    dtypes_of,
+    load_random_state,
+    save_checkpoint,
+    write_weights,
+)
+from sft_play.training.engine import begin_state, prepare, raise_learning_rate_of_b
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, StepGuard, spread
 from sft_play.training.held_out import sample_answers
-from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.rates import set_rates
-from sft_play.training.sealed_save import dtypes_of, save_sealed
 from sft_play.training.step_log import StepLog
-from sft_play.training.visits import visited_once
-
-# Keys of a micro-batch that are not inputs of the model; N labelled tokens
-REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
-LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
-LOSS_TARGETS = "loss_targets"  # (N,)
-RANDOM_STATES = "gpu_random_states.pt"  # of the GPUs of a model that is placed on several
-
-
-def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
-    """Return this micro-batch's share of the step's mean loss: nats / labelled tokens of the step.
-
-    `num_items_in_batch` counts the labelled tokens of all micro-batches of all ranks. So every
-    token has the same weight, however the step is split.
-    """
-    return summed_nll(outputs.logits, labels) / num_items_in_batch
-
-
-def collate_for_step(
-    collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]
-) -> Batch:
-    """Return the collated batch with its labelled tokens and the lengths of its real documents.
-
-    They are found on the CPU: on a GPU the count would force a synchronization.
-    """
-    batch = collate(sequences)
-    positions, targets = labelled(batch["labels"])
-    return {
-        **batch,
-        LOSS_POSITIONS: positions,
-        LOSS_TARGETS: targets,
-        REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
-    }
 
 
 class SftTrainer(Trainer):
-    """A Trainer whose steps train the same rows on any number of ranks. NaN raises an error."""
+    """A loop whose steps train the same rows on any number of ranks. NaN raises an error."""
 
     def __init__(
         self,
@@ -96,14 +75,17 @@ class SftTrainer(Trainer):
     ):
         self.text_config = kwargs["model"].config.get_text_config()
         self.base_use_cache = getattr(self.text_config, "use_cache", None)  # saved with the weights
-        super().__init__(compute_loss_func=token_mean_loss, **kwargs)
+        super().__init__(**kwargs)
         self.text_config.use_cache = False
+        # saves one copy of the gradients; TrainingArguments have no argument for it
+        self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.order = order
         self.evaluator = evaluator
         self.speed = speed
         self.throughput = throughput
         # the types as loaded: DeepSpeed casts what it trains
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
+        self.trains_divided = trains_divided(self.model)
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
@@ -112,13 +94,121 @@ class SftTrainer(Trainer):
         self.guard = guard or StepGuard(self.process)
         self.gradients = gradients or GradientWatch(self.process)
         self.loss_watch = LossWatch(self.text_config.vocab_size, self.args.learning_rate)
-        self.end_diverged: EndDiverged | None = None  # where the best weights are published then
         self.expert_use: ExpertUse | None = None  # counts from the first step on
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
         self.best_metric = "eval_loss"  # of the checkpoint that is never removed
         self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
         # called on the main rank with the rows' name, some answers to them, and the step
         self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
+        self.summed_loss = torch.tensor(0.0, device=self.args.device)  # of steps since the last log
+        self.logged_loss = 0.0  # summed over the steps that were logged
+        self.parameters: list[torch.nn.Parameter] | None = None  # of an epoch, listed once
+
+    def train(self, resume_from_checkpoint: str | None = None) -> None:
+        """Train to the last step of the schedule, from a checkpoint if one is given."""
+        checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        loader = self.get_train_dataloader()
+        numbers = self.set_initial_training_values(self.args, loader)
+        epochs, steps_per_epoch, _, samples, _, _, max_steps = numbers
+        begin_state(self, checkpoint, max_steps, epochs)
+        prepare(self, checkpoint, loader)
+        self.step_log.reset(self.state.global_step)
+        started = time.time()
+        self.call("on_train_begin")
+        for epoch in range(self.state.global_step // steps_per_epoch, epochs):
+            self.call("on_epoch_begin")
+            if self.state.global_step >= max_steps or self.control.should_training_stop:
+                break  # resumed after the last step
+            self.train_epoch(epoch, steps_per_epoch, loader, checkpoint)
+            checkpoint = None
+            if self.control.should_training_stop:
+                break
+        logs = speed_metrics("train", started, num_samples=samples, num_steps=max_steps)
+        logs["total_flos"] = self.state.total_flos
+        loss = self.logged_loss + self.summed_loss.item()
+        logs["train_loss"] = loss / max(self.state.global_step, 0.001)
+        self.log(logs)
+        self.call("on_train_end")
+
+    def train_epoch(
+        self, epoch: int, steps: int, loader: DataLoader, checkpoint: Path | None
+    ) -> None:
+        """Take the steps of an epoch: of a resumed one those that are left."""
+        first = self.state.global_step - epoch * steps
+        self.order.set_epoch(epoch)
+        if first > 0:
+            loader = skip_first_batches(loader, first * self.order.layout.micro_batches)
+        elif checkpoint is not None:
+            load_random_state(self, checkpoint)
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        self.model_wrapped.train()  # a model that was just loaded is partly in evaluation mode
+        self.parameters = None if self.trains_divided else list(self.model_wrapped.parameters())
+        for step in range(first, steps):
+            micro_batches, labelled_tokens = self.get_batch_samples(
+                batches, self.order.layout.micro_batches
+            )
+            if step == first > 0 and checkpoint is not None:
+                load_random_state(self, checkpoint)  # reading the skipped rows has used it
+            self.train_step(micro_batches, labelled_tokens, epoch + (step + 1) / steps)
+            if self.control.should_training_stop:
+                break
+        if not self.control.should_epoch_stop:  # the run is told to end, and not by its schedule
+            self.call("on_epoch_end")
+            self.evaluate_and_save()
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], labelled_tokens: int, epochs: float
+    ) -> None:
+        """Take an optimizer step, after which `epochs` are trained; log, evaluate and save."""
+        model = self.model_wrapped
+        self.call("on_step_begin")
+        for number, inputs in enumerate(micro_batches, 1):
+            is_last = number == len(micro_batches)
+            self.accelerator.sync_gradients = is_last
+            waiting: Any = contextlib.nullcontext()
+            if not (is_last or self.is_deepspeed_enabled):
+                waiting = self.accelerator.no_sync(model)
+            with waiting:
+                self.summed_loss += self.training_step(model, inputs, labelled_tokens)
+            if not is_last:
+                self.call("on_substep_end")
+        norm = self.clip_gradients()
+        self.gradients.look(self)
+        self.guard.judge(self, norm)
+        self.call("on_pre_optimizer_step")
+        self.optimizer.step()
+        self.call("on_optimizer_step")
+        rate = self._get_learning_rate()
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()
+        self.zero_gradients()
+        self.state.global_step += 1
+        self.state.epoch = epochs
+        self.call("on_step_end")
+        if self.continues(self.guard.end_step):
+            self.log_step(norm, rate)
+        self.evaluate_and_save()
+
+    def continues(self, check: Callable[[float], None]) -> bool:
+        """Return whether the run has not diverged, after the guard's `check` of the steps so far.
+
+        Raises: DivergedError, on every rank, unless the best weights are published instead.
+        """
+        try:
+            check(self.args.learning_rate)
+        except DivergedError as error:
+            self.loss_watch.diverge(error, self.state.global_step)
+        if self.loss_watch.diverged is None:
+            return True
+        self.control.should_training_stop = True
+        self.control.should_epoch_stop = True
+        return False
+
+    def call(self, event: str) -> None:
+        """Call all callbacks at an event; what they ask for is in `control`."""
+        handle = getattr(self.callback_handler, event)
+        self.control = handle(self.args, self.state, self.control)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
@@ -148,83 +238,52 @@ class SftTrainer(Trainer):
         )
         return self.accelerator.prepare(loader)
 
-    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        # a resumed state has the logging and saving intervals of the run that wrote it; use ours
-        begun = super()._init_training_state(max_steps, *args)
-        self.state.compute_steps(self.args, max_steps)
-        return begun
-
-    def _run_epoch(self, **kwargs: Any) -> None:
-        has_last_step = self.state.global_step >= self.state.max_steps
-        if has_last_step or self.control.should_training_stop:  # resumed behind the last step
-            self.control.should_training_stop = True  # Trainer looks only once it took another one
-            return
-        # Trainer's own call goes through a wrapper that an epoch resumed in its middle lacks
-        self.order.set_epoch(kwargs["epoch"])
-        # Trainer counted the micro-batches before `set_micro_batch`
-        kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
-        visiting: Any = visited_once(kwargs["model"])
-        if trains_divided(self.model):
-            # FSDP has other parameters around each pass: their gradients would never be zeroed
-            visiting = contextlib.nullcontext()
-        with visiting:
-            super()._run_epoch(**kwargs)
-
-    def set_micro_batch(self, layout: Layout) -> None:
-        """Split the same steps into the micro-batches of `layout`.
-
-        Call it before the first step, and not under DeepSpeed. The number of steps, and so the
-        learning rate schedule, stays the same.
-        """
-        assert self.state.global_step == 0, "steps were taken already"
-        assert not self.is_deepspeed_enabled, "DeepSpeed's engine has its batch built in"
-        assert layout.rows_per_step == self.order.layout.rows_per_step, "the steps would differ"
-        self.order.layout = layout
-        self.args.gradient_accumulation_steps = layout.micro_batches
-        self.args.per_device_train_batch_size = layout.batch_size
-        self._train_batch_size = layout.batch_size
-        self.state.train_batch_size = layout.batch_size  # saved in checkpoints
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], int]:
+    def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], int]:
         """Return the micro-batches of one step, and the number of labelled tokens on all ranks.
 
         Adds the work of this rank to the throughput.
         """
-        self.guard.begin(self._tr_loss)
+        self.guard.begin(self.summed_loss)
         started = time.perf_counter()
-        batches = list(itertools.islice(epoch_iterator, num_batches))
+        fetched = list(itertools.islice(batches, count))
         self.step_log.times.add("data", time.perf_counter() - started)
-        labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in batches)
-        lengths = [length for batch in batches for length in batch.pop(REAL_LENGTHS)]
+        labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in fetched)
+        lengths = [length for batch in fetched for length in batch.pop(REAL_LENGTHS)]
         self.throughput.add(lengths, labelled_tokens)
-        return batches, self.process.sum(labelled_tokens)
+        return fetched, self.process.sum(labelled_tokens)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int
+    ) -> torch.Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
+        if not model.training:
+            model.train()  # visits every module: some 3,600 of 48 layers with adapters
         averaging: Any = contextlib.nullcontext()
         if self.graphs is not None:
             is_last = self.accelerator.sync_gradients
             averaging = self.graphs.in_place_of_ddp(self.model_wrapped, is_last)
         with averaging:
-            loss = super().training_step(*args, **kwargs)
+            inputs = send_to_device(inputs, self.args.device)
+            loss = self.compute_loss(model, inputs, num_items_in_batch)
+            del inputs
+            self.backward(loss)
+        loss = loss.detach()
         self.guard.add_loss(loss)
         return loss
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss that is already a share of its step's."""
+        options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        self.accelerator.backward(loss, **options)
+
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: int = 1,
+        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int
     ) -> torch.Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks.
 
         Gradients become the mean over ranks, which undoes the factor.
         """
-        assert not return_outputs, "evaluations have an evaluator"
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         positions = inputs.pop(LOSS_POSITIONS)
@@ -244,31 +303,43 @@ class SftTrainer(Trainer):
         # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
         return (loss * self.accelerator.num_processes).to(self.args.device)
 
-    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if is_divided(model):
-            return sharded.wrapped(model, self.accelerator)
-        return super()._wrap_model(model, *args, **kwargs)
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
-        return sharded.whole(super()._clip_grad_norm(model))
-
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        norm = sharded.whole(super()._get_grad_norm(model, grad_norm))
-        self.gradients.look(self)
-        self.guard.judge(self, norm)
+    def clip_gradients(self) -> torch.Tensor | float:
+        """Clip the gradients to train.max_grad_norm; return their norm before that."""
+        limit = self.args.max_grad_norm or math.inf
+        parameters = self.parameters or self.model_wrapped.parameters()
+        norm = self.accelerator.clip_grad_norm_(parameters, limit)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.is_deepspeed_enabled and isinstance(norm, torch.Tensor):
+            norm = norm.item()
         return norm
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return 0. Trainer's own estimate visits all parameters in each micro-step, unused."""
-        return 0
+    def zero_gradients(self) -> None:
+        """Drop the gradients of a step."""
+        # FSDP has other parameters around each pass where it divides those that train
+        for parameter in self.parameters or self.model_wrapped.parameters():
+            parameter.grad = None
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        arguments = super()._build_accelerator_args(**kwargs)
-        for handler in arguments["kwargs_handlers"]:
-            if isinstance(handler, DistributedDataParallelKwargs):
-                # saves one copy of the gradients; Trainer has no argument for it
-                handler.gradient_as_bucket_view = True
-        return arguments
+    def log_step(self, norm: torch.Tensor | float, rate: float) -> None:
+        """Log the mean loss of the steps since the last log, where a log is due."""
+        steps = self.state.global_step - self.step_log.logged_step
+        if not self.control.should_log or steps == 0:
+            return
+        loss = self.accelerator.gather(self.summed_loss).mean().item()
+        self.summed_loss -= self.summed_loss  # NaN stays
+        self.logged_loss += loss
+        norm = norm.item() if isinstance(norm, torch.Tensor) else norm
+        self.log({"loss": loss / steps, "grad_norm": norm, "learning_rate": rate})
+
+    def evaluate_and_save(self) -> None:
+        """Evaluate, and save a checkpoint, where the callbacks have asked for it."""
+        if not self.continues(self.guard.end_step):
+            return
+        if self.control.should_evaluate:
+            self.evaluate()
+        if self.control.should_save:
+            self.save_checkpoint()
+            self.call("on_save")
 
     def score(self, evaluator: Evaluator, rows: str) -> Scores:
         """Return the scores of the model, which is then put back into its former mode.
@@ -297,14 +368,10 @@ class SftTrainer(Trainer):
         )
         return metrics
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if goes_on(self, self.guard.end_step):
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log. Raises: DivergedError, on every rank, if the run has diverged."""
         step = self.state.global_step
-        if not goes_on(self, self.guard.settle):
+        if not self.continues(self.guard.settle):
             logs = {name: value for name, value in logs.items() if math.isfinite(value)}
         if "loss" in logs:
             self.guard.correct_log(logs, step, step - self.step_log.logged_step)
@@ -316,75 +383,17 @@ class SftTrainer(Trainer):
             self.loss_watch.see(step, logs["loss"])
         super().log(logs, start_time)
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        if not goes_on(self, self.guard.settle):
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of this step, unless the run has diverged. Every rank must call it."""
+        if not self.continues(self.guard.settle):
             return
         started = time.perf_counter()
         with self.memory.phase("save"):
-            save_sealed(self, functools.partial(super()._save_checkpoint, model, trial))
+            folder = save_checkpoint(self)
         self.throughput.save_seconds += time.perf_counter() - started
         if self.note_saved is not None:
-            self.note_saved(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            self.note_saved(folder)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        # what Trainer saves goes to the staging folder, and is published from there
-        return str(Path(super()._get_output_dir(trial)) / STAGING)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; where its trained weights are divided, every rank must call it."""
-        if not trains_divided(self.model):
-            super().save_model(output_dir, _internal_call)
-            return
-        state_dict = whole_state_dict(self.model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not trains_divided(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        sharded.save_optimizer(Path(output_dir), self)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not trains_divided(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            sharded.load_optimizer(Path(checkpoint), self)
-        if checkpoint is not None:
-            set_rates(self.lr_scheduler)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if len(self.process.devices) > 1:  # Trainer's has that of the first GPU
-            states = list(map(torch.cuda.get_rng_state, self.process.devices))
-            torch.save(states, Path(output_dir) / RANDOM_STATES)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        path = Path(checkpoint or "") / RANDOM_STATES
-        if checkpoint is not None and len(self.process.devices) > 1 and path.is_file():
-            states = torch.load(path, weights_only=True)
-            for state, device in zip(states, self.process.devices, strict=False):
-                torch.cuda.set_rng_state(state, device)
-
-    def _load_from_checkpoint(self, checkpoint: str, *args: Any) -> None:
-        if isinstance(self.model, PeftModel):
-            super()._load_from_checkpoint(checkpoint, *args)
-        elif not trains_divided(self.model):  # else its weights were loaded from there
-            load_trained(self.model, checkpoint)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        # unlike Trainer's, without training_args.bin, which contains the hub token in plain text
-        target = output_dir or self.args.output_dir
-        if not (is_deepspeed_zero3_enabled() or trains_divided(self.model)):
-            # the model has all weights; below stage 3 DeepSpeed's copy has tied weights twice
-            state_dict = None
-        # by default PEFT would ask the hub whether the vocabulary was resized
-        options = {"save_embedding_layers": False} if isinstance(self.model, PeftModel) else {}
-        used_cache = self.text_config.use_cache
-        self.text_config.use_cache = self.base_use_cache
-        try:
-            self.model.save_pretrained(target, state_dict=state_dict, **options)
-        finally:
-            self.text_config.use_cache = used_cache
-        self.processing_class.save_pretrained(target)
+    def save_model(self, output_dir: str) -> None:
+        """Save the trained weights, their config and the tokenizer. Every rank must call it."""
+        write_weights(self, output_dir)

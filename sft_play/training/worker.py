@@ -10,7 +10,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.splits import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
@@ -30,9 +29,10 @@ from sft_play.runs.report import LoggedLoss
 from sft_play.stops import StopSignals
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
-from sft_play.training.best import take_best, warning_of
+from sft_play.training.best import warning_of
 from sft_play.training.build import build_evaluator, build_trainer
 from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
+from sft_play.training.checkpoints import save_now, take_best
 from sft_play.training.checks import (
     check_causality,
     check_cross_document,
@@ -53,7 +53,6 @@ from sft_play.training.ranks import RankGroup
 from sft_play.training.recorder import Clock, RunRecorder
 from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
 from sft_play.training.saved_weights import note_reference, save_weights
-from sft_play.training.sealed_save import save_now
 from sft_play.training.start_log import held_memory, log_data, log_large_weights, log_model
 from sft_play.training.stop import StopAfter, StopOnSignal, reason_of_stop
 from sft_play.training.trackers import open_trackers
@@ -163,7 +162,8 @@ def load_weights(
     """
     config, plan = context.config, context.plan
     if checkpoint is not None and plan.step.divides_training:
-        config = with_base(config, checkpoint)
+        changed = {"name": str(checkpoint), "revision": None}
+        config = config.model_copy(update={"model": config.model.model_copy(update=changed)})
     runtime.allow_tf32(context.process)
     if context.process.is_main:
         log_large_weights(context)
@@ -181,12 +181,6 @@ def load_weights(
         log_model(model, context)
     recorder.update(fast_path=dataclasses.asdict(fused_kernels_of(model)))
     return model
-
-
-def with_base(config: Config, folder: Path) -> Config:
-    """Return a config whose model is read from a folder."""
-    changed = {"name": str(folder), "revision": None}
-    return config.model_copy(update={"model": config.model.model_copy(update=changed)})
 
 
 def before_first_step(
@@ -263,20 +257,12 @@ def look_at_weights(
             step = trainer.state.global_step
             trainer.loss_watch.conclude(step, after, is_best=best is not None)
         recorder.note(warning=warning_of(trainer.loss_watch, best))
-    record_experts(trainer, context.process, recorder)
+    if trainer.expert_use is not None:  # a step was taken
+        report = experts_report(trainer.expert_use, trainer.model, context.process)
+        recorder.note(experts=report)
+        if report is not None and context.process.is_main:
+            log_experts(report)
     compare_ranks(context, trainer, recorder)
-
-
-def record_experts(trainer: SftTrainer, process: Process, recorder: RunRecorder) -> None:
-    """Record and log which experts were reached, and which adapters were not trained."""
-    if trainer.expert_use is None:
-        return  # no step was taken
-    report = experts_report(trainer.expert_use, trainer.model, process)
-    if report is None:
-        return
-    recorder.note(experts=report)
-    if process.is_main:
-        log_experts(report)
 
 
 def compare_ranks(context: RunContext, trainer: SftTrainer, recorder: RunRecorder) -> None:

@@ -52,7 +52,7 @@ def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
     """Return an injection: the disk is full, but for some bytes, when step 3 is saved."""
 
     def inject(bench: Bench) -> Outcome:
-        save = SftTrainer._save_checkpoint
+        save = SftTrainer.save_checkpoint
         with disk(bench.folder / "small", 1200) as small:
 
             def filled(self: SftTrainer, *args: object) -> None:
@@ -61,7 +61,7 @@ def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
                     fill(small, free)
                 save(self, *args)
 
-            with patch.object(SftTrainer, "_save_checkpoint", filled):
+            with patch.object(SftTrainer, "save_checkpoint", filled):
                 return bench.run({"train.output_dir": small, "train.max_steps": 5})
 
     return inject

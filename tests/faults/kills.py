@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 from make_runs import Launched
 from rank_processes import start_rank, wait_for, work
-from transformers import Trainer
 
 from faults.bench import (
     EVERY_STEP,
@@ -27,9 +28,8 @@ from faults.files import SEALED, nothing
 from sft_play.errors import ExitClass
 from sft_play.monitor.watch import run_table
 from sft_play.plan.launch import free_port
-from sft_play.runs import checkpoints
+from sft_play.runs import checkpoints, stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import SftTrainer
 
 FILES = 9  # of a save, when it ends; the kill comes with any of them
 
@@ -172,9 +172,12 @@ def program(bench: Bench) -> str:
     return str(path)
 
 
-def unstaged(self: SftTrainer, trial: Any) -> str:
-    """Save a checkpoint under its own name from the first byte on."""
-    return Trainer._get_output_dir(self, trial)
+@contextmanager
+def unstaged(target: Path, process: Any, facts: Any, keeps_refused: bool = False) -> Iterator[Path]:
+    """Save a checkpoint under its final name from the first byte on."""
+    target.mkdir(parents=True, exist_ok=True)
+    yield target
+    stamp.write(target, facts)
 
 
 ROWS = (
@@ -194,7 +197,7 @@ ROWS = (
         killed_inside_a_save,
         ExitClass.DONE,
         ("died", "go on with make train TRAIN_RESUME_FROM="),
-        Guard("sft_play.training.trainer:SftTrainer._get_output_dir", unstaged, also=SEALED),
+        Guard("sft_play.training.checkpoints:published", unstaged, also=SEALED),
         60,
         loses=1,
     ),

@@ -72,7 +72,7 @@ def skipped(bench: Bench) -> Outcome:
 
 def spoil_parameter(bench: Bench) -> Outcome:
     """A weight becomes NaN between the step and its save, as memory that fails does."""
-    save = SftTrainer._save_checkpoint
+    save = SftTrainer.save_checkpoint
 
     def spoiled(self: SftTrainer, *args: object) -> None:
         if self.state.global_step == 3:
@@ -80,13 +80,13 @@ def spoil_parameter(bench: Bench) -> Outcome:
             trained.data.view(-1)[7] = math.nan
         save(self, *args)
 
-    with patch.object(SftTrainer, "_save_checkpoint", spoiled):
+    with patch.object(SftTrainer, "save_checkpoint", spoiled):
         return bench.run(FIVE)
 
 
 def spoil_moment(bench: Bench) -> Outcome:
     """A moment of the optimizer becomes infinite between the step and its save."""
-    save = SftTrainer._save_checkpoint
+    save = SftTrainer.save_checkpoint
 
     def spoiled(self: SftTrainer, *args: object) -> None:
         if self.state.global_step == 3:
@@ -94,7 +94,7 @@ def spoil_moment(bench: Bench) -> Outcome:
             state["exp_avg_sq"].view(-1)[7] = math.inf
         save(self, *args)
 
-    with patch.object(SftTrainer, "_save_checkpoint", spoiled):
+    with patch.object(SftTrainer, "save_checkpoint", spoiled):
         return bench.run(FIVE)
 
 
@@ -125,9 +125,9 @@ def wrongly_written(bench: Bench) -> Outcome:
     """A bit of the weights flips on its way to the disk at the end of the run."""
     save = SftTrainer.save_model
 
-    def spoiled(self: SftTrainer, output_dir: str, _internal_call: bool = False) -> None:
-        save(self, output_dir, _internal_call)
-        if not _internal_call:  # at the end of the run
+    def spoiled(self: SftTrainer, output_dir: str) -> None:
+        save(self, output_dir)
+        if not Path(output_dir).name.startswith("checkpoint-"):  # at the end of the run
             path = Path(output_dir) / "adapter_model.safetensors"
             flip(path, path.stat().st_size - 100, 1 << 6)
 
@@ -221,7 +221,7 @@ ROWS = (
         spoil_parameter,
         ExitClass.DIVERGED,
         ("holds NaN or infinity at step 3", "try a lower TRAIN_LEARNING_RATE"),
-        Guard("sft_play.training.sealed_save:check_finite", nothing),
+        Guard("sft_play.training.checkpoints:check_finite", nothing),
         loses=1,
     ),
     Fault(
@@ -230,7 +230,7 @@ ROWS = (
         spoil_moment,
         ExitClass.DIVERGED,
         ("the optimizer's exp_avg_sq holds NaN or infinity", "try a lower TRAIN_LEARNING_RATE"),
-        Guard("sft_play.training.sealed_save:check_finite_optimizer", nothing),
+        Guard("sft_play.training.checkpoints:check_finite_optimizer", nothing),
         loses=1,
     ),
     Fault(

@@ -169,7 +169,7 @@ def announce_nothing(*_: Any) -> None:
 
 TO_GO_ON = ("stopped on request at step", "go on with TRAIN_RESUME_FROM=")
 AGREED = Guard("sft_play.training.stop:StopOnSignal._agreed", never)
-ALONE = Guard("sft_play.training.ranks:FailureBroadcast.start", announce_nothing)
+ALONE = Guard("sft_play.training.ranks:FailureBroadcast.announce", announce_nothing)
 
 
 def stops(number: signal.Signals, words: str, **more: Any) -> Fault:

@@ -1,0 +1,123 @@
+"""What a trainer is made of once its run begins: state, wrapped model, optimizer and schedule."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate.utils import DummyScheduler
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import TrainerState
+from transformers.integrations import deepspeed_init
+from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
+
+from sft_play.errors import CheckpointError
+from sft_play.models.sharding import is_divided
+from sft_play.training.checkpoints import load_optimizer, load_weights
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+# Parameters with LoRA+'s higher rate, as in peft.optimizers.create_loraplus_optimizer
+FASTER = ("lora_B", "lora_embedding_B", "lora_magnitude_vector")
+
+
+def begin_state(
+    trainer: "SftTrainer", checkpoint: Path | None, max_steps: int, epochs: int
+) -> None:
+    """Begin the state of a run, or read that of a checkpoint.
+
+    Raises: CheckpointError for one that is after the last step of the schedule.
+    """
+    if checkpoint is None:
+        trainer.state = TrainerState(stateful_callbacks=[trainer.control], total_flos=0.0)
+        trainer.state.train_batch_size = trainer.args.per_device_train_batch_size
+    else:
+        trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        global_step = trainer.state.global_step
+        if global_step > max_steps:
+            raise CheckpointError(
+                f"the checkpoint has taken {global_step} steps, and this schedule ends at "
+                f"{max_steps}: nothing is left to train; set more TRAIN_EPOCHS or TRAIN_MAX_STEPS"
+            )
+    # a resumed state has the logging and saving intervals of the run that wrote it; use ours
+    trainer.state.compute_steps(trainer.args, max_steps)
+    trainer.state.init_training_references(trainer, max_steps, epochs, None)
+
+
+def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) -> None:
+    """Wrap the model for its strategy, and make optimizer and schedule, or load their state."""
+    max_steps = trainer.state.max_steps
+    if trainer.processing_class is not None:
+        align_special_tokens(trainer.model, trainer.processing_class)
+    if checkpoint is not None and not trainer.is_deepspeed_enabled:
+        load_weights(trainer, checkpoint)
+    if trainer.is_deepspeed_enabled:
+        trainer.optimizer, trainer.lr_scheduler = deepspeed_init(
+            trainer, num_training_steps=max_steps
+        )
+    trainer.create_optimizer()
+    accelerator = trainer.accelerator
+    if is_divided(trainer.model):
+        trainer.model_wrapped = wrap_divided(trainer)
+        trainer.optimizer = accelerator.prepare(trainer.optimizer)
+    elif isinstance(trainer.lr_scheduler, DummyScheduler):
+        trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler = accelerator.prepare(
+            trainer.model, trainer.optimizer, trainer.lr_scheduler
+        )
+    else:
+        trainer.model_wrapped, trainer.optimizer = accelerator.prepare(
+            trainer.model, trainer.optimizer
+        )
+    trainer.create_scheduler(num_training_steps=max_steps)
+    if checkpoint is not None:
+        if trainer.is_deepspeed_enabled:
+            load_weights(trainer, checkpoint)
+        load_optimizer(trainer, checkpoint)
+    handler = trainer.callback_handler
+    handler.model, handler.train_dataloader = trainer.model, loader
+    handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
+    trainer.model_wrapped.zero_grad()
+
+
+def wrap_divided(trainer: "SftTrainer") -> nn.Module:
+    """Return a divided model (models.sharding) with autocast, its adapters wrapped in DDP.
+
+    accelerate refuses DDP around a model with divided weights, although it need not know of
+    them.
+    """
+    model, accelerator = trainer.model, trainer.accelerator
+    # autocast alone: what is offloaded stays in host memory
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    if trainer.trains_divided:
+        return model
+    frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    on_gpu = accelerator.device.type == "cuda"
+    return DistributedDataParallel(
+        model,
+        device_ids=[accelerator.local_process_index] if on_gpu else None,
+        **accelerator.ddp_handler.to_kwargs(),
+    )
+
+
+def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
+    """Move the parameters of B to groups of their own, with `ratio` times the learning rate.
+
+    LoRA+ (Hayou et al., arXiv 2402.12354), for the optimizer of train.optim. Whole modules keep
+    their rate. Call it before the first step and before a schedule is made. The first group keeps
+    its rate: it is the one that is logged.
+    """
+    faster_ids: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and any(word in name for word in FASTER):
+            faster_ids.add(id(parameter))
+    assert faster_ids, "no adapter has a B matrix"
+    for group in list(optimizer.param_groups):
+        faster = [parameter for parameter in group["params"] if id(parameter) in faster_ids]
+        if not faster:
+            continue
+        group["params"] = [part for part in group["params"] if id(part) not in faster_ids]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "params": faster, "lr": ratio * group["lr"]})
