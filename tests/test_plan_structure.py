@@ -265,7 +265,7 @@ def test_a_process_of_its_own_counts(tmp_path) -> None:
 
 
 def test_the_process_that_counts_finds_packages_of_the_users_python_path(tmp_path):
-    """`-m counts_here` is found by PYTHONPATH alone."""
-    (tmp_path / "counts_here.py").write_text("""print('{"answer": 1}')""")
+    """The module is found by PYTHONPATH alone."""
+    (tmp_path / "counts_here.py").write_text("""def answer(_): return {"answer": 1}""")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert counting._ask("counts_here", {}, environ) == {"answer": 1}

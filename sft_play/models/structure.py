@@ -1,11 +1,14 @@
 """The structure of a model, counted on its modules without weights: what `plan` may not load.
 
-`python -m sft_play.models.structure` is the process that the front end starts: a request on stdin,
-the counts on stdout, both JSON. With `--known` it counts the well-known models anew.
+`python -m sft_play.models.structure` is the process that the front end starts: a line on stdin
+names a module and a request, and the module's answer is a line on stdout, both JSON. With `--known`
+it counts the well-known models anew.
 """
 
+import importlib
 import json
 import re
+import select
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +41,7 @@ UNBUILDABLE = (
     OSError,
     RuntimeError,
 )
+IDLE_SECONDS = 5.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 LISTED_EXPERT = re.compile(r"(.*experts)\.\d+(?=\.|$)")
 # What config.json calls the experts that a token meets
@@ -301,8 +305,20 @@ def _attention_features(attention: nn.Module) -> tuple[int, int]:
     return query_features, kv_features or query_features
 
 
+def serve() -> None:
+    """Answer requests of stdin until none has come for IDLE_SECONDS."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # where a model's code prints
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        module, request = json.loads(line)
+        print(json.dumps(importlib.import_module(module).answer(request)), file=answers, flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--known"]:
         write_known_models()
     else:
-        print(json.dumps(answer(json.load(sys.stdin))))
+        serve()

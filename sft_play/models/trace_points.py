@@ -1,11 +1,8 @@
 """Traced steps of a model at a few sizes, from which `plan.traced` has the bytes of any layout.
 
-`python -m sft_play.models.trace_points` is the process that the front end starts: a request on
-stdin, the points on stdout, both JSON.
+The process of `models.structure`, which the front end starts, answers with them.
 """
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,7 +17,7 @@ from sft_play.errors import first_line
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_kernels import fake_kernels
-from sft_play.models.fake_model import build_on_meta, materialize
+from sft_play.models.fake_model import build_architecture, materialize, quantise_and_adapt
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.step_meter import StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
@@ -52,29 +49,38 @@ def trace_points(setup: StepSetup) -> Trace:
     """
     dtype = setup.compute_dtype
     process = Process.alone(torch.device(setup.device), dtype)
-    model = build_on_meta(setup.config, dtype, setup.zero_stage)
+    model = build_architecture(setup.config, dtype)
     depth = len(decoder_layers(model))
-    cuts = cut_depths(layer_signatures(model))
+    cuts = cut_depths(layer_signatures(model, setup.config))
+    cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
+    model = quantise_and_adapt(model, setup.config, dtype, setup.zero_stage)
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
-        cut_layers(model, max(cuts))
         materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
         kernels = install_fused_kernels(model, setup.config, process, setup.zero_stage)
         points = measured_points(model.train(), setup)
         for fewer in cuts[1:]:
             cut_layers(model, fewer)
-            of_fewer = measured_points(model, setup)
-            points = _extrapolated(points, of_fewer, (depth - cuts[0]) / (cuts[0] - fewer))
+            is_full = setup.config.tuning.mode == "full"
+            of_fewer = measured_points(model, setup, runs_backward=is_full)
+            periods = (depth - cuts[0]) / (cuts[0] - fewer)
+            points = _extrapolated(points, of_fewer, periods, is_full)
     return Trace(tuple(points), tuple(kernels.on), kernels.off, kernels.in_one_row)
 
 
-def layer_signatures(model: PreTrainedModel) -> list[Any]:
-    """Return for each decoder layer what tells it from others: parameters and type."""
-    config = model.config.get_text_config()
-    types = getattr(config, "layer_types", None) or ()
+def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
+    """Return for each decoder layer what tells it from others: parameters, type and adapters."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    lora = config.tuning.lora
+    chosen = lora.layers_to_transform
+    targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+    modules = (*targets, *(lora.modules_to_save or ()))
     signatures: list[Any] = []
     for number, layer in enumerate(decoder_layers(model)):
         shapes = [(name, tuple(weight.shape)) for name, weight in layer.named_parameters()]
-        signatures.append((shapes, types[number] if number < len(types) else None))
+        layer_type = types[number] if number < len(types) else None
+        has_adapters = chosen is None or number in chosen
+        named = [name for name in modules if f".{number}." in f".{name}."]
+        signatures.append((shapes, layer_type, has_adapters, named))
     return signatures
 
 
@@ -105,8 +111,10 @@ def cut_layers(model: PreTrainedModel, depth: int) -> None:
     model.config.get_text_config().num_hidden_layers = depth
 
 
-def measured_points(model: PreTrainedModel, setup: StepSetup) -> list[TracedPoint]:
-    """Return the bytes of steps of a model in training mode."""
+def measured_points(
+    model: PreTrainedModel, setup: StepSetup, runs_backward: bool = True
+) -> list[TracedPoint]:
+    """Return the bytes of steps of a model in training mode, `backward` 0 where that is not run."""
     meter = StepMeter(model, setup)
     meter.hold_gradients()
     points = []
@@ -124,21 +132,29 @@ def measured_points(model: PreTrainedModel, setup: StepSetup) -> list[TracedPoin
                     layers=forward.layers,
                     logits=forward.logits,
                     logits_kept=max(0, forward.logits_kept),
-                    backward=meter.run_backward(forward),
+                    backward=meter.run_backward(forward) if runs_backward else 0,
                 )
             )
     return points
 
 
 def _extrapolated(
-    points: Sequence[TracedPoint], of_fewer_layers: Sequence[TracedPoint], periods: float
+    points: Sequence[TracedPoint],
+    of_fewer_layers: Sequence[TracedPoint],
+    periods: float,
+    is_full: bool,
 ) -> list[TracedPoint]:
-    """Return the points of a model that is `periods` times the difference deeper."""
+    """Return the points of a model that is `periods` times the difference deeper.
+
+    Over a frozen base all peaks grow by what the layers keep, to the byte. Of trained weights,
+    casts go and gradients come in the backward pass.
+    """
     deeper = []
     for point, fewer in zip(points, of_fewer_layers, strict=True):
         changes = {}
         for name in ("kept", "layers", "backward"):
-            grown = getattr(point, name) - getattr(fewer, name)
+            measured = name if is_full else "kept"
+            grown = getattr(point, measured) - getattr(fewer, measured)
             changes[name] = getattr(point, name) + round(periods * grown)
         deeper.append(replace(point, **changes))
     return deeper
@@ -148,7 +164,3 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     return config.model_copy(
         update={"model": config.model.model_copy(update={"max_seq_len": tokens})}
     )
-
-
-if __name__ == "__main__":
-    print(json.dumps(answer(json.load(sys.stdin))))
