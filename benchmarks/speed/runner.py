@@ -43,7 +43,7 @@ from benchmarks.speed.workloads import (
 )
 from sft_play.config.schema import Config
 from sft_play.plan.adapters import AdapterOptions
-from sft_play.plan.counted_shape import load_counted_shape
+from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.flops import step_flops
 from sft_play.plan.model_shape import ModelShape
 

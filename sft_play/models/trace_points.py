@@ -1,8 +1,10 @@
 """Traced steps of a model at a few sizes, from which `plan.traced` has the bytes of any layout.
 
 The process of `models.structure`, which the front end starts, answers with them.
+`python -m sft_play.models.trace_points` traces the well-known models anew.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,8 +23,17 @@ from sft_play.models.fake_model import build_architecture, materialize, quantise
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.step_meter import StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
+from sft_play.plan.counting import (
+    KNOWN_DEVICE,
+    KNOWN_TRACES,
+    KNOWN_TUNINGS,
+    known_setting,
+    traced_settings,
+)
+from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
+from sft_play.runs.files import write_text
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -164,3 +175,25 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     return config.model_copy(
         update={"model": config.model.model_copy(update={"max_seq_len": tokens})}
     )
+
+
+def known_trace(name: str, word: str) -> dict[str, Any]:
+    """Return the trace of a well-known model with one of KNOWN_TUNINGS, as it ships."""
+    settings = traced_settings(known_setting(name, word), KNOWN_DEVICE)
+    config = Config.model_validate(settings)
+    trace = trace_points(StepSetup(config, KNOWN_DEVICE.kind, 0, 0, accumulates=True))
+    return json.loads(json.dumps(asdict(trace)))
+
+
+def write_known_traces() -> None:
+    """Trace the well-known models that the closed form does not fit, and write their file anew."""
+    lines = []
+    for name, facts in json.loads(KNOWN.read_text(encoding="utf-8")).items():
+        if "structure" in facts and facts["model_type"] not in LLAMA_LIKE:
+            traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
+            lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
+    write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    write_known_traces()

@@ -10,7 +10,7 @@ from sft_play.config.sections.model import MapRule
 from sft_play.plan import activations, batch, cards, memory, placement, speed
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.counting import Uncounted
+from sft_play.plan.counting import Device, Tracer, Uncounted
 from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast, plan_kernels
 from sft_play.plan.flops import pair_cost
 from sft_play.plan.graphs import NEEDED, GraphSetup, records_graphs
@@ -20,7 +20,6 @@ from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import StepSpec
 from sft_play.plan.traced import TracedStep
-from sft_play.plan.tracing import Device, Tracer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

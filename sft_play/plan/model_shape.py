@@ -194,7 +194,7 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
     """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub.
 
-    Its structure is there for well-known models alone: see `counted_shape.load_counted_shape`.
+    Its structure is there for well-known models alone: see `counting.load_counted_shape`.
 
     Raises: EnvironmentFault when it is in none of these places.
     """
@@ -280,6 +280,12 @@ def known_config(name: str) -> ModelConfigJson | None:
     return None if known is None else known.config
 
 
+def known_name(name: str) -> str | None:
+    """Return the name that a well-known model's shape has in the file, None for any other."""
+    known = _known(name)
+    return None if known is None else known.name
+
+
 def known_models() -> dict[str, ModelConfigJson]:
     """Return the configs of all well-known models by name."""
     return {name: known.config for name, known in _known_models().items()}
@@ -288,6 +294,7 @@ def known_models() -> dict[str, ModelConfigJson]:
 class _KnownModel(NamedTuple):
     """The sizes of a well-known model, and what was counted where these do not say it all."""
 
+    name: str  # of several models of one shape, the first in the file
     config: ModelConfigJson
     structure: Structure | None
 
@@ -310,7 +317,7 @@ def _known_models() -> dict[str, _KnownModel]:
         others = config.pop("also", [])
         counted = config.pop("structure", None)
         structure = None if counted is None else structure_from_json(counted)
-        models.update(dict.fromkeys([name, *others], _KnownModel(config, structure)))
+        models.update(dict.fromkeys([name, *others], _KnownModel(name, config, structure)))
     return models
 
 

@@ -24,7 +24,7 @@ from sft_play.plan import (
     sources,
     switches,
 )
-from sft_play.plan.counted_shape import load_counted_shape
+from sft_play.plan.counting import Tracer, load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.graphs import graph_warnings
 from sft_play.plan.inputs import (
@@ -51,7 +51,6 @@ from sft_play.plan.strategy import (
     faster_than_zero3,
     resolved_name,
 )
-from sft_play.plan.tracing import Tracer
 from sft_play.runs import stamp
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
