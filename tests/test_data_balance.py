@@ -12,9 +12,9 @@ import pytest
 from sft_play.data import packing
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.packing import deal, pack_for_ranks, pack_shortest, slowest_cost
-from sft_play.plan.flops import pair_cost, step_flops
-from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import load_shape
+from sft_play.plan.speed import pair_cost, step_flops
+from sft_play.plan.step import Layout
 
 SEED = 5
 Cost = Callable[[int], float]

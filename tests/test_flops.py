@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.plan import flops
-from sft_play.plan.flops import pair_cost, step_flops
+from sft_play.plan import speed
 from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.speed import pair_cost, step_flops
 
 TOY = ModelShape(
     vocab=64, hidden=16, intermediate=32, layers=2, heads=4, kv_heads=2, head_dim=4, is_tied=True
@@ -18,7 +18,7 @@ EIGHT = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})
 
 
 def test_the_example_in_the_docstring_holds() -> None:
-    assert doctest.testmod(flops).failed == 0
+    assert doctest.testmod(speed).failed == 0
 
 
 def test_a_row_of_2048_tokens_costs_an_8b_with_lora_what_the_arithmetic_says() -> None:

@@ -8,10 +8,10 @@ import pytest
 from plan_examples import PROBED_REQUEST, PROBED_STEP, fit_of, measured
 
 from sft_play.plan import batch, probe_fit
-from sft_play.plan.graphs import graph_bytes
-from sft_play.plan.layout import Layout
+from sft_play.plan.fast import graph_bytes
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.probe_fit import Line, MeasuredFit, Point
+from sft_play.plan.step import Layout
 
 MODES = [
     {},

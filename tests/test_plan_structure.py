@@ -20,9 +20,9 @@ from sft_play.models import structure as counter
 from sft_play.models.fake_model import build_on_meta
 from sft_play.plan import counting, memory
 from sft_play.plan.counting import load_counted_shape
-from sft_play.plan.flops import step_flops
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
 from sft_play.plan.recipe import weights_in_words
+from sft_play.plan.speed import step_flops
 from sft_play.plan.structure import (
     LayerKind,
     MatrixKind,

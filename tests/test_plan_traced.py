@@ -21,8 +21,8 @@ from sft_play.plan import counting, report
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.speed_words import speed_words
 from sft_play.plan.traced import SIZES, Growth, Trace, TracedStep
+from sft_play.plan.workload import speed_words
 from sft_play.process import Process
 
 LAYERS = EXAMPLE.step.model.layers

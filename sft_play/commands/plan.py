@@ -19,9 +19,9 @@ from sft_play.config.schema import env_name, settings
 from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.errors import ConfigError
 from sft_play.plan import accuracy, launch, next_command, report
+from sft_play.plan.launch import SlurmJob, script
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.slurm import SlurmJob, script
 from sft_play.plan.workload import Workload, workload
 from sft_play.runs import folder as run_folders
 from sft_play.runs.files import write_text

@@ -21,7 +21,7 @@ from sft_play.models.losses import summed_nll
 from sft_play.models.memory_tracker import MemoryTracker, storage_bytes
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.plan.memory import StepBytes
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 
 # The optimizers that Trainer creates for train.optim. A paged state has the same bytes, but the

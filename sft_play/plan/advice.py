@@ -9,9 +9,9 @@ from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.float8 import may_be_float8
 from sft_play.plan.inputs import PlanInputs, choose_layout, with_placement
 from sft_play.plan.memory import GIB, host_bytes, step_bytes
+from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp

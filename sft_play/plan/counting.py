@@ -35,8 +35,8 @@ from sft_play.plan.model_shape import (
 )
 from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import Trace, TracedStep
-from sft_play.runs.folder import cache_folder
 from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import cache_folder
 
 logger = logging.getLogger(__name__)
 

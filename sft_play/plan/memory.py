@@ -14,10 +14,9 @@ from sft_play.plan.activations import (
     layer_working_bytes,
     working_of,
 )
-from sft_play.plan.graphs import graph_bytes
-from sft_play.plan.layout import Layout
-from sft_play.plan.parts import parts_by_gpu
-from sft_play.plan.step import StepSpec
+from sft_play.plan.fast import graph_bytes
+from sft_play.plan.placement import parts_by_gpu
+from sft_play.plan.step import Layout, StepSpec
 
 GIB = 2**30
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.graphs import graph_bytes
-from sft_play.plan.layout import Layout
+from sft_play.plan.fast import graph_bytes
 from sft_play.plan.memory import StepBytes, is_fullest_at_begin, step_bytes
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)

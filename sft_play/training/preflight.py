@@ -21,8 +21,8 @@ import torch
 from sft_play.config.schema import settings
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
 from sft_play.plan.devices import GIB
-from sft_play.plan.disk import run_bytes
 from sft_play.plan.probe_fit import digest_of_code
+from sft_play.plan.workload import run_bytes
 from sft_play.runs import stamp
 from sft_play.training.collectives import Collectives, limited, measure_collectives
 from sft_play.training.context import RunContext

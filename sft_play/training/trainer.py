@@ -25,7 +25,7 @@ from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.load import load_trained
 from sft_play.models.losses import summed_nll
 from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.metrics import SampleAnswer
