@@ -23,6 +23,7 @@ from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
 from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.speed import step_flops
+from sft_play.plan.step import PLAIN
 from sft_play.plan.structure import (
     LayerKind,
     MatrixKind,
@@ -82,7 +83,7 @@ def test_adapters_are_as_many_weights_as_peft_trains(model_type: str) -> None:
     with torch.device("meta"):
         adapted = lora.add_adapters(model, config)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    assert replace(SHAPE, structure=counted).lora_parameters(4, "all-linear") == trained
+    assert PLAIN.adapter_weights(replace(SHAPE, structure=counted), 4, "all-linear") == trained
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -138,8 +139,8 @@ def test_adapters_of_qwen3_30b_by_hand() -> None:
     shape = load_shape("Qwen/Qwen3-30B-A3B", None, {})
     attention = 2 * (2048 + 4096) + 2 * (2048 + 512)
     experts = 128 * ((2048 + 1536) + (768 + 2048))
-    assert shape.lora_parameters(16, "all-linear") == 48 * 16 * (attention + experts)
-    assert shape.lora_parameters(16, ["q_proj"]) == 48 * 16 * (2048 + 4096)
+    assert PLAIN.adapter_weights(shape, 16, "all-linear") == 48 * 16 * (attention + experts)
+    assert PLAIN.adapter_weights(shape, 16, ["q_proj"]) == 48 * 16 * (2048 + 4096)
     words = "30.53 billion weights, 3.35 billion active for a token, 8 of 128 experts a token"
     assert weights_in_words(shape) == words
 

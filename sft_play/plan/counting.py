@@ -327,12 +327,13 @@ def _versions() -> list[str]:
             found.append(f"{name}=={metadata.version(name)}")
         except metadata.PackageNotFoundError:
             found.append(name)
-    return [*found, _digest_of_code()]
+    return [*found, digest_of_code("models/**/*.py")]
 
 
-def _digest_of_code() -> str:
+def digest_of_code(*patterns: str) -> str:
+    """Return the SHA-256 of the sources that match patterns."""
     total = hashlib.sha256()
-    for path in sorted((PACKAGE / "models").rglob("*.py")):
+    for path in sorted(path for pattern in patterns for path in PACKAGE.glob(pattern)):
         text = path.read_bytes()
         total.update(f"{path.relative_to(PACKAGE)}:{len(text)}:".encode() + text)
     return total.hexdigest()

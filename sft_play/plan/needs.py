@@ -141,7 +141,7 @@ def why_no_kernels(capability: tuple[int, int], triton: str | None) -> str | Non
 
 def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
     """Return what is to be said of recurrent layers on the GPUs of this machine."""
-    layers = model.structure.recurrent_layers if model.structure else 0
+    layers = model.counts.recurrent_layers
     here = [gpu for gpu in hardware.gpus if gpu.uuid]  # others have none
     if not layers or not here:
         return []

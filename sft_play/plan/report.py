@@ -222,7 +222,7 @@ def composite_words(planned: PlannedRun) -> str:
     """Return what is trained of a model with towers, and what becomes of those."""
     model = planned.plan.step.model
     towers = "dropped" if planned.config.tuning.towers == "drop" else "frozen"
-    size = f", {count_in_words(model.towers)} weights" if model.towers else ""
+    size = f", {count_in_words(model.counts.towers)} weights" if model.counts.towers else ""
     return (
         f"text of {model.composite or model.model_type}; towers {towers}{size}, kept in what leaves"
     )

@@ -40,7 +40,7 @@ def step_flops(
     """
     tokens = sum(lengths)
     flops_per_weight = 6 if adapters is None else 4
-    weights = model.active_block_weights * tokens + model.vocab * model.hidden * labelled
+    weights = model.counts.active_product_weights * tokens + model.vocab * model.hidden * labelled
     attention = 12 * sum(_attended_features(model, length) for length in lengths)
     return flops_per_weight * weights + 6 * (adapters or 0) * tokens + attention
 
@@ -52,21 +52,16 @@ def pair_cost(model: ModelShape, adapters: int | None) -> float:
     head and layers with a window count as linear in T, and are left out.
     """
     flops_per_weight = 6 if adapters is None else 4
-    linear = flops_per_weight * model.active_block_weights + 6 * (adapters or 0)
-    features = model.layers * model.heads * model.head_dim
-    if model.structure is not None:
-        everywhere = [kind for kind in model.structure.layers if kind.window is None]
-        features = sum(kind.count * kind.query_features for kind in everywhere)
+    linear = flops_per_weight * model.counts.active_product_weights + 6 * (adapters or 0)
+    everywhere = [kind for kind in model.counts.layers if kind.window is None]
+    features = sum(kind.count * kind.query_features for kind in everywhere)
     return 6 * features / linear
 
 
 def _attended_features(model: ModelShape, length: int) -> float:
     """Return the features of all heads and layers, each times the pairs of tokens that it sees."""
-    if model.structure is None:
-        features = model.layers * model.heads * model.head_dim
-        return features * length * (length + 1) / 2
     total = 0.0
-    for kind in model.structure.layers:
+    for kind in model.counts.layers:
         total += kind.count * kind.query_features * _pairs(length, kind.window)
     return total
 
@@ -248,7 +243,7 @@ def _passed_bytes(step: StepSpec) -> int:
     passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]
     if step.is_float8:
         passes += FLOAT8_PASSES
-    recurrent = model.structure.recurrent_layers if model.structure else 0
+    recurrent = model.counts.recurrent_layers
     of_recurrences = recurrent * model.hidden * RECURRENT_PASSES
     return 2 * (features * passes + of_experts * EXPERT_PASSES + of_recurrences)
 

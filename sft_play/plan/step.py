@@ -327,7 +327,7 @@ class StepSpec:
     @property
     def trained_weights(self) -> int:
         if self.is_full:
-            return self.model.parameters - self.model.towers
+            return self.model.parameters - self.model.counts.towers
         return self.adapter_weights
 
     @property

@@ -121,6 +121,11 @@ class Structure:
         """Weights that a 4-bit base packs."""
         return sum(kind.weights for kind in self.matrices if kind.is_quantised)
 
+    @property
+    def kv_features(self) -> int:
+        """Features of a token's keys in all layers: half of what a cache holds."""
+        return sum(kind.count * kind.kv_features for kind in self.layers)
+
     def words(self) -> str:
         """Return what is not plain about the layers, after a comma; "" for nothing."""
         words = ""
