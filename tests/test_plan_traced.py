@@ -254,3 +254,61 @@ def test_a_model_like_llama_has_the_closed_form(answers, tmp_path) -> None:
     assert not answers
     assert not plan.warnings
     assert "by the closed form" in report._memory(plan)
+
+
+# Well-known models
+
+
+def plan_of_known(name: str, *settings: str) -> PlannedRun:
+    loaded = load(EMPTY, {}, (f"model.name={name}", "model.max_seq_len=64", *settings))
+    return resolve(loaded, invocation.read({}), parse("1xH200"), {}, True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "lora"),
+        *(("allenai/olmo-2-0425-1b-instruct", word) for word in counting.KNOWN_TUNINGS),
+    ],
+)
+def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, answers) -> None:
+    tuning = counting.KNOWN_TUNINGS[word]
+    settings = (f"tuning.mode={tuning.mode}", f"tuning.base_dtype={tuning.base_dtype}")
+    plan = plan_of_known(name, *settings, "tuning.lora.alpha=7").plan
+    assert plan.step.memory_source == "traced"
+    assert not answers
+
+
+@pytest.mark.parametrize("setting", ["tuning.lora.r=4", "model.dtype=float32"])
+def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_path) -> None:
+    plan_of_known("allenai/OLMo-2-0425-1B", setting, f"data.cache_dir={tmp_path}")
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("allenai/OLMo-2-0425-1B", "lora"),
+        *(
+            pytest.param(name, word, marks=pytest.mark.long)
+            for name, traces in json.loads(counting.KNOWN_TRACES.read_text()).items()
+            for word in traces
+            if (name, word) != ("allenai/OLMo-2-0425-1B", "lora")
+        ),
+    ],
+)
+def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> None:
+    """Where it differs: python -m sft_play.models.trace_points."""
+    shipped = json.loads(counting.KNOWN_TRACES.read_text())[name][word]
+    assert trace_points.known_trace(name, word) == shipped
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"layers_to_transform": [6]}, {"target_modules": ["layers.5.mlp.up_proj", "q_proj"]}],
+    ids=str,
+)
+def test_layers_with_other_adapters_are_no_period(lora: dict[str, Any]) -> None:
+    config = Config.model_validate({"tuning": {"lora": lora}})
+    signatures = trace_points.layer_signatures(tiny_model("olmo2", num_hidden_layers=8), config)
+    assert trace_points.cut_depths(signatures) == (8,)
