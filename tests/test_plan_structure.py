@@ -29,6 +29,7 @@ from sft_play.plan.structure import (
     MatrixKind,
     Structure,
     adapted_matrices,
+    structure_as_json,
     structure_from_json,
 )
 
@@ -72,7 +73,7 @@ def test_every_matrix_of_a_model_is_counted_once(model_type: str) -> None:
     assert counted.product_weights == weights
     assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert sum(kind.count for kind in counted.layers) == model.config.num_hidden_layers
-    assert structure_from_json(json.loads(json.dumps(counter.as_json(counted)))) == counted
+    assert structure_from_json(json.loads(json.dumps(structure_as_json(counted)))) == counted
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -21,7 +21,7 @@ from sft_play.plan import counting, report
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.traced import SIZES, Growth, Trace, TracedStep
+from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedStep
 from sft_play.plan.workload import speed_words
 from sft_play.process import Process
 
@@ -47,7 +47,7 @@ def traced_step(kept: int = 1000) -> TracedStep:
     points = [point(*size, False, kept) for size in SIZES]
     points += [point(*size, True, kept // 10) for size in SIZES]
     return TracedStep.of(
-        Trace.from_json({"points": points, "on": [], "off": {}, "in_one_row": True})
+        Trace(tuple(TracedPoint(**each) for each in points), on=(), off={}, in_one_row=True)
     )
 
 

@@ -12,7 +12,7 @@ import select
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from sft_play.models.expert_adapters import choose_targets
 from sft_play.models.experts import expert_weights, linear_names, routing_linears
 from sft_play.models.fake_model import load_architecture
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, is_composite
-from sft_play.plan.structure import LayerKind, MatrixKind, Structure
+from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_as_json
 from sft_play.runs.files import write_text
 
 # What a config raises whose type is unknown, whose code is not trusted or whose sizes do not fit
@@ -92,26 +92,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"answer": {"unusable": str(error)}}
     except UNBUILDABLE as error:
         return {"refused": f"{type(error).__name__}: {first_line(error)}"}
-    return {"answer": as_json(structure)}
-
-
-def as_json(structure: Structure) -> dict[str, Any]:
-    """Return a structure as plain data, without what a field is by default."""
-    facts = asdict(structure)
-    if not structure.towers:
-        del facts["towers"]
-    for name in ("matrices", "layers"):
-        facts[name] = [_without_defaults(kind) for kind in getattr(structure, name)]
-    return facts
-
-
-def _without_defaults(kind: MatrixKind | LayerKind) -> dict[str, Any]:
-    changed = {}
-    for known in fields(kind):
-        value = getattr(kind, known.name)
-        if value != known.default:
-            changed[known.name] = value
-    return changed
+    return {"answer": structure_as_json(structure)}
 
 
 def write_known_models() -> None:
@@ -121,7 +102,7 @@ def write_known_models() -> None:
     for name, facts in models.items():
         if facts["model_type"] not in LLAMA_LIKE or is_composite(facts):
             config = Config.model_validate({"model": {"name": name}})
-            facts["structure"] = as_json(count_structure(load_architecture(config)))
+            facts["structure"] = structure_as_json(count_structure(load_architecture(config)))
         lines.append(f"  {json.dumps(name)}: {json.dumps(facts)}")
     write_text(KNOWN, "{\n" + ",\n".join(lines) + "\n}\n")
 

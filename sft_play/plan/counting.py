@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Self
 
+from pydantic import TypeAdapter
+
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config, ModelSection, TuningSection
 from sft_play.errors import ConfigError
@@ -159,7 +161,7 @@ class Tracer:
                 "once"
             )
             found = answer(TRACER, request, told, self.folder, self.environ)
-        return TracedStep.of(Trace.from_json(found))
+        return TracedStep.of(TypeAdapter(Trace).validate_python(found))
 
 
 def _shipped_trace(config: Config, device: Device) -> Mapping[str, Any] | None:
