@@ -13,7 +13,7 @@ from tiny_models import tiny_config, tiny_model
 from sft_play.config import invocation
 from sft_play.config.loader import load
 from sft_play.config.schema import Config
-from sft_play.models import structure, trace_points
+from sft_play.models import structure, trace
 from sft_play.models.load import load_model
 from sft_play.models.step_meter import StepSetup, measure_step
 from sft_play.models.trace import trace_step
@@ -111,7 +111,7 @@ def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin()
     ],
 )
 def test_a_deep_model_is_cut_to_whole_periods(layers: str, depths: tuple[int, ...]) -> None:
-    assert trace_points.cut_depths(layers) == depths
+    assert trace.cut_depths(layers) == depths
 
 
 # Beside whole traces and real steps
@@ -162,7 +162,7 @@ def test_a_cut_model_has_the_bytes_of_the_whole_one(
     model_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)
-    traced = TracedStep.of(trace_points.trace_points(setup_of(folder)))
+    traced = TracedStep.of(trace.trace_points(setup_of(folder)))
     for layers in (0, 7):
         whole = trace_step(setup_of(folder, layers, tokens=3072))
         kept = traced.kept(3, 3072, layers / 7)
@@ -298,9 +298,9 @@ def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_p
     ],
 )
 def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> None:
-    """Where it differs: python -m sft_play.models.trace_points."""
+    """Where it differs: python -m sft_play.models.trace."""
     shipped = json.loads(counting.KNOWN_TRACES.read_text())[name][word]
-    assert trace_points.known_trace(name, word) == shipped
+    assert trace.known_trace(name, word) == shipped
 
 
 @pytest.mark.parametrize(
@@ -310,5 +310,5 @@ def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> N
 )
 def test_layers_with_other_adapters_are_no_period(lora: dict[str, Any]) -> None:
     config = Config.model_validate({"tuning": {"lora": lora}})
-    signatures = trace_points.layer_signatures(tiny_model("olmo2", num_hidden_layers=8), config)
-    assert trace_points.cut_depths(signatures) == (8,)
+    signatures = trace.layer_signatures(tiny_model("olmo2", num_hidden_layers=8), config)
+    assert trace.cut_depths(signatures) == (8,)

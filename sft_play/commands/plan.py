@@ -73,7 +73,10 @@ def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) 
     if as_json:
         exact = None
         if traced is not None:
-            exact = {**traced.as_json(), "phases": report.phases_json(traced.phases(plan.memory))}
+            exact = {
+                **dataclasses.asdict(traced),
+                "phases": report.phases_json(traced.phases(plan.memory)),
+            }
         counts = None if isinstance(trained, str) else trained
         facts = report.plan_json(plan, command, counts)
         return as_text({**facts, "accuracy": dataclasses.asdict(near), "exact": exact})

@@ -292,7 +292,7 @@ def serve() -> None:
     sys.stdout = sys.stderr  # where a model's code prints
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
-        if not line:
+        if not line:  # the front end has ended
             return
         module, request = json.loads(line)
         print(json.dumps(importlib.import_module(module).answer(request)), file=answers, flush=True)

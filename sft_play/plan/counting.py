@@ -43,8 +43,8 @@ from sft_play.runs.folder import cache_folder
 logger = logging.getLogger(__name__)
 
 COUNTER = "sft_play.models.structure"  # counts weights; python -m: reads requests from stdin
-TRACER = "sft_play.models.trace_points"
-# of a step on a GPU in 16 bits, by model and by a word of KNOWN_TUNINGS: models.trace_points
+TRACER = "sft_play.models.trace"
+# of a step on a GPU in 16 bits, by model and by a word of KNOWN_TUNINGS: models.trace
 KNOWN_TRACES = Path(__file__).parent / "known_traces.json"
 KNOWN_TUNINGS: dict[str, TuningSection] = {
     "lora": TuningSection(),

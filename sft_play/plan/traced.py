@@ -35,7 +35,7 @@ class TracedPoint:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `models.trace_points` found: a point of each size, plain and checkpointed."""
+    """What `models.trace` found: a point of each size, plain and checkpointed."""
 
     points: tuple[TracedPoint, ...]
     on: tuple[str, ...]  # fused parts
