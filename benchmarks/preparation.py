@@ -137,7 +137,7 @@ def ours_epoch(rows: Path, work: Path) -> ArmReport:
     from sft_play.config.schema import Config
     from sft_play.data.assemble import DataFacts, assemble
     from sft_play.data.order import StepSampler, fullest_step
-    from sft_play.plan.layout import Layout
+    from sft_play.plan.step import Layout
 
     made = json.loads((work / "data.json").read_text())
     libraries = memory_now(psutil.Process())

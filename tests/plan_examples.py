@@ -11,13 +11,12 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.devices import Hardware, parse
-from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, step_bytes
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.probe_fit import MeasuredFit, Point
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 
 EMPTY = str(NO_CONFIG)
 CPU = Hardware("cpu", (), 8, 64 * GIB)

@@ -36,7 +36,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.experts import packed_weight
 from sft_play.models.fast.install import base_model_of, fused_kernels_of, uses_varlen_attention
 from sft_play.plan import counting
-from sft_play.plan.tracing import TRACER
+from sft_play.plan.counting import TRACER
 from sft_play.training.checks import check_cross_document
 
 pytestmark = pytest.mark.architectures

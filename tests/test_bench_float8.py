@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.float8_quality import MAX_KL_SHARE, table
 from sft_play.config.loader import PROJECT_ROOT
-from sft_play.plan.speed_words import FLOAT8_KL
+from sft_play.plan.workload import FLOAT8_KL
 
 RESULTS = sorted((PROJECT_ROOT / "benchmarks" / "results").glob("float8-quality-*.json"))
 

@@ -35,11 +35,10 @@ from benchmarks.planner.verdict import find_faults, relative_error, spread
 from benchmarks.planner.workloads import SWEEPS, WORKLOADS
 from benchmarks.speed.workloads import TOY
 from sft_play.commands import call as calls
-from sft_play.plan.layout import Layout
 from sft_play.plan.memory import PHASES, step_bytes
 from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
 from sft_play.plan.run_plan import RunPlan
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.report import LoggedLoss, PeakBytes, PhasePeaks, RunReport
 from sft_play.training.probe import ProbeResult
 

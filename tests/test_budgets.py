@@ -38,7 +38,7 @@ TOKENS = {
     "models": 95_100,
     "monitor": 8_400,
     "notebooks": 15_000,
-    "plan": 45_400,
+    "plan": 45_000,
     "reporting": 11_700,
     "runs": 12_400,
     "training": 43_100,

@@ -12,9 +12,9 @@ import pytest
 from sft_play.data import packing
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.packing import deal, pack_for_ranks, pack_shortest, slowest_cost
-from sft_play.plan.flops import pair_cost, step_flops
-from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import load_shape
+from sft_play.plan.speed import pair_cost, step_flops
+from sft_play.plan.step import PLAIN, Layout
 
 SEED = 5
 Cost = Callable[[int], float]
@@ -59,7 +59,7 @@ def slowest_beyond_mean(steps: list[list[float]]) -> float:
 def test_the_slowest_rank_is_within_3_percent_of_the_mean(batch, accum, world) -> None:
     """By operations of an 8B with LoRA, attention included, over an epoch of ragged rows."""
     shape = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})
-    adapters = shape.lora_parameters(16, "all-linear")
+    adapters = PLAIN.adapter_weights(shape, 16, "all-linear")
     lengths = conversations(4096, 2048)
     layout = layout_of(batch, accum, world, pair_cost=pair_cost(shape, adapters))
     steps = seconds_of_ranks(

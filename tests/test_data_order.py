@@ -13,7 +13,7 @@ from sft_play.data.order import (
     padding,
     steps,
 )
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 
 MAX_SEQ_LEN, EFFECTIVE, SEED = 64, 8, 5
 LAYOUTS = [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4), (2, 4), (1, 8)]  # (batch_size, world_size)

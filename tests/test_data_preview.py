@@ -36,7 +36,7 @@ from sft_play.data.store import (
     to_arrays,
 )
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"

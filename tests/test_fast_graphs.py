@@ -32,7 +32,7 @@ from sft_play.models.fast.graphs.recorded import (
     StaticInputs,
 )
 from sft_play.models.fast.loss.head import fused_nll
-from sft_play.plan.graphs import why_not_recorded
+from sft_play.plan.fast import why_not_recorded
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS, collate_for_step
 
 MICRO_BATCHES = 3  # of a step

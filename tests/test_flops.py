@@ -7,9 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.plan import flops
-from sft_play.plan.flops import pair_cost, step_flops
+from sft_play.plan import speed
 from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.speed import pair_cost, step_flops
+from sft_play.plan.step import PLAIN
 
 TOY = ModelShape(
     vocab=64, hidden=16, intermediate=32, layers=2, heads=4, kv_heads=2, head_dim=4, is_tied=True
@@ -18,11 +19,11 @@ EIGHT = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})
 
 
 def test_the_example_in_the_docstring_holds() -> None:
-    assert doctest.testmod(flops).failed == 0
+    assert doctest.testmod(speed).failed == 0
 
 
 def test_a_row_of_2048_tokens_costs_an_8b_with_lora_what_the_arithmetic_says() -> None:
-    adapters = EIGHT.lora_parameters(16, "all-linear")
+    adapters = PLAIN.adapter_weights(EIGHT, 16, "all-linear")
     per_token = step_flops(EIGHT, adapters, [2048], labelled=2048) / 2048
     linears, attention = 4 * (6_979_321_856 + 128256 * 4096) + 6 * 41_943_040, 6 * 32 * 4096 * 2049
     assert per_token == pytest.approx(linears + attention)
@@ -70,7 +71,7 @@ def test_torch_counts_the_same_for_linear_layers(is_trained: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 300, 5000])
 def test_the_cost_of_a_pair_is_that_of_the_operations(tokens: int) -> None:
-    adapters = EIGHT.lora_parameters(16, "all-linear")
+    adapters = PLAIN.adapter_weights(EIGHT, 16, "all-linear")
     one, two = (step_flops(EIGHT, adapters, [1], 0), step_flops(EIGHT, adapters, [tokens], 0))
     share = pair_cost(EIGHT, adapters)
     assert two / one == pytest.approx(tokens * (1 + share * tokens) / (1 + share), rel=1e-3)

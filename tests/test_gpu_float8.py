@@ -10,7 +10,7 @@ from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantise import quantise, quantise_reference, quantise_weight
 from sft_play.models.load import load_model
-from sft_play.plan.float8 import FLOAT8_CAPABILITY
+from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.process import Process
 
 

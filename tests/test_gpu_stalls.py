@@ -17,7 +17,7 @@ from sft_play.data.order import StepSampler, fullest_step
 from sft_play.models import lora
 from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_entropy
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.trainer import SftTrainer

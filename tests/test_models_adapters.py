@@ -23,9 +23,9 @@ from sft_play.models.parameters import count_parameters
 from sft_play.models.step_meter import StepSetup
 from sft_play.models.trace import trace_step
 from sft_play.plan.activations import layer_bytes_per_token
-from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.fast import FastSetup, plan_kernels
 from sft_play.plan.model_shape import load_shape
+from sft_play.plan.step import AdapterOptions
 from sft_play.process import Process
 from sft_play.training.engine import raise_learning_rate_of_b
 

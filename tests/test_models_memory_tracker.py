@@ -1,8 +1,8 @@
-"""sft_play.models.memory_tracker: bytes of tensors while they are alive."""
+"""sft_play.models.step_meter: bytes of tensors while they are alive."""
 
 import torch
 
-from sft_play.models.memory_tracker import MemoryTracker, storage_bytes
+from sft_play.models.step_meter import MemoryTracker, storage_bytes
 
 
 def test_a_storage_counts_once_and_while_it_is_alive() -> None:

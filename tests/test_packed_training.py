@@ -27,7 +27,7 @@ from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.batches import token_mean_loss

@@ -1,4 +1,4 @@
-"""sft_play.plan.base_folder: another kind of model, and incomplete files, in one sentence first."""
+"""sft_play.plan.base_model: another kind of model, and incomplete files, in one sentence first."""
 
 import json
 import re
@@ -19,8 +19,7 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
-from sft_play.plan.base_model import require_base
-from sft_play.plan.transformers_types import GENERATING, classes, is_known
+from sft_play.plan.base_model import GENERATING, is_known_type, model_classes, require_base
 
 TINY = PROJECT_ROOT / "data" / "tiny_llama"
 SIZES = {"vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -280,8 +279,10 @@ def test_the_tables_are_those_that_transformers_has() -> None:
 
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     multimodal = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values())
-    assert classes(*GENERATING) == {name for name in causal | multimodal if isinstance(name, str)}
-    assert all(is_known(name) for name in modeling_auto.CONFIG_MAPPING_NAMES)
+    assert model_classes(*GENERATING) == {
+        name for name in causal | multimodal if isinstance(name, str)
+    }
+    assert all(is_known_type(name) for name in modeling_auto.CONFIG_MAPPING_NAMES)
 
 
 def test_a_plan_says_that_weights_are_a_pickle(copy: Path, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from sft_play.plan.batch import (
     merged,
     smallest,
 )
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 
 LAYERS = REQUEST.layers
 BUDGET_BYTES = 1000

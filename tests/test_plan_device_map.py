@@ -1,4 +1,4 @@
-"""sft_play.plan.device_map and placement: one model over the GPUs of one process."""
+"""sft_play.plan.strategy and placement: one model over the GPUs of one process."""
 
 import itertools
 from dataclasses import replace

@@ -8,12 +8,12 @@ from plan_examples import STEP, Example, plan_for
 from sft_play.config.loader import load
 from sft_play.plan import memory
 from sft_play.plan.cards import CARDS
-from sft_play.plan.float8 import may_be_float8
-from sft_play.plan.layout import Layout
+from sft_play.plan.needs import may_be_float8
 from sft_play.plan.next_command import smaller_settings
 from sft_play.plan.speed import full_rows, predict
-from sft_play.plan.speed_words import float8_words, speed_words
+from sft_play.plan.step import Layout
 from sft_play.plan.structure import MatrixKind
+from sft_play.plan.workload import float8_words, speed_words
 
 LLAMA_8B = ("model.name=meta-llama/Llama-3.1-8B-Instruct", "model.max_seq_len=2048")
 FLOAT8 = "tuning.base_dtype=float8"

@@ -1,13 +1,13 @@
-"""sft_play.plan.graphs: which runs record their layers, and the bytes of recordings."""
+"""sft_play.plan.fast: which runs record their layers, and the bytes of recordings."""
 
 from dataclasses import replace
 
 import pytest
 from plan_examples import CPU, STEP, plan_for
 
-from sft_play.plan.graphs import GraphSetup, graph_bytes, graph_warnings, records_graphs
-from sft_play.plan.layout import Layout
+from sft_play.plan.fast import GraphSetup, graph_bytes, graph_warnings, records_graphs
 from sft_play.plan.memory import GIB, PHASES, step_bytes
+from sft_play.plan.step import Layout
 
 ONE_B_PLAN = plan_for("1xH200", "model.name=meta-llama/Llama-3.2-1B-Instruct").plan
 ONE_B = ONE_B_PLAN.step.model

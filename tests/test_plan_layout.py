@@ -1,4 +1,4 @@
-"""sft_play.plan.layout: micro-batches of a step, packed and not."""
+"""sft_play.plan.step: micro-batches of a step, packed and not."""
 
 import doctest
 from dataclasses import replace
@@ -7,16 +7,16 @@ from itertools import product
 import pytest
 from plan_examples import REQUEST
 
-from sft_play.plan import layout as layout_module
+from sft_play.plan import step as step_module
 from sft_play.plan.batch import choose, smallest
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 
 # batch size, accumulation and ranks of a step
 CUTS = list(product((1, 2, 3, 8), (1, 4, 5), (1, 2, 7)))
 
 
 def test_the_examples_in_the_docstring_hold() -> None:
-    result = doctest.testmod(layout_module)
+    result = doctest.testmod(step_module)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -1,4 +1,4 @@
-"""sft_play.plan.longest_row: the longest row is the longest that the plan of bytes lets through."""
+"""sft_play.plan.batch: the longest row is the longest that the plan of bytes lets through."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from plan_examples import EIGHT_B, STEP
 
-from sft_play.plan.batch import BatchRequest
-from sft_play.plan.layout import Layout
-from sft_play.plan.longest_row import (
+from sft_play.plan.batch import (
     MAX_QUERY_ELEMENTS,
     STEP_TOKENS,
+    BatchRequest,
     LongestRow,
     LongestRows,
     longest_rows,
 )
 from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.step import Layout
 
 FUSED = replace(STEP, mode="lora", is_fast=True, fuses_loss=True, is_gpu=True)
 H200 = int(0.92 * 139.8 * GIB)

@@ -17,6 +17,7 @@ from sft_play.plan.memory import (
     step_bytes,
 )
 from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.step import PLAIN
 
 TOKENS = LAYOUT.tokens
 FEW_WORDS = replace(EIGHT_B, vocab=1000)
@@ -42,7 +43,7 @@ def test_the_bytes_of_a_lora_step_by_hand() -> None:
     weights = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16) + 100 * 8 + 5 * 8
     adapters = 4 * 2 * ((8 + 8) * 2 + (8 + 4) * 2 + (8 + 16) * 3)
     assert model.parameters == weights
-    assert model.lora_parameters(4, "all-linear") == adapters
+    assert PLAIN.adapter_weights(model, 4, "all-linear") == adapters
     example = EXAMPLE.changed(model=model, lora_rank=4, batch_size=1, max_seq_len=10)
     state = PhaseBytes(
         weights=2 * weights,
@@ -147,7 +148,7 @@ def test_what_several_processes_hold_beside_the_model_by_hand() -> None:
         phase = held(**changes)
         return phase.buckets, phase.context / GIB
 
-    adapters = EIGHT_B.lora_parameters(16, "all-linear")
+    adapters = PLAIN.adapter_weights(EIGHT_B, 16, "all-linear")
     assert beside() == (0, pytest.approx(0.75))
     # DDP's copy of the gradients, and NCCL
     assert beside(world_size=2) == (4 * adapters, pytest.approx(1.25))
@@ -269,7 +270,7 @@ def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead() -> None:
     gathered = held("forward", **zero3, fetching=ahead).gathered
     head = EIGHT_B.vocab * EIGHT_B.hidden
     layer = EIGHT_B.block_weights // EIGHT_B.layers
-    adapters = 4 * EIGHT_B.lora_parameters(16, "all-linear")
+    adapters = 4 * PLAIN.adapter_weights(EIGHT_B, 16, "all-linear")
     assert gathered == pytest.approx(2 * (head + 2 * layer + 10**8) + adapters, rel=1e-6)
     more = held("forward", **zero3, fetching=twice).gathered
     assert more - gathered == pytest.approx(2 * 10**8, rel=1e-6)

@@ -18,6 +18,7 @@ from sft_play.plan.model_shape import (
     load_shape,
     shape_of,
 )
+from sft_play.plan.step import PLAIN
 
 TINY = {
     "vocab_size": 96,
@@ -110,8 +111,8 @@ def tiny_llama(**changes: Any) -> Any:
 def test_llama_3_8b_has_8_03_billion_parameters() -> None:
     assert load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {}) == EIGHT_B
     assert EIGHT_B.parameters == 8_030_261_248
-    assert EIGHT_B.lora_parameters(16, "all-linear") == 41_943_040
-    assert EIGHT_B.lora_parameters(8, ["q_proj", "v_proj"]) == 3_407_872
+    assert PLAIN.adapter_weights(EIGHT_B, 16, "all-linear") == 41_943_040
+    assert PLAIN.adapter_weights(EIGHT_B, 8, ["q_proj", "v_proj"]) == 3_407_872
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
@@ -141,7 +142,7 @@ def test_lora_parameters_are_those_that_peft_trains(
     lora = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     adapted = get_peft_model(LlamaForCausalLM(config), lora)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    assert shape_of(config.to_dict(), "tiny").lora_parameters(4, targets) == trained
+    assert PLAIN.adapter_weights(shape_of(config.to_dict(), "tiny"), 4, targets) == trained
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:

@@ -1,4 +1,4 @@
-"""sft_play.plan.packing: where rows are packed, and what attention needs then."""
+"""sft_play.plan.needs: where rows are packed, and what attention needs then."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.plan.packing import PackingChoice, needs_boundaries, resolve_packing
+from sft_play.plan.needs import PackingChoice, needs_boundaries, resolve_packing
 
 
 def resolved(settings: dict[str, Any], model_type: str) -> PackingChoice:

@@ -1,4 +1,4 @@
-"""sft_play.plan.precision: the number type of matrix products."""
+"""sft_play.plan.ranks: the number type of matrix products."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from plan_examples import CPU, plan_for
 from sft_play.errors import ConfigError
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.memory import GIB
-from sft_play.plan.precision import DTYPE_NAMES, precision
+from sft_play.plan.ranks import DTYPE_NAMES, precision
 
 V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
 

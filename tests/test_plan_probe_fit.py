@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from plan_examples import PROBED_REQUEST, PROBED_STEP, fit_of, measured
 
-from sft_play.plan import batch, probe_fit
-from sft_play.plan.graphs import graph_bytes
-from sft_play.plan.layout import Layout
+from sft_play.plan import batch, counting, probe_fit
+from sft_play.plan.fast import graph_bytes
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.probe_fit import Line, MeasuredFit, Point
+from sft_play.plan.step import Layout
 
 MODES = [
     {},
@@ -305,5 +305,5 @@ def test_a_damaged_file_is_measured_anew_and_named(
 
 def test_the_digest_of_the_code_is_of_sources_that_are_there() -> None:
     for pattern in probe_fit.COMPUTING:
-        assert list(probe_fit.PACKAGE.glob(pattern)), pattern
+        assert list(counting.PACKAGE.glob(pattern)), pattern
     assert len(probe_fit.digest_of_code()) == 64

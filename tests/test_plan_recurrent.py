@@ -1,14 +1,15 @@
 """What the plan says of recurrent layers where their kernels do not run."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
 from plan_examples import EIGHT_B
 
-from sft_play.plan import recurrent
+from sft_play.plan import needs
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.model_shape import ModelShape
-from sft_play.plan.recurrent import recurrent_warnings, why_no_kernels
+from sft_play.plan.needs import recurrent_warnings, why_no_kernels
 from sft_play.plan.structure import LayerKind, Structure
 
 H200 = Gpu(0, "NVIDIA H200", 140 << 30, 139 << 30, (9, 0), uuid="GPU-1")
@@ -25,8 +26,8 @@ def on(gpu: Gpu) -> Hardware:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "find_spec", lambda name: name)
-    monkeypatch.setattr(recurrent, "_version_of_triton", lambda: "3.6.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(needs, "_version", lambda _: "3.6.0")
 
 
 def test_a_triton_that_computes_wrongly_is_named_with_what_it_costs() -> None:
@@ -36,7 +37,7 @@ def test_a_triton_that_computes_wrongly_is_named_with_what_it_costs() -> None:
 
 
 def test_a_missing_package_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (warning,) = recurrent_warnings(hybrid(), on(replace(H200, capability=(8, 0))))
     assert "python -m tools.install add requirements-gpu.txt" in warning
 

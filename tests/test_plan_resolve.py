@@ -12,7 +12,7 @@ from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
 from sft_play.plan.devices import Gpu, Hardware, parse
 from sft_play.plan.memory import GIB
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 
 CONFIGS = sorted(path.name for path in (PROJECT_ROOT / "configs").glob("*.yaml"))
 LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"

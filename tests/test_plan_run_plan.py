@@ -12,10 +12,10 @@ from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.batch import choose
 from sft_play.plan.launch import Launch
-from sft_play.plan.layout import Layout
 from sft_play.plan.memory import evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import Point, ProbeReport, request_of_started_run
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
+from sft_play.plan.step import Layout
 from sft_play.runs.folder import RunFolder
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"

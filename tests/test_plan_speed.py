@@ -21,9 +21,9 @@ from sft_play.models.structure import count_structure
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of
 from sft_play.plan.devices import parse
-from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import ModelShape, known_models, load_shape, shape_of
 from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, host_tokens, predict
+from sft_play.plan.step import Layout
 
 ONE_B = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
 ONE_B_TOKENS_PER_SECOND = 99_041  # lora, measured (docs/speed-h200.md)

@@ -19,15 +19,17 @@ from sft_play.models import lora
 from sft_play.models import structure as counter
 from sft_play.models.fake_model import build_on_meta
 from sft_play.plan import counting, memory
-from sft_play.plan.counted_shape import load_counted_shape
-from sft_play.plan.flops import step_flops
+from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
 from sft_play.plan.recipe import weights_in_words
+from sft_play.plan.speed import step_flops
+from sft_play.plan.step import PLAIN
 from sft_play.plan.structure import (
     LayerKind,
     MatrixKind,
     Structure,
     adapted_matrices,
+    structure_as_json,
     structure_from_json,
 )
 
@@ -71,7 +73,7 @@ def test_every_matrix_of_a_model_is_counted_once(model_type: str) -> None:
     assert counted.product_weights == weights
     assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert sum(kind.count for kind in counted.layers) == model.config.num_hidden_layers
-    assert structure_from_json(json.loads(json.dumps(counter.as_json(counted)))) == counted
+    assert structure_from_json(json.loads(json.dumps(structure_as_json(counted)))) == counted
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -82,7 +84,7 @@ def test_adapters_are_as_many_weights_as_peft_trains(model_type: str) -> None:
     with torch.device("meta"):
         adapted = lora.add_adapters(model, config)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    assert replace(SHAPE, structure=counted).lora_parameters(4, "all-linear") == trained
+    assert PLAIN.adapter_weights(replace(SHAPE, structure=counted), 4, "all-linear") == trained
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -138,8 +140,8 @@ def test_adapters_of_qwen3_30b_by_hand() -> None:
     shape = load_shape("Qwen/Qwen3-30B-A3B", None, {})
     attention = 2 * (2048 + 4096) + 2 * (2048 + 512)
     experts = 128 * ((2048 + 1536) + (768 + 2048))
-    assert shape.lora_parameters(16, "all-linear") == 48 * 16 * (attention + experts)
-    assert shape.lora_parameters(16, ["q_proj"]) == 48 * 16 * (2048 + 4096)
+    assert PLAIN.adapter_weights(shape, 16, "all-linear") == 48 * 16 * (attention + experts)
+    assert PLAIN.adapter_weights(shape, 16, ["q_proj"]) == 48 * 16 * (2048 + 4096)
     words = "30.53 billion weights, 3.35 billion active for a token, 8 of 128 experts a token"
     assert weights_in_words(shape) == words
 
@@ -265,7 +267,7 @@ def test_a_process_of_its_own_counts(tmp_path) -> None:
 
 
 def test_the_process_that_counts_finds_packages_of_the_users_python_path(tmp_path):
-    """`-m counts_here` is found by PYTHONPATH alone."""
-    (tmp_path / "counts_here.py").write_text("""print('{"answer": 1}')""")
+    """The module is found by PYTHONPATH alone."""
+    (tmp_path / "counts_here.py").write_text("""def answer(_): return {"answer": 1}""")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert counting._ask("counts_here", {}, environ) == {"answer": 1}

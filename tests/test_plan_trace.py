@@ -28,7 +28,6 @@ from sft_play.models.fake_model import build_on_meta, materialize
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
-from sft_play.models.memory_tracker import storage_bytes
 from sft_play.models.offloading import LayerOffloading
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import (
@@ -38,6 +37,7 @@ from sft_play.models.step_meter import (
     StepSetup,
     measure_step,
     state_bytes,
+    storage_bytes,
 )
 from sft_play.models.trace import setup_of, trace_step
 from sft_play.plan import memory

@@ -13,7 +13,7 @@ from tiny_models import tiny_config, tiny_model
 from sft_play.config import invocation
 from sft_play.config.loader import load
 from sft_play.config.schema import Config
-from sft_play.models import structure, trace_points
+from sft_play.models import structure, trace
 from sft_play.models.load import load_model
 from sft_play.models.step_meter import StepSetup, measure_step
 from sft_play.models.trace import trace_step
@@ -21,8 +21,8 @@ from sft_play.plan import counting, report
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.speed_words import speed_words
-from sft_play.plan.traced import SIZES, Growth, Trace, TracedStep
+from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedStep
+from sft_play.plan.workload import speed_words
 from sft_play.process import Process
 
 LAYERS = EXAMPLE.step.model.layers
@@ -47,7 +47,7 @@ def traced_step(kept: int = 1000) -> TracedStep:
     points = [point(*size, False, kept) for size in SIZES]
     points += [point(*size, True, kept // 10) for size in SIZES]
     return TracedStep.of(
-        Trace.from_json({"points": points, "on": [], "off": {}, "in_one_row": True})
+        Trace(tuple(TracedPoint(**each) for each in points), on=(), off={}, in_one_row=True)
     )
 
 
@@ -111,7 +111,7 @@ def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin()
     ],
 )
 def test_a_deep_model_is_cut_to_whole_periods(layers: str, depths: tuple[int, ...]) -> None:
-    assert trace_points.cut_depths(layers) == depths
+    assert trace.cut_depths(layers) == depths
 
 
 # Beside whole traces and real steps
@@ -162,7 +162,7 @@ def test_a_cut_model_has_the_bytes_of_the_whole_one(
     model_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)
-    traced = TracedStep.of(trace_points.trace_points(setup_of(folder)))
+    traced = TracedStep.of(trace.trace_points(setup_of(folder)))
     for layers in (0, 7):
         whole = trace_step(setup_of(folder, layers, tokens=3072))
         kept = traced.kept(3, 3072, layers / 7)
@@ -254,3 +254,61 @@ def test_a_model_like_llama_has_the_closed_form(answers, tmp_path) -> None:
     assert not answers
     assert not plan.warnings
     assert "by the closed form" in report._memory(plan)
+
+
+# Well-known models
+
+
+def plan_of_known(name: str, *settings: str) -> PlannedRun:
+    loaded = load(EMPTY, {}, (f"model.name={name}", "model.max_seq_len=64", *settings))
+    return resolve(loaded, invocation.read({}), parse("1xH200"), {}, True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "lora"),
+        *(("allenai/olmo-2-0425-1b-instruct", word) for word in counting.KNOWN_TUNINGS),
+    ],
+)
+def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, answers) -> None:
+    tuning = counting.KNOWN_TUNINGS[word]
+    settings = (f"tuning.mode={tuning.mode}", f"tuning.base_dtype={tuning.base_dtype}")
+    plan = plan_of_known(name, *settings, "tuning.lora.alpha=7").plan
+    assert plan.step.memory_source == "traced"
+    assert not answers
+
+
+@pytest.mark.parametrize("setting", ["tuning.lora.r=4", "model.dtype=float32"])
+def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_path) -> None:
+    plan_of_known("allenai/OLMo-2-0425-1B", setting, f"data.cache_dir={tmp_path}")
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("allenai/OLMo-2-0425-1B", "lora"),
+        *(
+            pytest.param(name, word, marks=pytest.mark.long)
+            for name, traces in json.loads(counting.KNOWN_TRACES.read_text()).items()
+            for word in traces
+            if (name, word) != ("allenai/OLMo-2-0425-1B", "lora")
+        ),
+    ],
+)
+def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> None:
+    """Where it differs: python -m sft_play.models.trace."""
+    shipped = json.loads(counting.KNOWN_TRACES.read_text())[name][word]
+    assert trace.known_trace(name, word) == shipped
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"layers_to_transform": [6]}, {"target_modules": ["layers.5.mlp.up_proj", "q_proj"]}],
+    ids=str,
+)
+def test_layers_with_other_adapters_are_no_period(lora: dict[str, Any]) -> None:
+    config = Config.model_validate({"tuning": {"lora": lora}})
+    signatures = trace.layer_signatures(tiny_model("olmo2", num_hidden_layers=8), config)
+    assert trace.cut_depths(signatures) == (8,)

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.errors import EnvironmentFault, ExitClass
-from sft_play.plan.layout import Layout
 from sft_play.plan.run_plan import read_plan
+from sft_play.plan.step import Layout
 from sft_play.runs.folder import RunFolder
 from sft_play.training import worker
 from sft_play.training.dry_run import DryRun, digest, step_without_change

@@ -15,8 +15,8 @@ from run_files import run_json
 
 from sft_play.config.schema import TrainSection
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.disk import checkpoint_bytes, run_bytes
 from sft_play.plan.launch import free_port
+from sft_play.plan.workload import checkpoint_bytes, run_bytes
 from sft_play.runs.folder import RunFolder
 from sft_play.training.preflight import Collectives, RankFacts, machine_lines, refuse_little_memory
 

@@ -24,7 +24,7 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks.files import Results
-from sft_play.plan.layout import Layout
 from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.step import Layout
 
 Versions = dict[str, str | None]
 

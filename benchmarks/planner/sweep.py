@@ -36,10 +36,10 @@ from benchmarks.planner.search import (
 from benchmarks.planner.workloads import SWEEPS, Sweep, Workload
 from sft_play.commands.call import load_config, read_call
 from sft_play.plan import devices, launch
-from sft_play.plan.layout import Layout
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.step import Layout
 
 if TYPE_CHECKING:
     from benchmarks.planner.harness import Harness

@@ -42,10 +42,10 @@ from benchmarks.speed.workloads import (
     Workload,
 )
 from sft_play.config.schema import Config
-from sft_play.plan.adapters import AdapterOptions
-from sft_play.plan.counted_shape import load_counted_shape
-from sft_play.plan.flops import step_flops
+from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.speed import step_flops
+from sft_play.plan.step import AdapterOptions
 
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
 

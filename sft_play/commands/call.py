@@ -14,7 +14,7 @@ from sft_play.config.yaml_source import Located
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import devices, recipe, sources
 from sft_play.plan.base_model import require_base
-from sft_play.plan.counted_shape import load_counted_shape
+from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun

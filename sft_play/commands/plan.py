@@ -19,9 +19,9 @@ from sft_play.config.schema import env_name, settings
 from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.errors import ConfigError
 from sft_play.plan import accuracy, launch, next_command, report
+from sft_play.plan.launch import SlurmJob, script
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.slurm import SlurmJob, script
 from sft_play.plan.workload import Workload, workload
 from sft_play.runs import folder as run_folders
 from sft_play.runs.files import write_text
@@ -73,7 +73,10 @@ def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) 
     if as_json:
         exact = None
         if traced is not None:
-            exact = {**traced.as_json(), "phases": report.phases_json(traced.phases(plan.memory))}
+            exact = {
+                **dataclasses.asdict(traced),
+                "phases": report.phases_json(traced.phases(plan.memory)),
+            }
         counts = None if isinstance(trained, str) else trained
         facts = report.plan_json(plan, command, counts)
         return as_text({**facts, "accuracy": dataclasses.asdict(near), "exact": exact})

@@ -13,7 +13,7 @@ from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs.checkpoints import has_checkpoint

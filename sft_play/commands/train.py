@@ -47,9 +47,9 @@ from sft_play.errors import (
 )
 from sft_play.monitor import packages
 from sft_play.plan import devices, launch, next_command, report
-from sft_play.plan.base_folder import refuse_missing_weights
+from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.progress import visible
 from sft_play.runs import folder as run_folders

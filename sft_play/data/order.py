@@ -21,7 +21,7 @@ from sft_play.data.packing import (
     pack_for_ranks,
     ranks_of_micro_batches,
 )
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 
 # Sequences, each a list of sample indices. `~index` (negative) is a filler, which carries no loss.
 MicroBatch = list[list[int]]

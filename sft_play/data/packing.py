@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sft_play.errors import ConfigError
-from sft_play.plan.layout import Layout
+from sft_play.plan.step import Layout
 
 # A row of all documents of a micro-batch is padded to a multiple of so many tokens; one of less
 # than 1,024 to a width of `padded_width`.

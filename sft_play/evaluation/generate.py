@@ -272,7 +272,7 @@ def room_for(
     read_features = 8 * shape.hidden + 4 * shape.intermediate
     return Room(
         free_bytes=max(0, free_bytes(process, limit_bytes)),
-        cached_token_bytes=beams * CACHE_COPIES * 2 * shape.kv_features * itemsize,
+        cached_token_bytes=beams * CACHE_COPIES * 2 * shape.counts.kv_features * itemsize,
         read_token_bytes=beams * read_features * itemsize,
         prompt_bytes=beams * SCORE_COPIES * 4 * shape.vocab,
         most=max(1, MOST_PROMPTS[process.device.type] // beams),

@@ -22,7 +22,7 @@ from sft_play.models.base_config import plain_reading
 from sft_play.models.load import weight_dtype
 from sft_play.models.older_readers import complete_tokenizer
 from sft_play.models.packed import dtype_name
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
 from sft_play.runs.exports import ExportAsked

@@ -36,7 +36,7 @@ from sft_play.models.load import weight_dtype
 from sft_play.models.merging import CannotStream, Merge, merge_files
 from sft_play.models.merging_whole import merge_whole
 from sft_play.models.rounding import quantization_of
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text

@@ -32,6 +32,15 @@ def build_on_meta(
 
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
+    model = build_architecture(config, compute_dtype)
+    return quantise_and_adapt(model, config, compute_dtype, zero_stage)
+
+
+def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrainedModel:
+    """Return the base model of a run on the meta device, unquantised.
+
+    Raises: EnvironmentFault without a config.json.
+    """
     options = {}
     attention = config.model.attn_implementation
     if attention == "flash_attention_2":
@@ -46,6 +55,16 @@ def build_on_meta(
     )
     bind_by_device(model)
     keep_soft_caps(model)
+    return model
+
+
+def quantise_and_adapt(
+    model: PreTrainedModel, config: Config, compute_dtype: torch.dtype, zero_stage: int
+) -> PreTrainedModel:
+    """Return a base model on the meta device as a run quantises it, with the run's adapters.
+
+    Raises: ConfigError when adapters match no layer.
+    """
     if config.tuning.mode == "qlora":
         storage = bnb.storage_type(compute_dtype, zero_stage)
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, storage))

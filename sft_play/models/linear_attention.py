@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft_play.plan.recurrent import MISSING, why_no_kernels
+from sft_play.plan.needs import MISSING, why_no_kernels
 
 # Names by which the code of transformers' models calls these kernels
 FLA_KERNELS = (

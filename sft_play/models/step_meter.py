@@ -1,10 +1,14 @@
 """Bytes of one training step of a model, counted while its parts run, on real or fake tensors.
 
-What cannot be counted there comes from the closed form of `plan.memory`: the GPU's context, buffers
-of collectives, and the evaluation.
+Tensors are counted by storage, from the operation that creates it until its last reference is
+gone. Views share the storage of their base. Memory that a kernel needs only inside an operation is
+not counted. The GPU's context, buffers of collectives, and the evaluation come from the closed form
+of `plan.memory`.
 """
 
-from dataclasses import asdict, dataclass, replace
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +16,17 @@ import torch
 from bitsandbytes import optim as bnb_optim
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
-from sft_play.models.memory_tracker import MemoryTracker, storage_bytes
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.plan.memory import StepBytes
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 
 # The optimizers that Trainer creates for train.optim. A paged state has the same bytes, but the
@@ -34,6 +39,53 @@ OPTIMIZERS: dict[str, Any] = {
     "paged_adamw_32bit": bnb_optim.AdamW,
     "sgd": torch.optim.SGD,
 }
+
+
+class MemoryTracker(TorchDispatchMode):
+    """A dispatch mode that counts the bytes of tensors that operations create or `track` gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}  # bytes by address of the storage
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.track(tree_leaves(out))
+        return out
+
+    def track(self, values: Iterable[Any]) -> None:
+        """Count the storages of all tensors among `values` that are not counted yet."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._track_storage(value.untyped_storage())
+
+    def reset_peak(self) -> int:
+        """Reset the peak to the bytes that are alive now, and return them."""
+        self.peak_bytes = self.live_bytes
+        return self.live_bytes
+
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._sizes:
+            return
+        self._sizes[address] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, address).atexit = False
+
+    def _forget(self, address: int) -> None:
+        self.live_bytes -= self._sizes.pop(address)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of `tensors`, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    return sum(sizes.values())
 
 
 @dataclass(frozen=True)
@@ -78,10 +130,6 @@ class MeasuredStep:
     backward: int  # the peak, activations and logits included
     optimizer_step: int
     accumulates: bool
-
-    def as_json(self) -> dict[str, int | None]:
-        """Return the fields by name."""
-        return asdict(self)
 
     def phases(self, closed_form: StepBytes) -> StepBytes:
         """Return the bytes of each phase, from the closed form where nothing was measured."""

@@ -1,15 +1,18 @@
 """The structure of a model, counted on its modules without weights: what `plan` may not load.
 
-`python -m sft_play.models.structure` is the process that the front end starts: a request on stdin,
-the counts on stdout, both JSON. With `--known` it counts the well-known models anew.
+`python -m sft_play.models.structure` is the process that the front end starts: a line on stdin
+names a module and a request, and the module's answer is a line on stdout, both JSON. With `--known`
+it counts the well-known models anew.
 """
 
+import importlib
 import json
 import re
+import select
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from sft_play.models.expert_adapters import choose_targets
 from sft_play.models.experts import expert_weights, linear_names, routing_linears
 from sft_play.models.fake_model import load_architecture
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, is_composite
-from sft_play.plan.structure import LayerKind, MatrixKind, Structure
+from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_as_json
 from sft_play.runs.files import write_text
 
 # What a config raises whose type is unknown, whose code is not trusted or whose sizes do not fit
@@ -38,6 +41,7 @@ UNBUILDABLE = (
     OSError,
     RuntimeError,
 )
+IDLE_SECONDS = 5.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 LISTED_EXPERT = re.compile(r"(.*experts)\.\d+(?=\.|$)")
 # What config.json calls the experts that a token meets
@@ -88,26 +92,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"answer": {"unusable": str(error)}}
     except UNBUILDABLE as error:
         return {"refused": f"{type(error).__name__}: {first_line(error)}"}
-    return {"answer": as_json(structure)}
-
-
-def as_json(structure: Structure) -> dict[str, Any]:
-    """Return a structure as plain data, without what a field is by default."""
-    facts = asdict(structure)
-    if not structure.towers:
-        del facts["towers"]
-    for name in ("matrices", "layers"):
-        facts[name] = [_without_defaults(kind) for kind in getattr(structure, name)]
-    return facts
-
-
-def _without_defaults(kind: MatrixKind | LayerKind) -> dict[str, Any]:
-    changed = {}
-    for known in fields(kind):
-        value = getattr(kind, known.name)
-        if value != known.default:
-            changed[known.name] = value
-    return changed
+    return {"answer": structure_as_json(structure)}
 
 
 def write_known_models() -> None:
@@ -117,7 +102,7 @@ def write_known_models() -> None:
     for name, facts in models.items():
         if facts["model_type"] not in LLAMA_LIKE or is_composite(facts):
             config = Config.model_validate({"model": {"name": name}})
-            facts["structure"] = as_json(count_structure(load_architecture(config)))
+            facts["structure"] = structure_as_json(count_structure(load_architecture(config)))
         lines.append(f"  {json.dumps(name)}: {json.dumps(facts)}")
     write_text(KNOWN, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -301,8 +286,20 @@ def _attention_features(attention: nn.Module) -> tuple[int, int]:
     return query_features, kv_features or query_features
 
 
+def serve() -> None:
+    """Answer requests of stdin until none has come for IDLE_SECONDS."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # where a model's code prints
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:  # the front end has ended
+            return
+        module, request = json.loads(line)
+        print(json.dumps(importlib.import_module(module).answer(request)), file=answers, flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--known"]:
         write_known_models()
     else:
-        print(json.dumps(answer(json.load(sys.stdin))))
+        serve()

@@ -1,23 +1,52 @@
-"""The exact bytes of a run's step, traced on a model without weights: `make plan EXACT=1`.
+"""The bytes of a run's step, traced on a model without weights.
 
 The model is built from its config.json, and a step runs on fake tensors. Architecture, adapters,
 4-bit packing, fused kernels and checkpointed layers are those of the run. Autocast is the CPU's,
 which leaves norms and losses of 16-bit inputs in 16 bits; models like Llama cast those to float32
 themselves.
+
+`make plan EXACT=1` traces the step of a plan. Of models unlike Llama a few sizes are traced, from
+which `plan.traced` has the bytes of any layout; the process of `models.structure` answers with
+them. `python -m sft_play.models.trace` traces the well-known models anew.
 """
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from sft_play.config.backends import backend_of
-from sft_play.errors import ConfigError
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError, first_line
+from sft_play.models.architecture import decoder_layers
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_kernels import fake_kernels
-from sft_play.models.fake_model import build_on_meta, materialize
+from sft_play.models.fake_model import (
+    build_architecture,
+    build_on_meta,
+    materialize,
+    quantise_and_adapt,
+)
 from sft_play.models.fast.install import install_fused_kernels
-from sft_play.models.step_meter import MeasuredStep, StepSetup, measure_step
+from sft_play.models.step_meter import MeasuredStep, StepMeter, StepSetup, measure_step
+from sft_play.models.structure import UNBUILDABLE
+from sft_play.plan.counting import (
+    KNOWN_DEVICE,
+    KNOWN_TRACES,
+    KNOWN_TUNINGS,
+    known_setting,
+    traced_settings,
+)
+from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
+from sft_play.runs.files import write_text
 
 
 def setup_of(planned: PlannedRun) -> StepSetup:
@@ -68,3 +97,165 @@ def trace_step(setup: StepSetup) -> MeasuredStep:
         offloads = setup.on_gpu and config.train.activation_offloading is True
         checkpoint_layers(model, setup.checkpointed_layers, offloads)
         return measure_step(model.train(), setup)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return {"answer": the trace}, or {"refused": why the model cannot be traced}."""
+    try:
+        setup = StepSetup(
+            config=Config.model_validate(request["settings"]),
+            device=request["device"],
+            checkpointed_layers=0,
+            zero_stage=request["zero_stage"],
+            accumulates=True,
+        )
+        return {"answer": asdict(trace_points(setup))}
+    except UNBUILDABLE as error:
+        return {"refused": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def trace_points(setup: StepSetup) -> Trace:
+    """Return the bytes of steps of all SIZES, with no layer checkpointed and with all of them.
+
+    A deep model is cut to few layers, twice, as each period of layers adds equal bytes.
+
+    Raises: as `trace.trace_step`.
+    """
+    dtype = setup.compute_dtype
+    process = Process.alone(torch.device(setup.device), dtype)
+    model = build_architecture(setup.config, dtype)
+    depth = len(decoder_layers(model))
+    cuts = cut_depths(layer_signatures(model, setup.config))
+    cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
+    model = quantise_and_adapt(model, setup.config, dtype, setup.zero_stage)
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
+        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
+        kernels = install_fused_kernels(model, setup.config, process, setup.zero_stage)
+        points = measured_points(model.train(), setup)
+        for fewer in cuts[1:]:
+            cut_layers(model, fewer)
+            is_full = setup.config.tuning.mode == "full"
+            of_fewer = measured_points(model, setup, runs_backward=is_full)
+            periods = (depth - cuts[0]) / (cuts[0] - fewer)
+            points = _extrapolated(points, of_fewer, periods, is_full)
+    return Trace(tuple(points), tuple(kernels.on), kernels.off, kernels.in_one_row)
+
+
+def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
+    """Return for each decoder layer what tells it from others: parameters, type and adapters."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    lora = config.tuning.lora
+    chosen = lora.layers_to_transform
+    targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+    modules = (*targets, *(lora.modules_to_save or ()))
+    signatures: list[Any] = []
+    for number, layer in enumerate(decoder_layers(model)):
+        shapes = [(name, tuple(weight.shape)) for name, weight in layer.named_parameters()]
+        layer_type = types[number] if number < len(types) else None
+        has_adapters = chosen is None or number in chosen
+        named = [name for name in modules if f".{number}." in f".{name}."]
+        signatures.append((shapes, layer_type, has_adapters, named))
+    return signatures
+
+
+def cut_depths(signatures: Sequence[Any]) -> tuple[int, ...]:
+    """Return the depths to trace: a few layers and a period fewer; all layers where that is all.
+
+    >>> cut_depths("aaaaaaaa"), cut_depths("dababababab"), cut_depths("abcd")
+    ((3, 2), (5, 3), (4,))
+    """
+    depth = len(signatures)
+    for period in range(1, depth // 2):
+        for first in range(depth // 2):
+            later = signatures[first:]
+            if later[period:] == later[:-period]:
+                fewer = first + max(period, 2)
+                if fewer + period < depth:
+                    return fewer + period, fewer
+                break
+    return (depth,)
+
+
+def cut_layers(model: PreTrainedModel, depth: int) -> None:
+    """Remove the decoder layers behind the first `depth`."""
+    last = decoder_layers(model)[-1]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) and module[-1] is last:
+            del module[depth:]
+    model.config.get_text_config().num_hidden_layers = depth
+
+
+def measured_points(
+    model: PreTrainedModel, setup: StepSetup, runs_backward: bool = True
+) -> list[TracedPoint]:
+    """Return the bytes of steps of a model in training mode, `backward` 0 where that is not run."""
+    meter = StepMeter(model, setup)
+    meter.hold_gradients()
+    points = []
+    for checkpointed in (0, len(decoder_layers(model))):
+        checkpoint_layers(model, checkpointed)
+        for size in SIZES:
+            meter.setup = replace(setup, config=_with_tokens(setup.config, size.tokens))
+            forward = meter.run_forward(size.rows)
+            points.append(
+                TracedPoint(
+                    rows=size.rows,
+                    tokens=size.tokens,
+                    is_checkpointed=checkpointed > 0,
+                    kept=forward.activations,
+                    layers=forward.layers,
+                    logits=forward.logits,
+                    logits_kept=max(0, forward.logits_kept),
+                    backward=meter.run_backward(forward) if runs_backward else 0,
+                )
+            )
+    return points
+
+
+def _extrapolated(
+    points: Sequence[TracedPoint],
+    of_fewer_layers: Sequence[TracedPoint],
+    periods: float,
+    is_full: bool,
+) -> list[TracedPoint]:
+    """Return the points of a model that is `periods` times the difference deeper.
+
+    Over a frozen base all peaks grow by what the layers keep, to the byte. Of trained weights,
+    casts go and gradients come in the backward pass.
+    """
+    deeper = []
+    for point, fewer in zip(points, of_fewer_layers, strict=True):
+        changes = {}
+        for name in ("kept", "layers", "backward"):
+            measured = name if is_full else "kept"
+            grown = getattr(point, measured) - getattr(fewer, measured)
+            changes[name] = getattr(point, name) + round(periods * grown)
+        deeper.append(replace(point, **changes))
+    return deeper
+
+
+def _with_tokens(config: Config, tokens: int) -> Config:
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"max_seq_len": tokens})}
+    )
+
+
+def known_trace(name: str, word: str) -> dict[str, Any]:
+    """Return the trace of a well-known model with one of KNOWN_TUNINGS, as it ships."""
+    settings = traced_settings(known_setting(name, word), KNOWN_DEVICE)
+    request = {"settings": settings, "device": KNOWN_DEVICE.kind, "zero_stage": 0}
+    return json.loads(json.dumps(answer(request)["answer"]))
+
+
+def write_known_traces() -> None:
+    """Trace the well-known models that the closed form does not fit, and write their file anew."""
+    lines = []
+    for name, facts in json.loads(KNOWN.read_text(encoding="utf-8")).items():
+        if "structure" in facts and facts["model_type"] not in LLAMA_LIKE:
+            traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
+            lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
+    write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    write_known_traces()

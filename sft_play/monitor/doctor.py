@@ -27,7 +27,7 @@ from sft_play.monitor.packages import (
     torch_build,
     torch_findings,
 )
-from sft_play.plan import switches
+from sft_play.plan import needs
 from sft_play.plan.devices import Gpu, nvml_gpus
 
 NVIDIA_VENDOR = "0x10de"  # on the PCI bus
@@ -207,7 +207,7 @@ def switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
     `make plan` warns of those that a run does not read: that depends on its settings.
     """
-    for sentence in switches.slow(environ):
+    for sentence in needs.slow_switches(environ):
         fix = f"unset {sentence.partition('=')[0]}"
         yield Finding("warn", "environment", sentence, fix)
     if environ.get("NCCL_TIMEOUT"):

@@ -6,8 +6,7 @@ fitted to an 8B Llama and are rough elsewhere.
 
 from typing import NamedTuple
 
-from sft_play.plan.layout import Layout
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
 # For each token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient

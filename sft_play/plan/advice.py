@@ -1,17 +1,17 @@
 """What would make a step fit: changes of settings, ranked by what they cost in speed. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
-from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.float8 import may_be_float8
 from sft_play.plan.inputs import PlanInputs, choose_layout, with_placement
 from sft_play.plan.memory import GIB, host_bytes, step_bytes
+from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
@@ -32,10 +32,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting that frees memory, and the inputs that it makes."""
+    """One setting that frees memory."""
 
     words: str
-    inputs: PlanInputs
+    applied: Callable[[PlanInputs], PlanInputs]  # the inputs with it
     group: str  # options of a group exclude each other
     costs: str = ""
 
@@ -76,7 +76,7 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
     """Return what the options do together, None where the step still does not fit."""
     changed = inputs
     for option in options:
-        changed = _merged(inputs, changed, option.inputs)
+        changed = option.applied(changed)
     if changed.config.tuning.has_float8_base and changed.ranks.strategy == "deepspeed":
         return None
     if changed.ranks.strategy == "fsdp" and why_not_fsdp(changed.config, changed.is_float16):
@@ -106,62 +106,36 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
     )
 
 
-def _merged(base: PlanInputs, one: PlanInputs, other: PlanInputs) -> PlanInputs:
-    """Return `one` with what `other` changes of `base`."""
-    config = one.config
-    for section in ("model", "tuning", "train"):
-        before = getattr(base.config, section)
-        after = getattr(other.config, section)
-        names = [
-            name
-            for name in type(before).model_fields
-            if getattr(before, name) != getattr(after, name)
-        ]
-        config = _with_settings(config, section, {name: getattr(after, name) for name in names})
-    fields = (
-        "ranks",
-        "zero_stage",
-        "fetching",
-        "offload",
-        "offload_weights",
-        "is_effective_set",
-        "host_budget_bytes",
-    )
-    differing = [name for name in fields if getattr(other, name) != getattr(base, name)]
-    return replace(one, config=config, **{name: getattr(other, name) for name in differing})
-
-
 def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     """Yield every setting that can free memory here."""
     train = inputs.config.train
     tuning = inputs.config.tuning
     if train.batch_size != "auto":
         rows = choose_layout(inputs).rows_per_step
-        settings = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows}
-        automatic = replace(_with(inputs, "train", **settings), is_effective_set=True)
-        yield Option("", automatic, "batch")
+        yield Option("", partial(_with_automatic_batch, rows=rows), "batch")
     if train.gradient_checkpointing is False:
-        automatic = _with(inputs, "train", gradient_checkpointing="auto")
+        automatic = partial(_with, section="train", gradient_checkpointing="auto")
         yield Option("TRAIN_GRADIENT_CHECKPOINTING=auto", automatic, "checkpointing")
-    offloaded = _with(inputs, "train", activation_offloading=True)
+    with_offloading = partial(_with, section="train", activation_offloading=True)
+    offloaded = with_offloading(inputs)
     host_bytes = offloaded_bytes(offloaded.step, choose_layout(offloaded))
     has_room = 0 < host_bytes <= inputs.host_budget_bytes
     if has_room and not inputs.step.offload_activations:
         costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
-        yield Option("TRAIN_ACTIVATION_OFFLOADING=true", offloaded, "offloading", costs)
+        yield Option("TRAIN_ACTIVATION_OFFLOADING=true", with_offloading, "offloading", costs)
     yield from _engine_options(inputs, gpu_count)
     if tuning.mode == "full":
         yield from _options_of_full(inputs)
     if tuning.mode != "qlora":
-        changed = _with(inputs, "tuning", mode="qlora", base_dtype="auto")
+        changed = partial(_with, section="tuning", mode="qlora", base_dtype="auto")
         words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
         yield Option(words, changed, "mode", "trains adapters over 4-bit weights")
     if may_be_float8(inputs.config, inputs.card) and not inputs.zero_stage:
-        changed = _with(inputs, "tuning", base_dtype="float8")
+        changed = partial(_with, section="tuning", base_dtype="float8")
         yield Option("TUNING_BASE_DTYPE=float8", changed, "mode", "trains adapters over float8")
     tokens = inputs.config.model.max_seq_len // 2
     while tokens >= MIN_ROW_TOKENS:
-        changed = _with(inputs, "model", max_seq_len=tokens)
+        changed = partial(_with, section="model", max_seq_len=tokens)
         costs = f"rows of at most {tokens} tokens"
         yield Option(f"MODEL_MAX_SEQ_LEN={tokens}", changed, "length", costs)
         tokens //= 2
@@ -171,12 +145,12 @@ def _options_of_full(inputs: PlanInputs) -> Iterator[Option]:
     """Yield what frees memory where every weight is trained."""
     is_float32 = inputs.config.model.dtype in ("auto", "float32")
     if is_float32 and inputs.is_half and not inputs.zero_stage:
-        changed = _with(inputs, "model", dtype="bfloat16")
+        changed = partial(_with, section="model", dtype="bfloat16")
         yield Option("MODEL_DTYPE=bfloat16", changed, "dtype", "weights are updated in 16 bits")
     if inputs.ranks.device == "cuda" and "8bit" not in inputs.config.train.optim:
-        changed = _with(inputs, "train", optim="adamw_8bit")
+        changed = partial(_with, section="train", optim="adamw_8bit")
         yield Option("TRAIN_OPTIM=adamw_8bit", changed, "optim", "optimizer state in 8 bits")
-    changed = _with(inputs, "tuning", mode="lora")
+    changed = partial(_with, section="tuning", mode="lora")
     yield Option("TUNING_MODE=lora", changed, "mode", "trains adapters")
 
 
@@ -195,20 +169,25 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             number = f" NUM_GPUS={per_node}"
             first_stage = max(2, inputs.zero_stage)
         if number or ranks.strategy != "fsdp":
-            changed = _with_engine(inputs, "fsdp", per_node, zero_stage=0)
+            changed = partial(_with_engine, strategy="fsdp", per_node=per_node)
             words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
             yield Option(words, changed, "engine")
-        offloaded = replace(_with_engine(inputs, "fsdp", per_node, 0), offload_weights=True)
+        with_offload = partial(
+            _with_engine, strategy="fsdp", per_node=per_node, offload_weights=True
+        )
+        offloaded = with_offload(inputs)
         on_host = host_bytes(offloaded.step, choose_layout(offloaded))
         if not inputs.offload_weights and on_host <= offloaded.host_budget_bytes:
             words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true"
             if inputs.config.train.strategy not in ("auto", "fsdp"):
                 words += " TRAIN_STRATEGY=fsdp"
-            yield Option(words + no_map, offloaded, "engine")
+            yield Option(words + no_map, with_offload, "engine")
         if not backend_of(inputs.config).runs_under_deepspeed:
             continue
         for stage in range(first_stage, 4):
-            changed = _with_engine(inputs, "deepspeed", per_node, stage)
+            changed = partial(
+                _with_engine, strategy="deepspeed", per_node=per_node, zero_stage=stage
+            )
             words = (
                 f"make train-deepspeed{number} DEEPSPEED_CONFIG=configs/deepspeed_zero{stage}.json"
             )
@@ -218,8 +197,17 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             yield Option(words, changed, "engine")
 
 
+def _with_automatic_batch(inputs: PlanInputs, rows: int) -> PlanInputs:
+    settings = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows}
+    return replace(_with(inputs, "train", **settings), is_effective_set=True)
+
+
 def _with_engine(
-    inputs: PlanInputs, strategy: Strategy, per_node: int, zero_stage: int
+    inputs: PlanInputs,
+    strategy: Strategy,
+    per_node: int,
+    zero_stage: int = 0,
+    offload_weights: bool = False,
 ) -> PlanInputs:
     fetching = inputs.fetching
     if zero_stage:  # by the JSON that ships
@@ -232,15 +220,12 @@ def _with_engine(
         zero_stage=zero_stage,
         fetching=fetching,
         offload=False,
-        offload_weights=False,
+        offload_weights=offload_weights,
         host_budget_bytes=inputs.host_budget_bytes * inputs.ranks.per_node // per_node,
     )
 
 
 def _with(inputs: PlanInputs, section: str, **settings: Any) -> PlanInputs:
-    return replace(inputs, config=_with_settings(inputs.config, section, settings))
-
-
-def _with_settings(config: Config, section: str, settings: dict[str, Any]) -> Config:
+    config = inputs.config
     changed = getattr(config, section).model_copy(update=settings)
-    return config.model_copy(update={section: changed})
+    return replace(inputs, config=config.model_copy(update={section: changed}))

@@ -1,18 +1,210 @@
 """What lies under model.name, and why it may be no base to train. Reads no weights, loads no torch.
 
-transformers would say so after the rows are tokenised, in words of its own, or not at all.
+transformers would say so after the rows are tokenised, in words of its own, or not at all. Its
+model types are read from its files: they are tables of words, and its import would take seconds.
 """
 
-from collections.abc import Mapping
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import base_folder, transformers_types
-from sft_play.plan.base_folder import CAUSAL
 from sft_play.plan.model_shape import ModelConfigJson, find_file, known_config, load_model_config
 from sft_play.plan.stored_as import refuse_untrainable, stored_as
+from sft_play.runs.model_folder import Header, read_headers
+
+FILES = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
+TABLE = "_MAPPING_NAMES"  # at the end of a table's name
+GENERATING = (
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+    "MODEL_FOR_MULTIMODAL_LM",
+)
+
+
+@cache
+def type_tables() -> dict[str, dict[str, str]]:
+    """Return the class of each model type in each of transformers' tables; {} without transformers.
+
+    A table that begins with another one has only what it adds.
+    """
+    package = find_spec("transformers")
+    folders = package.submodule_search_locations if package else None
+    found: dict[str, dict[str, str]] = {}
+    for file in FILES if folders else ():
+        path = Path(folders[0]) / "models" / "auto" / file
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Assign | ast.Expr):
+                name = _table(statement)
+                found[name] = found.get(name, {}) | dict(_pairs(statement))
+    return found
+
+
+def is_known_type(model_type: str) -> bool:
+    """Return whether transformers has a model type."""
+    return any(model_type in table for table in type_tables().values())
+
+
+def model_classes(*names: str, model_type: str | None = None) -> set[str]:
+    """Return the classes in some tables, of one model type or of all."""
+    found = set()
+    for name in names:
+        for key, model_class in type_tables().get(name, {}).items():
+            if model_type in (None, key):
+                found.add(model_class)
+    return found
+
+
+def _table(statement: ast.stmt) -> str:
+    """Return the table that a statement fills: the first that it names."""
+    names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return next((name.removesuffix(TABLE) for name in names if name.endswith(TABLE)), "")
+
+
+def _pairs(statement: ast.stmt) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(statement):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(key)), ast.Constant(value=str(name))]):
+                yield key, name
+            case ast.Dict(keys=keys, values=values):
+                for key, name in zip(keys, values, strict=True):
+                    if isinstance(key, ast.Constant) and isinstance(name, ast.Constant):
+                        yield key.value, name.value
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+POINTER = b"version https://git-lfs"
+POINTER_BYTES = 512  # one has some 130
+EMBEDDERS = ("modules.json", "config_sentence_transformers.json")
+CAUSAL = "set MODEL_NAME to a causal language model"
+
+
+def refuse_other_folder(folder: Path, name: str) -> None:
+    """Raise EnvironmentFault for a folder of something else, and for files that are missing."""
+    _refuse_pointers(folder, name)
+    files = {path.name for path in folder.iterdir()}
+    what = _other_kind(folder, files)
+    if what is not None:
+        raise EnvironmentFault(f"model.name={name} is {what}")
+    shards = weight_files(folder)
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if not shards and INDEX in files:
+        raise EnvironmentFault(f"model.name={name}: {INDEX} names no files; get the model again")
+    if missing:
+        raise EnvironmentFault(
+            f"model.name={name}: {len(missing)} of the {len(shards)} files that {INDEX} names are "
+            f"not there, {missing[0]} first; get the model again"
+        )
+
+
+def read_weight_headers(folder: Path, name: str) -> list[Header]:
+    """Return the tensors in the weight files that a folder has, of the hub's cache maybe not all.
+
+    Raises: EnvironmentFault for a damaged file.
+    """
+    paths = [folder / file for file in weight_files(folder)]
+    try:
+        return list(read_headers(path for path in paths if path.is_file()))
+    except ValueError as error:
+        raise EnvironmentFault(
+            f"model.name={name}: the weights could not be loaded: {error}; get the model again"
+        ) from error
+
+
+def refuse_missing_weights(name: str) -> None:
+    """Raise EnvironmentFault for a folder without weights, which can be planned alone."""
+    if Path(name).is_dir() and not has_weights(Path(name)):
+        raise EnvironmentFault(
+            f"model.name={name}: the folder has a config.json and no weights ({SINGLE}); get the "
+            "model again"
+        )
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the safetensors files that transformers reads. As there, a single one comes first."""
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+        return [SINGLE] if (folder / SINGLE).is_file() else []
+    return sorted(set((_read(folder / INDEX).get("weight_map") or {}).values()))
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has weights under the names that transformers reads."""
+    patterns = (SINGLE, INDEX, "pytorch_model*.bin*")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def packed_for_llama_cpp(name: str) -> str:
+    """Say what a name of GGUF files is packed for, and what these were probably made from."""
+    at = Path(name).name.lower().rfind("-gguf")
+    original = f"{CAUSAL}, such as {Path(name).name[:at]}" if at > 0 else CAUSAL
+    return f", packed for llama.cpp; {original}"
+
+
+def _other_kind(folder: Path, files: set[str]) -> str | None:
+    """Say what a folder is and what to type, None where it may be a model."""
+    if ADAPTER in files:
+        return _adapter(folder)
+    if "model_index.json" in files:
+        return f"a diffusion pipeline; {CAUSAL}"
+    if any(file in files for file in EMBEDDERS):
+        return f"a sentence-transformers model, which embeds texts; {CAUSAL}"
+    if "config.json" not in files and any(file.startswith("consolidated.") for file in files):
+        return (
+            "in the format of Mistral's or Meta's own code, without config.json; set MODEL_NAME "
+            "to the upload of the same model that has a config.json"
+        )
+    if any(file.endswith(".gguf") for file in files) and not has_weights(folder):
+        return f"a folder of GGUF files{packed_for_llama_cpp(folder.name)}"
+    return None
+
+
+def _adapter(folder: Path) -> str:
+    if has_weights(folder):  # to which transformers would add it without a word
+        return f"a model with an adapter beside it; move {ADAPTER} out of the folder"
+    base = _read(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        return f"an adapter whose {ADAPTER} names no base; set MODEL_NAME to its base"
+    is_path = base.startswith((".", "/", "~")) or base.count("/") > 1
+    if is_path and not Path(base).is_dir():
+        return (
+            f"an adapter of {base}, which is not here; set MODEL_NAME to where that model is, or "
+            "to its name on the hub"
+        )
+    return f"an adapter of {base}; set MODEL_NAME={base}"
+
+
+def _refuse_pointers(folder: Path, name: str) -> None:
+    """Raise EnvironmentFault for files that git LFS has not fetched."""
+    pointers = sorted(path.name for path in folder.iterdir() if _is_pointer(path))
+    if pointers:
+        others = f", as are {len(pointers) - 1} more" if len(pointers) > 1 else ""
+        raise EnvironmentFault(
+            f"model.name={name}: {pointers[0]} is a pointer of git LFS, not the file itself"
+            f"{others}; run git lfs pull in {folder}"
+        )
+
+
+def _is_pointer(path: Path) -> bool:
+    is_small = path.is_file() and path.stat().st_size <= POINTER_BYTES
+    return is_small and path.read_bytes().startswith(POINTER)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return a JSON object. Raises: EnvironmentFault for a damaged file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EnvironmentFault(f"{path}: not valid JSON: {error}; get the model again") from None
+    return found if isinstance(found, dict) else {}
+
 
 ENCODER_DECODERS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
 MASKED = "MODEL_FOR_MASKED_LM"
@@ -43,20 +235,20 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
             "packed for llama.cpp: set MODEL_NAME to the 16-bit model that it was made from"
         )
     if path.is_dir():
-        base_folder.refuse_other_folder(path, model.name)
+        refuse_other_folder(path, model.name)
     elif find_file(model.name, "config.json", model.revision, environ) is None:
-        other = find_file(model.name, base_folder.ADAPTER, model.revision, environ)
+        other = find_file(model.name, ADAPTER, model.revision, environ)
         if other is not None:
-            base_folder.refuse_other_folder(other.parent, model.name)
+            refuse_other_folder(other.parent, model.name)
         if known_config(model.name) is not None:
             return
         if model.name.lower().endswith("-gguf"):
-            packed = base_folder.packed_for_llama_cpp(model.name)
+            packed = packed_for_llama_cpp(model.name)
             raise EnvironmentFault(f"model.name={model.name} is, by its name, GGUF files{packed}")
     declared = load_model_config(model.name, model.revision, environ)
     _refuse_class(config, declared)
     found = find_file(model.name, "config.json", model.revision, environ)
-    headers = base_folder.read_weight_headers(found.parent, model.name) if found else []
+    headers = read_weight_headers(found.parent, model.name) if found else []
     refuse_untrainable(config, stored_as(declared, headers))
 
 
@@ -66,14 +258,14 @@ def _refuse_class(config: Config, declared: ModelConfigJson) -> None:
     own_code = declared.get("auto_map") or {}
     if own_code and config.model.trust_remote_code:
         return
-    if not isinstance(model_type, str) or not transformers_types.is_known(model_type):
+    if not isinstance(model_type, str) or not is_known_type(model_type):
         if own_code:
             raise ConfigError(
                 f"model.name={config.model.name}: its model_type {model_type} is Python code "
                 f"beside its weights ({next(iter(own_code.values()))}); read it, then set "
                 "MODEL_TRUST_REMOTE_CODE=true"
             )
-        if model_type and transformers_types.tables():
+        if model_type and type_tables():
             raise EnvironmentFault(f"model.name={config.model.name}: {_unknown(declared)}")
         return
     what = _why_not_causal(declared)
@@ -101,17 +293,15 @@ def _why_not_causal(declared: ModelConfigJson) -> str | None:
     for ending, words in OF_ENDINGS.items():
         if name.endswith(ending):
             return f"{words} {shown}"
-    classes = transformers_types.classes
-    generating = transformers_types.GENERATING
-    if name in classes(*ENCODER_DECODERS) - classes(*generating):
+    if name in model_classes(*ENCODER_DECODERS) - model_classes(*GENERATING):
         return f"an encoder-decoder {shown}"
     # XLM may be either, by its weights: training asks
-    is_masked = classes(MASKED, model_type=model_type) and model_type != "xlm"
+    is_masked = model_classes(MASKED, model_type=model_type) and model_type != "xlm"
     if is_masked and not declared.get("is_decoder"):
         return f"an encoder {shown}, whose tokens see those that follow"
-    if name in classes(*generating):
+    if name in model_classes(*GENERATING):
         return None
     is_named_so = not name or name.endswith(GENERATORS)  # some uploads have names of their own
-    if classes(*generating, model_type=model_type) and is_named_so:
+    if model_classes(*GENERATING, model_type=model_type) and is_named_so:
         return None
     return f"a model without a class that writes text after a prompt {shown}"

@@ -1,6 +1,9 @@
-"""What only torch can count of a model, from a process of its own, once. Loads no torch.
+"""What only torch can count of a model: its structure, and the bytes of a step. Loads no torch.
 
-The answers are kept in the cache folder under a digest of all that they depend on.
+Those of well-known models ship as data. Any other is counted in another process, once.
+
+The answers are kept in the cache folder under a digest of all that they depend on. One process
+answers what is asked in a row, as its imports take seconds.
 """
 
 import hashlib
@@ -9,16 +12,49 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
+from pydantic import TypeAdapter
+
+from sft_play.config.backends import backend_of
+from sft_play.config.schema import Config, ModelSection, TuningSection
+from sft_play.errors import ConfigError
+from sft_play.plan.fast import has_liger
+from sft_play.plan.model_shape import (
+    LLAMA_LIKE,
+    ModelShape,
+    known_config,
+    known_name,
+    load_model_config,
+    load_shape,
+)
+from sft_play.plan.structure import structure_from_json
+from sft_play.plan.traced import Trace, TracedStep
 from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
+COUNTER = "sft_play.models.structure"  # counts weights; python -m: reads requests from stdin
+TRACER = "sft_play.models.trace"
+# of a step on a GPU in 16 bits, by model and by a word of KNOWN_TUNINGS: models.trace
+KNOWN_TRACES = Path(__file__).parent / "known_traces.json"
+KNOWN_TUNINGS: dict[str, TuningSection] = {
+    "lora": TuningSection(),
+    "qlora": TuningSection(mode="qlora"),
+    "full": TuningSection(mode="full"),
+    "float8": TuningSection(base_dtype="float8"),
+}
+MODEL_SETTINGS = {"dtype", "attn_implementation", "trust_remote_code"}
+# Settings of adapters that change no byte
+WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio"}
 PACKAGE = Path(__file__).resolve().parents[1]
 # Their versions change the answers
 LIBRARIES = (
@@ -37,6 +73,143 @@ class Uncounted(Exception):
     """Raised with the reason why there is no answer."""
 
 
+def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
+    """Return the shape of a run's model with its structure, without towers that are dropped.
+
+    Architectures like Llama need none, and that of well-known models is at hand. Any other model is
+    built without weights in a process of its own, once. Where that fails the shape has the reason
+    as its `guess`, and the counts of a Llama of its sizes.
+
+    Raises: EnvironmentFault where there is no config.json; ConfigError for a model that cannot be
+    run on text alone.
+    """
+    shape = _counted_shape(config, environ)
+    return shape.without_towers() if config.tuning.towers == "drop" else shape
+
+
+def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
+    model = config.model
+    shape = load_shape(model.name, model.revision, environ)
+    is_known = shape.model_type in LLAMA_LIKE and shape.composite is None
+    if shape.structure is not None or is_known:
+        return shape
+    if not shape.model_type:
+        return replace(shape, guess="its config.json names no model_type")
+    request = {
+        "model": model.model_dump(include={"name", "revision", "trust_remote_code"}),
+        "config": dict(load_model_config(model.name, model.revision, environ)),
+    }
+    request["model"]["name"] = _resolved_name(model.name)
+    told = f"counting the weights of {model.name} without loading them, once"
+    folder = cache_folder(config) / "structures"
+    try:
+        facts = answer(COUNTER, request, told, folder, environ)
+    except Uncounted as reason:
+        return replace(shape, guess=str(reason))
+    if "unusable" in facts:
+        raise ConfigError(facts["unusable"])
+    return replace(shape, structure=structure_from_json(facts))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a step runs on, as far as it changes what the step holds."""
+
+    kind: str  # cuda, cpu
+    is_half: bool  # matrix products in 16 bits
+    zero_stage: int
+
+
+KNOWN_DEVICE = Device("cuda", is_half=True, zero_stage=0)
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """Where traces of a model are kept, and what tells it from others."""
+
+    model_config: Mapping[str, Any]  # config.json
+    folder: Path
+    environ: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: Config, model: ModelShape, environ: Mapping[str, str]) -> Self | None:
+        """Return the tracer of a run's model, None where the closed form has been shown to fit."""
+        if model.model_type in LLAMA_LIKE:
+            return None
+        name = config.model.name
+        known = None if Path(name).is_dir() else known_config(name)
+        facts = known or load_model_config(name, config.model.revision, environ)
+        return cls(facts, cache_folder(config) / "traces", environ)
+
+    def trace(self, config: Config, device: Device) -> TracedStep:
+        """Return the traced step of a config.
+
+        Raises: Uncounted with the reason why there is none.
+        """
+        if not backend_of(config).is_traceable:
+            raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
+        found = _shipped_trace(config, device)
+        if found is None:
+            request = {
+                "settings": traced_settings(config, device),
+                "config": dict(self.model_config),
+                "device": device.kind,
+                "zero_stage": device.zero_stage,
+            }
+            told = (
+                f"tracing a {config.tuning.mode} step of {config.model.name} without its weights, "
+                "once"
+            )
+            found = answer(TRACER, request, told, self.folder, self.environ)
+        return TracedStep.of(TypeAdapter(Trace).validate_python(found))
+
+
+def _shipped_trace(config: Config, device: Device) -> Mapping[str, Any] | None:
+    """Return the trace that ships of a well-known model with the settings of a run, else None."""
+    name = None if Path(config.model.name).is_dir() else known_name(config.model.name)
+    if name is None or device != KNOWN_DEVICE or not has_liger():
+        return None
+    traces = json.loads(KNOWN_TRACES.read_text(encoding="utf-8")).get(name, {})
+    asked = _settings(config, device)
+    for word, trace in traces.items():
+        if _settings(known_setting(name, word), device) == asked:
+            return trace
+    return None
+
+
+def known_setting(name: str, word: str) -> Config:
+    """Return the config of a well-known model with one of KNOWN_TUNINGS."""
+    return Config(model=ModelSection(name=name), tuning=KNOWN_TUNINGS[word])
+
+
+def traced_settings(config: Config, device: Device) -> dict[str, Any]:
+    """Return the settings that a trace is made with."""
+    model = {"name": _resolved_name(config.model.name), "revision": config.model.revision}
+    settings = _settings(config, device)
+    return {**settings, "model": {**settings["model"], **model}}
+
+
+def _settings(config: Config, device: Device) -> dict[str, Any]:
+    """Return the settings that change what a step of a model holds beyond its rows."""
+    unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
+    return {
+        "model": config.model.model_dump(mode="json", include=MODEL_SETTINGS),
+        "tuning": config.tuning.model_dump(mode="json", exclude=unread),
+        "train": {
+            "fast_path": config.train.fast_path,
+            "batch_size": 2,  # so that there is a mask where attention needs one
+            "packing": False,
+            "bf16": device.is_half,
+            "fp16": False,
+        },
+    }
+
+
+def _resolved_name(name: str) -> str:
+    """Return the name of a model: the same files in another folder are the same model."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
 def answer(
     module: str,
     request: Mapping[str, Any],
@@ -44,7 +217,7 @@ def answer(
     folder: Path,
     environ: Mapping[str, str],
 ) -> Any:
-    """Return what `python -m module` answers to a request, from the cache if it is there.
+    """Return what `module.answer` says to a request, from the cache if it is there.
 
     `told` is one line about the work, which is said where there was nothing in the cache. What a
     model's code refuses is kept too, as it would be refused again.
@@ -62,28 +235,72 @@ def answer(
     return kept["answer"]
 
 
+@dataclass(frozen=True)
+class _Counter:
+    """A process that counts, which sees no GPU and ends by itself when nothing is asked."""
+
+    process: subprocess.Popen[str]
+    errors: IO[str]  # its stderr
+    owner: int  # process id: a fork must not share the pipes
+
+    @classmethod
+    def start(cls, environ: Mapping[str, str]) -> Self:
+        """Start a process, whose imports take seconds."""
+        paths = [str(PACKAGE.parent)]
+        if environ.get("PYTHONPATH"):  # packages may be installed there alone
+            paths.append(environ["PYTHONPATH"])
+        env = {**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+        # a file, as a pipe that nobody reads would fill
+        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        process = subprocess.Popen([sys.executable, "-m", COUNTER], env=env, text=True, **pipes)
+        return cls(process, errors, os.getpid())
+
+    def ask(self, line: str) -> str:
+        """Return the line that answers a line; "" where the process has ended.
+
+        Raises: Uncounted after SECONDS.
+        """
+        timer = threading.Timer(SECONDS, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            return self.process.stdout.readline()
+        except BrokenPipeError:
+            return ""
+        finally:
+            if timer.finished.is_set():
+                raise Uncounted(f"the process that counts took more than {SECONDS} seconds")
+            timer.cancel()
+
+    def ending(self) -> str:
+        """Return how the process ended, with the last line of what it said."""
+        code = self.process.wait()
+        self.errors.seek(0)
+        last = (self.errors.read().strip().splitlines() or ["no output"])[-1]
+        return f"the process that counts ended with {code}: {last}"
+
+
+_counters: dict[frozenset[tuple[str, str]], _Counter] = {}  # by their environment
+
+
 def _ask(module: str, request: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return {"answer": ...} or {"refused": reason} of a process that sees no GPU."""
-    paths = [str(PACKAGE.parent)]
-    if environ.get("PYTHONPATH"):  # packages may be installed there alone
-        paths.append(environ["PYTHONPATH"])
-    env = {**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module],
-            input=json.dumps(request),
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise Uncounted(f"the process that counts took more than {SECONDS} seconds") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise Uncounted(f"the process that counts ended with {done.returncode}: {last}")
-    return json.loads(lines[-1])
+    """Return {"answer": ...} or {"refused": reason} of `module.answer`, in another process.
+
+    A process that answered earlier and has not ended yet is asked first.
+    """
+    line = json.dumps([module, request])
+    key = frozenset(environ.items())
+    counter = _counters.pop(key, None)
+    found = counter.ask(line) if counter and counter.owner == os.getpid() else ""
+    if not found:
+        counter = _Counter.start(environ)
+        found = counter.ask(line)
+    if not found:
+        raise Uncounted(counter.ending())
+    _counters[key] = counter
+    return json.loads(found)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -112,12 +329,13 @@ def _versions() -> list[str]:
             found.append(f"{name}=={metadata.version(name)}")
         except metadata.PackageNotFoundError:
             found.append(name)
-    return [*found, _digest_of_code()]
+    return [*found, digest_of_code("models/**/*.py")]
 
 
-def _digest_of_code() -> str:
+def digest_of_code(*patterns: str) -> str:
+    """Return the SHA-256 of the sources that match patterns."""
     total = hashlib.sha256()
-    for path in sorted((PACKAGE / "models").rglob("*.py")):
+    for path in sorted(path for pattern in patterns for path in PACKAGE.glob(pattern)):
         text = path.read_bytes()
         total.update(f"{path.relative_to(PACKAGE)}:{len(text)}:".encode() + text)
     return total.hexdigest()

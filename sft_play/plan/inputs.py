@@ -8,19 +8,24 @@ from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule
 from sft_play.plan import activations, batch, cards, memory, placement, speed
-from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.counting import Uncounted
-from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast, plan_kernels
-from sft_play.plan.flops import pair_cost
-from sft_play.plan.graphs import NEEDED, GraphSetup, records_graphs
-from sft_play.plan.layout import Layout
+from sft_play.plan.counting import Device, Tracer, Uncounted
+from sft_play.plan.fast import (
+    NEEDED,
+    FastSetup,
+    GraphSetup,
+    fuses_loss,
+    has_liger,
+    is_fast,
+    plan_kernels,
+    records_graphs,
+)
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.step import StepSpec
+from sft_play.plan.speed import pair_cost
+from sft_play.plan.step import AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
-from sft_play.plan.tracing import Device, Tracer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -304,3 +309,36 @@ def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
     if needed_bytes >= peak_bytes:
         return ""
     return f", {needed_bytes / GIB:.2f} GiB with TRAIN_ACTIVATION_OFFLOADING=true"
+
+
+def offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Return what to know of offloaded weights and activations."""
+    return _of_weights(inputs, layout) + _of_activations(inputs, layout)
+
+
+def _of_weights(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Say where weights that shall wait in host memory have no room there."""
+    needed = memory.host_bytes(inputs.step, layout)
+    remedy = "set TUNING_MODE=qlora, or use more machines"
+    return _without_room("train.fsdp_offload", needed, inputs, remedy)
+
+
+def _of_activations(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Say where activations that shall be offloaded have no room on the host, or need none."""
+    if inputs.config.train.activation_offloading is not True:
+        return []
+    if not inputs.can_offload_activations:
+        return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
+    needed = activations.offloaded_bytes(inputs.step, layout)
+    remedy = "set a smaller MODEL_MAX_SEQ_LEN"
+    return _without_room("train.activation_offloading", needed, inputs, remedy)
+
+
+def _without_room(setting: str, needed: int, inputs: PlanInputs, remedy: str) -> list[str]:
+    """Say that a setting needs more host memory than there is, and what to do; else nothing."""
+    if needed <= inputs.host_budget_bytes:
+        return []
+    return [
+        f"{setting}=true needs {needed / memory.GIB:.1f} GiB of host memory for each process, "
+        f"and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; {remedy}"
+    ]

@@ -14,10 +14,9 @@ from sft_play.plan.activations import (
     layer_working_bytes,
     working_of,
 )
-from sft_play.plan.graphs import graph_bytes
-from sft_play.plan.layout import Layout
-from sft_play.plan.parts import parts_by_gpu
-from sft_play.plan.step import StepSpec
+from sft_play.plan.fast import graph_bytes
+from sft_play.plan.placement import parts_by_gpu
+from sft_play.plan.step import Layout, StepSpec
 
 GIB = 2**30
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
@@ -183,8 +182,8 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
     if step.mode != "qlora":
         return weight_bytes * model.parameters
     four_bit = NF4_BYTES if step.double_quant else FP4_PLAIN_BYTES
-    unquantised = model.parameters - model.quantised_weights
-    return int(four_bit * model.quantised_weights) + weight_bytes * unquantised
+    unquantised = model.parameters - model.counts.quantised_weights
+    return int(four_bit * model.counts.quantised_weights) + weight_bytes * unquantised
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
@@ -233,7 +232,7 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
     model = step.model
     cache = 0
     if step.generates:
-        cache = tokens * 2 * model.kv_features * step.compute_bytes
+        cache = tokens * 2 * model.counts.kv_features * step.compute_bytes
     in_layers = layer_working_bytes(step, tokens)
     if step.traced is not None:  # where no layer keeps anything
         rows = evaluation_rows(step, layout)

@@ -7,14 +7,14 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.rope import stretch
-from sft_play.plan.structure import MatrixKind, Structure, adapted_matrices, structure_from_json
+from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_from_json
 
 KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -53,43 +53,40 @@ class ModelShape:
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
 
+    @cached_property
+    def counts(self) -> Structure:
+        """What was counted, else the structure of a Llama of these sizes."""
+        if self.structure is not None:
+            return self.structure
+        query = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        sizes = {
+            "self_attn.q_proj": (self.hidden, query),
+            "self_attn.k_proj": (self.hidden, keys),
+            "self_attn.v_proj": (self.hidden, keys),
+            "self_attn.o_proj": (query, self.hidden),
+            "mlp.gate_proj": (self.hidden, self.intermediate),
+            "mlp.up_proj": (self.hidden, self.intermediate),
+            "mlp.down_proj": (self.intermediate, self.hidden),
+        }
+        matrices = []
+        for name, (inputs, outputs) in sizes.items():
+            matrices.append(MatrixKind(f"model.layers.*.{name}", inputs, outputs, self.layers))
+        vocabularies = 1 if self.is_tied else 2
+        parameters = sum(kind.weights for kind in matrices)
+        parameters += (vocabularies * self.vocab + 2 * self.layers + 1) * self.hidden  # and norms
+        layers = (LayerKind(self.layers, query_features=query, kv_features=keys),)
+        return Structure(parameters, parameters, tuple(matrices), layers)
+
     @property
     def matrices(self) -> tuple[MatrixKind, ...]:
         """The matrices of the layers: what adapters, 4-bit weights and operations follow from."""
-        if self.structure is not None:
-            return self.structure.matrices
-        h = self.hidden
-        i = self.intermediate
-        q = self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
-        sizes = {
-            "self_attn.q_proj": (h, q),
-            "self_attn.k_proj": (h, kv),
-            "self_attn.v_proj": (h, kv),
-            "self_attn.o_proj": (q, h),
-            "mlp.gate_proj": (h, i),
-            "mlp.up_proj": (h, i),
-            "mlp.down_proj": (i, h),
-        }
-        kinds = []
-        for name, (inputs, outputs) in sizes.items():
-            kinds.append(MatrixKind(f"model.layers.*.{name}", inputs, outputs, self.layers))
-        return tuple(kinds)
+        return self.counts.matrices
 
     @property
     def block_weights(self) -> int:
         """Number of weights in the matrices of all layers."""
-        return sum(kind.weights for kind in self.matrices)
-
-    @property
-    def active_block_weights(self) -> int:
-        """Number of these weights that a token meets: of the experts, those it is sent to."""
-        return sum(kind.active_weights for kind in self.matrices)
-
-    @property
-    def quantised_weights(self) -> int:
-        """Number of weights that a 4-bit base packs."""
-        return sum(kind.weights for kind in self.matrices if kind.is_quantised)
+        return self.counts.product_weights
 
     @property
     def float8_matrices(self) -> tuple[MatrixKind, ...]:
@@ -99,41 +96,18 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All weights; tied ones once."""
-        if self.structure is not None:
-            return self.structure.parameters
-        matrices = 1 if self.is_tied else 2
-        norms = 2 * self.layers + 1
-        return self.block_weights + (matrices * self.vocab + norms) * self.hidden
+        return self.counts.parameters
 
     @property
     def active_parameters(self) -> int:
         """All weights but those of experts that a token does not meet."""
-        return self.structure.active_parameters if self.structure else self.parameters
-
-    @property
-    def towers(self) -> int:
-        """Weights in towers beside the language model, which no mode trains."""
-        return self.structure.towers if self.structure else 0
+        return self.counts.active_parameters
 
     def without_towers(self) -> Self:
         """Return the shape of the language model alone."""
         if self.structure is None:
             return self
         return replace(self, structure=self.structure.without_towers())
-
-    @property
-    def kv_features(self) -> int:
-        """Features of a token's keys in all layers: half of what a cache holds."""
-        if self.structure is not None:
-            return sum(kind.count * kind.kv_features for kind in self.structure.layers)
-        return self.layers * self.kv_heads * self.head_dim
-
-    def lora_parameters(self, rank: int, targets: str | Sequence[str]) -> int:
-        """Return rank * (inputs + outputs), summed over the target matrices of all layers."""
-        adapted = adapted_matrices(self.matrices, targets)
-        return sum(
-            kind.count * kind.experts * rank * (kind.inputs + kind.outputs) for kind in adapted
-        )
 
 
 def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
@@ -194,7 +168,7 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
     """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub.
 
-    Its structure is there for well-known models alone: see `counted_shape.load_counted_shape`.
+    Its structure is there for well-known models alone: see `counting.load_counted_shape`.
 
     Raises: EnvironmentFault when it is in none of these places.
     """
@@ -280,6 +254,12 @@ def known_config(name: str) -> ModelConfigJson | None:
     return None if known is None else known.config
 
 
+def known_name(name: str) -> str | None:
+    """Return the name that a well-known model's shape has in the file, None for any other."""
+    known = _known(name)
+    return None if known is None else known.name
+
+
 def known_models() -> dict[str, ModelConfigJson]:
     """Return the configs of all well-known models by name."""
     return {name: known.config for name, known in _known_models().items()}
@@ -288,6 +268,7 @@ def known_models() -> dict[str, ModelConfigJson]:
 class _KnownModel(NamedTuple):
     """The sizes of a well-known model, and what was counted where these do not say it all."""
 
+    name: str  # of several models of one shape, the first in the file
     config: ModelConfigJson
     structure: Structure | None
 
@@ -310,7 +291,7 @@ def _known_models() -> dict[str, _KnownModel]:
         others = config.pop("also", [])
         counted = config.pop("structure", None)
         structure = None if counted is None else structure_from_json(counted)
-        models.update(dict.fromkeys([name, *others], _KnownModel(config, structure)))
+        models.update(dict.fromkeys([name, *others], _KnownModel(name, config, structure)))
     return models
 
 

@@ -1,13 +1,18 @@
 """Which GPU of one process holds which part of a model: model.device_map. Pure: no torch, no I/O.
 
 A model is a row of blocks in the order in which they compute: what comes before the layers, the
-layers, what comes behind them. A GPU holds blocks that follow one another, so that hidden states
+layers, what comes after them. A GPU holds blocks that follow one another, so that hidden states
 cross from one GPU to the next once in a pass.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from sft_play.config.sections.model import MapRule
+from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.step import Layout, StepSpec
+from sft_play.plan.structure import Structure
+from sft_play.plan.traced import TracedStep
 
 # The last words of modules that hold all layers: of most models, GPT-2, MPT, BLOOM, and so on
 CONTAINERS = frozenset(
@@ -90,3 +95,58 @@ def counts(places: Sequence[int]) -> tuple[int, ...]:
     """
     gpus = max(places, default=0) + 1
     return tuple(sum(place == gpu for place in places) for gpu in range(gpus))
+
+
+def parts_by_gpu(step: StepSpec, layout: Layout) -> list[tuple[StepSpec, Layout]]:
+    """Return what each GPU computes that holds layers, one part for GPUs that hold as much.
+
+    The first layers of the model are those that are checkpointed.
+    """
+    parts: dict[tuple[int, int], tuple[StepSpec, Layout]] = {}
+    begin = 0
+    for layers in step.layers_by_gpu:
+        checkpointed = min(layers, max(0, layout.checkpointed_layers - begin))
+        begin += layers
+        if layers:
+            part = _part(step, layers), replace(layout, checkpointed_layers=checkpointed)
+            parts[layers, checkpointed] = part
+    return list(parts.values())
+
+
+def _part(step: StepSpec, layers: int) -> StepSpec:
+    share = layers / step.model.layers
+    traced = None if step.traced is None else _part_of_trace(step.traced, share)
+    return replace(step, model=_part_of_model(step.model, layers), traced=traced, layers_by_gpu=())
+
+
+def _part_of_model(model: ModelShape, layers: int) -> ModelShape:
+    structure = model.structure
+    if structure is not None:
+        structure = _part_of_structure(structure, model, layers / model.layers)
+    return replace(model, layers=layers, is_tied=True, structure=structure)
+
+
+def _part_of_structure(structure: Structure, model: ModelShape, share: float) -> Structure:
+    """Return the counts of a share of the layers, and of one matrix of the vocabulary."""
+    matrices = []
+    for kind in structure.matrices:
+        matrices.append(replace(kind, count=max(1, round(share * kind.count))))
+    kinds = []
+    for kind in structure.layers:
+        kinds.append(replace(kind, count=max(1, round(share * kind.count))))
+    part = replace(structure, matrices=tuple(matrices), layers=tuple(kinds))
+    others = structure.parameters - structure.product_weights
+    active = structure.active_parameters - structure.active_product_weights
+    head = 0 if model.is_tied else model.vocab * model.hidden
+    return replace(
+        part,
+        parameters=part.product_weights + others - head,
+        active_parameters=part.active_product_weights + active - head,
+    )
+
+
+def _part_of_trace(traced: TracedStep, share: float) -> TracedStep:
+    """Return the trace of a share of the layers: what they keep is as much less."""
+    plain = traced.plain.with_kept_share(share)
+    checkpointed = traced.checkpointed.with_kept_share(share)
+    return replace(traced, plain=plain, checkpointed=checkpointed)

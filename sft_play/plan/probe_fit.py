@@ -12,16 +12,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from sft_play.plan import counting
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.graphs import graph_bytes
-from sft_play.plan.layout import Layout
+from sft_play.plan.fast import graph_bytes
 from sft_play.plan.memory import StepBytes, is_fullest_at_begin, step_bytes
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-PACKAGE = Path(__file__).resolve().parents[1]
 # Sources that decide what a step allocates
 COMPUTING = ("models/**/*.py", "training/trainer.py", "training/dry_run.py")
 # Of what the allocator can have: pieces too small for any tensor. The rest of the plan's reserve is
@@ -235,12 +234,7 @@ def fingerprint(**facts: Any) -> str:
 @cache
 def digest_of_code() -> str:
     """Return the SHA-256 of the sources that compute a step."""
-    paths = sorted(path for pattern in COMPUTING for path in PACKAGE.glob(pattern))
-    total = hashlib.sha256()
-    for path in paths:
-        text = path.read_bytes()
-        total.update(f"{path.relative_to(PACKAGE)}:{len(text)}:".encode() + text)
-    return total.hexdigest()
+    return counting.digest_of_code(*COMPUTING)
 
 
 def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:

@@ -197,7 +197,7 @@ def weights_in_words(model: ModelShape) -> str:
         words = f"about {words}, a guess"
     if model.active_parameters < model.parameters:
         words += f", {count_in_words(model.active_parameters)} active for a token"
-    return words + (model.structure.words() if model.structure else "")
+    return words + model.counts.words()
 
 
 def _generated_tokens(config: Config) -> int:

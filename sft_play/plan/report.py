@@ -8,17 +8,16 @@ from typing import Any
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
-from sft_play.plan.precision import DTYPE_NAMES, precision
+from sft_play.plan.ranks import DTYPE_NAMES, precision
 from sft_play.plan.recipe import count_in_words, weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.speed_words import float8_words, run_words, speed_words
+from sft_play.plan.step import adapter_words
 from sft_play.plan.structure import adapted_matrices
-from sft_play.plan.workload import Workload
+from sft_play.plan.workload import Workload, float8_words, run_words, speed_words
 
 LINE_WIDTH = 110
 LABEL_WIDTH = 14  # of a line's first column, which says what the line is about
@@ -223,7 +222,7 @@ def composite_words(planned: PlannedRun) -> str:
     """Return what is trained of a model with towers, and what becomes of those."""
     model = planned.plan.step.model
     towers = "dropped" if planned.config.tuning.towers == "drop" else "frozen"
-    size = f", {count_in_words(model.towers)} weights" if model.towers else ""
+    size = f", {count_in_words(model.counts.towers)} weights" if model.counts.towers else ""
     return (
         f"text of {model.composite or model.model_type}; towers {towers}{size}, kept in what leaves"
     )

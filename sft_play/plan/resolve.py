@@ -13,36 +13,24 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.plan import (
-    advice,
-    device_map,
-    float8,
-    memory,
-    needs,
-    offloading,
-    recipe,
-    sources,
-    switches,
-)
-from sft_play.plan.counted_shape import load_counted_shape
+from sft_play.plan import advice, memory, needs, recipe, sources, strategy
+from sft_play.plan.counting import Tracer, load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.graphs import graph_warnings
+from sft_play.plan.fast import graph_warnings
 from sft_play.plan.inputs import (
     PlanInputs,
     choose_layout,
+    offloading_warnings,
     shortage,
     with_offloading,
     with_placement,
 )
-from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import load_positions
-from sft_play.plan.packing import resolve_packing
-from sft_play.plan.precision import Precision, choose_precision
-from sft_play.plan.ranks import Ranks, plan_ranks
-from sft_play.plan.recurrent import recurrent_warnings
+from sft_play.plan.needs import recurrent_warnings, resolve_packing
+from sft_play.plan.ranks import Precision, Ranks, choose_precision, plan_ranks
 from sft_play.plan.rope import unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
     UNSHARDED,
     Engine,
@@ -51,7 +39,6 @@ from sft_play.plan.strategy import (
     faster_than_zero3,
     resolved_name,
 )
-from sft_play.plan.tracing import Tracer
 from sft_play.runs import stamp
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
@@ -80,7 +67,7 @@ def resolve(
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
-    ranks = device_map.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
+    ranks = strategy.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
     needs.require(loaded, hardware)
     sources.require(loaded)
     first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
@@ -200,11 +187,11 @@ def _machine_warnings(
     environ: Mapping[str, str],
 ) -> list[str]:
     """Return what is to be said of how the machine will run the step."""
-    warnings = device_map.sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
+    warnings = strategy.map_sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
     warnings += recurrent_warnings(inputs.model, hardware)
     warnings += faster_than_zero3(inputs, layout)
-    warnings += offloading.warnings(inputs, layout) + graph_warnings(inputs.graph_setup, layout)
-    return warnings + switches.warnings(inputs.config, inputs.ranks, environ)
+    warnings += offloading_warnings(inputs, layout) + graph_warnings(inputs.graph_setup, layout)
+    return warnings + needs.switch_warnings(inputs.config, inputs.ranks, environ)
 
 
 def _refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
@@ -311,7 +298,7 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
             "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
             "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
-    float8.refuse_deepspeed(loaded, inputs.ranks)
+    needs.refuse_deepspeed(loaded, inputs.ranks)
     unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
     if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
         raise ConfigError(
@@ -350,7 +337,7 @@ def _resolved(
     So the run folder explains itself anywhere.
     """
     model: dict[str, object] = {
-        "device_map": device_map.resolved(config.model.device_map, plan.ranks)
+        "device_map": strategy.resolved_map(config.model.device_map, plan.ranks)
     }
     if Path(config.model.name).is_dir():
         model["name"] = _absolute(config.model.name)

@@ -13,15 +13,13 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, speed
 from sft_play.plan.advice import Change
-from sft_play.plan.batch import BatchRequest, merged
+from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
 from sft_play.plan.fast import FastPlan, FastSetup, has_liger, plan_kernels
 from sft_play.plan.launch import Launch
-from sft_play.plan.layout import Layout
-from sft_play.plan.longest_row import LongestRows, longest_rows
 from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.step import StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import as_text, write_text
 from sft_play.runs.folder import RunFolder
 

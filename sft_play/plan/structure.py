@@ -4,9 +4,11 @@
 follow from the counts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+
+from pydantic import TypeAdapter
 
 FLOAT8_MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of it
 # Parameters of experts by what earlier layouts call their parts
@@ -121,6 +123,11 @@ class Structure:
         """Weights that a 4-bit base packs."""
         return sum(kind.weights for kind in self.matrices if kind.is_quantised)
 
+    @property
+    def kv_features(self) -> int:
+        """Features of a token's keys in all layers: half of what a cache holds."""
+        return sum(kind.count * kind.kv_features for kind in self.layers)
+
     def words(self) -> str:
         """Return what is not plain about the layers, after a comma; "" for nothing."""
         words = ""
@@ -161,19 +168,19 @@ def with_fused(targets: str | Sequence[str]) -> list[str]:
     return names
 
 
-def structure_from_json(facts: Mapping[str, Any]) -> Structure:
-    """Return the structure that `dataclasses.asdict` wrote; defaults may be left out.
+@cache
+def _adapter() -> TypeAdapter[Structure]:
+    return TypeAdapter(Structure)
 
-    Raises: KeyError, TypeError for facts that are none.
+
+def structure_from_json(facts: object) -> Structure:
+    """Return the structure that `structure_as_json` wrote.
+
+    Raises: ValidationError for facts that are none.
     """
-    matrices = []
-    for kind in facts["matrices"]:
-        layers = kind.get("layers")
-        matrices.append(MatrixKind(**{**kind, "layers": None if layers is None else tuple(layers)}))
-    return Structure(
-        parameters=facts["parameters"],
-        active_parameters=facts["active_parameters"],
-        matrices=tuple(matrices),
-        layers=tuple(LayerKind(**kind) for kind in facts["layers"]),
-        towers=facts.get("towers", 0),
-    )
+    return _adapter().validate_python(facts)
+
+
+def structure_as_json(structure: Structure) -> object:
+    """Return a structure as plain data, without what a field is by default."""
+    return _adapter().dump_python(structure, mode="json", exclude_defaults=True)

@@ -5,7 +5,7 @@ Legend: R rows of a micro-batch, T tokens of a row, L checkpointed layers of N.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 
 class TracedSize(NamedTuple):
@@ -35,18 +35,12 @@ class TracedPoint:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `models.trace_points` found: a point of each size, plain and checkpointed."""
+    """What `models.trace` found: a point of each size, plain and checkpointed."""
 
     points: tuple[TracedPoint, ...]
     on: tuple[str, ...]  # fused parts
     off: Mapping[str, str]  # why others are not
     in_one_row: bool = False  # whether packed documents may be one long row
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Return a trace from its fields as plain data."""
-        points = tuple(TracedPoint(**point) for point in facts["points"])
-        return cls(points, tuple(facts["on"]), facts["off"], facts["in_one_row"])
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
 from sft_play.models.fast.install import has_mixers, takes_one_row, uses_varlen_attention
-from sft_play.plan.flops import step_flops
-from sft_play.plan.packing import needs_boundaries
+from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.speed import step_flops
 from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
 from sft_play.training.best import (

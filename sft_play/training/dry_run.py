@@ -21,8 +21,8 @@ from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.sharding import is_divided, reshard
-from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
+from sft_play.plan.step import Layout
 from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 from sft_play.training.checks import bit_sums
 from sft_play.training.classify import classify

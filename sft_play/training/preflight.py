@@ -27,9 +27,9 @@ from sft_play.config.schema import settings
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
 from sft_play.plan import cards
 from sft_play.plan.devices import GIB
-from sft_play.plan.disk import run_bytes
 from sft_play.plan.probe_fit import digest_of_code
 from sft_play.plan.speed import LINK_SHARE
+from sft_play.plan.workload import run_bytes
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.training.context import RunContext

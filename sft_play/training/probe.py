@@ -20,11 +20,11 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan import batch, next_command, probe_fit
-from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB, StepBytes, evaluation_rows, step_bytes
-from sft_play.plan.precision import precision
 from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
+from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.step import Layout
 from sft_play.runs import stamp
 from sft_play.runs.folder import cache_folder
 from sft_play.training.context import RunContext

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import CheckpointError
-from sft_play.plan.precision import precision
+from sft_play.plan.ranks import precision
 from sft_play.runs import checkpoints, stamp
 from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps
 from sft_play.training.checkpoints import dtypes_of

@@ -14,8 +14,7 @@ import torch
 from accelerate import PartialState
 
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.precision import precision
-from sft_play.plan.ranks import Ranks
+from sft_play.plan.ranks import Ranks, precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.progress import VisibleFormatter

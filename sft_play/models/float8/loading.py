@@ -25,7 +25,7 @@ from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
-from sft_play.plan.float8 import FLOAT8_CAPABILITY
+from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.plan.structure import FLOAT8_MULTIPLE
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from sft_play.models.fast.graphs.recorded import (
 )
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.plan.graphs import MOST_RECORDINGS, GraphSetup, without_effect
+from sft_play.plan.fast import MOST_RECORDINGS, GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import RunPlan
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sft_play.models.fast.linears.products import MOST_SHARING, Adapters, FrozenLinear
-from sft_play.plan.recurrent import HOPPER
+from sft_play.plan.needs import HOPPER
 
 # With 32, what a pass writes and adds up took as long on an H200 as reading dy again.
 LARGEST_RANK = 16
