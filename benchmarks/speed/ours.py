@@ -149,9 +149,9 @@ def _logged_steps(folder: Path) -> dict[int, LoggedStep]:
 
 
 def _seconds_between(logged: dict[int, LoggedStep], first: int, last: int) -> float:
-    """Return the time of the steps behind `first`, up to `last`; both were logged.
+    """Return the time of the steps after `first`, up to `last`; both were logged.
 
-    A log may be written while the GPU computes the next step: when it was written tells little.
+    When a log was written tells less: evaluations and saves come in between.
     """
     total, before = 0.0, first
     for step in sorted(logged):

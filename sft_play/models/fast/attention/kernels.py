@@ -3,7 +3,6 @@
     softmax(cap(scale * q k^T)) v,  where a token attends to its own document up to itself
 
 On a GPU:
-- whole rows, documents, windows: FlashAttention 4 where a run asks for it; else
 - whole rows: torch's scaled_dot_product_attention
 - documents, windows: torch's variable-length flash attention; sinks are added to its softmax
 - values of another size than keys: flash attention, padded with zeros
