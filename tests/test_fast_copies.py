@@ -82,7 +82,7 @@ def test_linears_that_share_an_input_read_the_copies(monkeypatch: pytest.MonkeyP
     with torch.autocast("cpu", torch.bfloat16):
         copies(decoder)
         monkeypatch.setattr(torch, "_foreach_copy_", None)  # nothing is cast anew
-        group(x)
+        group.fused(x)
     a = [module.lora_A["default"].weight for module in linears]
     assert torch.equal(group.copies.a, torch.cat(a).bfloat16())
     for copied, module in zip(group.copies.b, linears, strict=True):

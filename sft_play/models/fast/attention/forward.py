@@ -78,9 +78,8 @@ def _project(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run_linears(module: nn.Module, x: Tensor, linears: LinearGroup) -> tuple[Tensor, ...]:
-    if is_training(module):
-        return linears(x)
-    return tuple(linear(x) for linear in linears.modules)
+    outputs = linears.fused(x) if is_training(module) else None
+    return tuple(linear(x) for linear in linears.modules) if outputs is None else outputs
 
 
 def _window(module: nn.Module) -> int | None:

@@ -70,11 +70,11 @@ class LinearGroup:
             self.copies = None
         return self._bound
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return y_i (..., out_i) of x (..., in)."""
+    def fused(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Return y_i (..., out_i) of x (..., in); None if a linear must run its own forward."""
         bound = self.bind()
         if bound is None:
-            return tuple(module(x) for module in self.modules)
+            return None
         x = to_compute_dtype(x)
         return LoraLinearsFunction.apply(x, take(x), bound.linears, self.copies, *bound.adapters)
 
@@ -170,9 +170,10 @@ class _FusedInTraining:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return y (..., out) of x (..., in)."""
-        if args or kwargs or not is_training(self) or self.fused_group.bind() is None:
-            return super().forward(x, *args, **kwargs)
-        return self.fused_group(x)[0]
+        outputs = None
+        if is_training(self) and not (args or kwargs):
+            outputs = self.fused_group.fused(x)
+        return super().forward(x, *args, **kwargs) if outputs is None else outputs[0]
 
 
 class FusedLoraLinear(_FusedInTraining, PeftLinear):
