@@ -19,8 +19,10 @@ from sft_play.models.step_meter import StepSetup, measure_step
 from sft_play.models.trace import trace_step
 from sft_play.plan import counting, report
 from sft_play.plan.devices import parse
+from sft_play.plan.model_shape import KNOWN
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedStep
 from sft_play.plan.workload import speed_words
 from sft_play.process import Process
@@ -301,6 +303,19 @@ def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> N
     """Where it differs: python -m sft_play.models.trace."""
     shipped = json.loads(counting.KNOWN_TRACES.read_text())[name][word]
     assert trace.known_trace(name, word) == shipped
+
+
+def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine() -> None:
+    known = json.loads(KNOWN.read_text())
+    structures = {
+        name: structure_from_json(known[name]["structure"])
+        for name in known
+        if "structure" in known[name]
+    }
+    assert structures["Qwen/Qwen3-Next-80B-A3B-Instruct"].recurrent_layers == 36
+    shipped = json.loads(counting.KNOWN_TRACES.read_text())
+    assert len(shipped) == 14
+    assert not any(structures[name].recurrent_layers for name in shipped)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from sft_play.plan.counting import (
 )
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
 from sft_play.runs.files import write_text
@@ -248,12 +249,18 @@ def known_trace(name: str, word: str) -> dict[str, Any]:
 
 
 def write_known_traces() -> None:
-    """Trace the well-known models that the closed form does not fit, and write their file anew."""
+    """Trace the well-known models that the closed form does not fit, and write their file anew.
+
+    Those with recurrent layers are left out: which kernels compute them depends on the machine.
+    """
     lines = []
     for name, facts in json.loads(KNOWN.read_text(encoding="utf-8")).items():
-        if "structure" in facts and facts["model_type"] not in LLAMA_LIKE:
-            traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
-            lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
+        if "structure" not in facts or facts["model_type"] in LLAMA_LIKE:
+            continue
+        if structure_from_json(facts["structure"]).recurrent_layers:
+            continue
+        traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
+        lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
     write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
