@@ -37,9 +37,8 @@ from sft_play.runs.folder import cache_folder
 
 if TYPE_CHECKING:
     import tokenizers
-if TYPE_CHECKING:
-    from sft_play.data.assemble import RunData
 
+    from sft_play.data.assemble import RunData
 
 ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")

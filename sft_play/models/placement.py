@@ -237,11 +237,6 @@ def move_inputs(model: PreTrainedModel) -> None:
     model.placement_hooks = hooks
 
 
-def is_placed(model: nn.Module) -> bool:
-    """Return whether a model is on several devices of this process."""
-    return len(set(getattr(model, "placed_blocks", {}).values())) > 1
-
-
 def _mover(device: torch.device, copies: "Copies") -> Callable[..., tuple[tuple, dict[str, Any]]]:
     """Return a forward pre-hook that moves a module's inputs to its device."""
 

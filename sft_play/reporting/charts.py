@@ -96,6 +96,7 @@ class _Axis:
         return round(self.start + fraction * (self.end - self.start), 1)
 
     def ticks(self, whole_numbers: bool = False) -> tuple[Tick, ...]:
+        """Return about TICKS marks at round values, of whole numbers alone where asked for."""
         least = (self.high - self.low) / TICKS  # above 0
         power = 10 ** math.floor(math.log10(least))
         steps = (factor * power for factor in ROUND_STEPS)

@@ -44,12 +44,6 @@ def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = Tr
     module.forward = MethodType(mixer_forward, module)
 
 
-def uninstall_mixer(module: nn.Module) -> None:
-    """Make a mixer run the code of its class again."""
-    del module.mixer_state
-    del module.forward
-
-
 def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward method of a mixer that keeps a state.
 

@@ -26,8 +26,6 @@ class NormKind:
 
 LLAMA = NormKind("llama", 0.0, in_place=True)
 GEMMA = NormKind("gemma", 1.0, in_place=True)
-# Gemma 2 and 3 also have norms after attention and MLP
-GEMMA_SANDWICH = NormKind("gemma", 1.0, in_place=False)
 
 
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
