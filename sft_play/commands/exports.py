@@ -16,6 +16,7 @@ from typing import Any
 from sft_play.commands import use
 from sft_play.commands.call import Call
 from sft_play.config import targets
+from sft_play.config.invocation import PORTS
 from sft_play.config.messages import refuse
 from sft_play.config.schema import ModelSection
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
@@ -28,7 +29,6 @@ QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
 OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
 LOOPBACK = "127.0.0.1"
 PORT = 8000
-PORTS = 65535
 SERVED = ("safetensors", "gguf")
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")

@@ -19,6 +19,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.template_sources import FindFile, find_template, read_object
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
 
 # Files that have a vocabulary, of some models alone and of others next to tokenizer_config.json
@@ -27,7 +28,6 @@ FILES = (
     *("vocab.json", "vocab.txt"),
 )
 NO_VOCABULARY = f"it has none of {', '.join(FILES)}; copy those of its base into the folder"
-POINTER = b"version https://git-lfs"  # begins what git writes where git-lfs is not installed
 # A file by this name may be of either package
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token, and its rank
 SENTENCEPIECE_START = b"\n"  # tag of a protobuf's first field

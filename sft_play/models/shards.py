@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sft_play.errors import CheckpointError
+from sft_play.plan.base_model import INDEX
 from sft_play.runs.files import write_json
 
 SHARD_BYTES = 1 << 30
 CHECKED_AT_A_TIME = 1 << 24  # weights; the check makes copies
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass

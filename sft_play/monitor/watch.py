@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sft_play.plan.devices import GIB
 from sft_play.progress import duration, in_short
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder, listing
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.runs.report import LoggedStep, RankMemory, RunReport, logged_scores, recorded_scores
 
-GIB = 2**30
 CURVE_WIDTH = 60
 CURVE_HEIGHT = 5
 BAR_WIDTH = 30

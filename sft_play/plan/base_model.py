@@ -81,7 +81,7 @@ def _pairs(statement: ast.stmt) -> Iterator[tuple[str, str]]:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-POINTER = b"version https://git-lfs"
+POINTER = b"version https://git-lfs"  # begins what git writes where git-lfs is not installed
 POINTER_BYTES = 512  # one has some 130
 EMBEDDERS = ("modules.json", "config_sentence_transformers.json")
 CAUSAL = "set MODEL_NAME to a causal language model"

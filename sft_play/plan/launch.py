@@ -13,11 +13,11 @@ import psutil
 import yaml
 
 from sft_play import stops
+from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.ranks import Ranks
 from sft_play.runs.files import write_text
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
 SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them

@@ -14,11 +14,11 @@ from sft_play.plan.activations import (
     layer_working_bytes,
     working_of,
 )
+from sft_play.plan.devices import GIB
 from sft_play.plan.fast import graph_bytes
 from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 
-GIB = 2**30
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
 # Optimizer state for each float32 weight

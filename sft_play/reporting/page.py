@@ -13,13 +13,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
+from sft_play.plan.devices import GIB
 from sft_play.reporting import charts
 from sft_play.reporting.summary import RunSummary, read_summary
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 
 TEMPLATES = Path(__file__).parent / "templates"
-GIB = 2**30
 # style of what a score, a check or a run came to
 TONES = {
     "better": "good",

@@ -12,6 +12,7 @@ import yaml
 from sft_play.config.messages import word
 from sft_play.config.schema import settings
 from sft_play.errors import ExitClass
+from sft_play.plan.devices import GIB
 from sft_play.plan.memory import PHASES
 from sft_play.reporting import answers
 from sft_play.reporting.answers import (
@@ -30,7 +31,6 @@ from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport
 from sft_play.runs.resumed import VALUE_LENGTH, AskedRun
 
 State = Literal["passed", "failed", "look"]  # look: no error, and worth a look
-GIB = 2**30
 MOST_CUT = 0.05  # of the answers, before the cut ones are worth a look
 MOST_ABOVE = 1.1  # measured / predicted peak
 

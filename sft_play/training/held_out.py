@@ -14,6 +14,7 @@ from sft_play.evaluation.scores import (
     answers_jsonl,
     losses_jsonl,
 )
+from sft_play.plan.devices import GIB
 from sft_play.reporting.answers import title_of
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
-GIB = 2**30
 
 
 def sample_indices(count: int) -> list[int]:

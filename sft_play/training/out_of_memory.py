@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sft_play.plan.devices import GIB
 from sft_play.plan.next_command import after_out_of_memory
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.report import ComponentBytes, OutOfMemoryReport
@@ -17,7 +18,6 @@ from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 # "Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79.10 GiB of which 416.00 MiB is free",
 # "you tried to allocate 4096 bytes"
