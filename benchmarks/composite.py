@@ -44,11 +44,14 @@ def run_make(target: str, variables: dict[str, object], log: Path) -> None:
         sys.exit(f"make {target}: {log.read_text()[-3000:]}")
 
 
-def measure(shape: str, as_published: bool, steps: int, folder: Path) -> dict[str, object]:
+def measure(
+    shape: str, as_published: bool, layers: int | None, steps: int, folder: Path
+) -> dict[str, object]:
     """Train an adapter; return speed and memory. Exits with the run's words where it fails."""
     model = folder / "model"
     words = ["--shape", shape, "--out", str(folder), "--rows", "0"]
     words += ["--as-published"] if as_published else []
+    words += ["--layers", str(layers)] if layers else []
     # a process of its own: it would keep the GPU's memory
     subprocess.run([sys.executable, INPUTS, *words], check=True)
     settings = {
@@ -92,14 +95,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["google/gemma-3-12b-pt", "Qwen/Qwen3.5-4B"])
+    parser.add_argument("--layers", type=int, help="of the language model (default: all)")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=1, help="times that both are trained")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder, args.steps)
         for shape in args.shapes:
-            for kind, as_published in KINDS.items():
-                found = measure(shape, as_published, args.steps, folder)
+            for kind, as_published in [*KINDS.items()] * args.rounds:
+                found = measure(shape, as_published, args.layers, args.steps, folder)
                 print(shape, kind, json.dumps(found), flush=True)
 
 

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from published_models import published_model
 from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_play.models import linear_attention
+from sft_play.models.architecture import towers_of
 from sft_play.models.linear_attention import (
     bind_by_device,
     torch_code,
@@ -86,6 +88,18 @@ def test_on_a_cpu_a_model_runs_its_torch_code(monkeypatch: pytest.MonkeyPatch) -
     bound = code.torch_chunk_gated_delta_rule
     bind_by_device(model)
     assert code.torch_chunk_gated_delta_rule is bound
+
+
+def test_towers_are_found_without_a_package_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = published_model("qwen3_5")
+    code = sys.modules[type(model).__module__]
+
+    @functools.wraps(code.torch_chunk_gated_delta_rule)
+    def triton_kernel(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a kernel wrote where a tensor without data has none")
+
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", triton_kernel)
+    assert list(towers_of(model)) == ["model.visual"]
 
 
 def test_a_proof_may_ask_for_torch_code_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

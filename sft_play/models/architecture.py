@@ -24,6 +24,7 @@ from transformers.integrations import deepspeed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
+from sft_play.models.linear_attention import bind_by_device
 
 TOWERS = "tower_names"  # attribute of a model: found once
 TOKENS = 8
@@ -66,9 +67,11 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return the model that a config describes, on the meta device."""
     with torch.device("meta"):
-        return auto_class_of(config).from_config(
+        model = auto_class_of(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, **options
         )
+    bind_by_device(model)
+    return model
 
 
 def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -76,7 +79,9 @@ def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # takes any mask
     with patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
-        return type(model)(config)
+        twin = type(model)(config)
+    bind_by_device(twin)  # a package's kernel on tensors without data writes anywhere on the GPU
+    return twin
 
 
 def is_composite(config: PretrainedConfig) -> bool:

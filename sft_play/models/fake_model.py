@@ -20,7 +20,6 @@ from sft_play.models.expert_quantization import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
-from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.load import weight_dtype
 from sft_play.plan.model_shape import known_config
 
@@ -53,7 +52,6 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
         config.model.trust_remote_code,
         **options,
     )
-    bind_by_device(model)
     keep_soft_caps(model)
     return model
 
