@@ -1,5 +1,6 @@
 """Experts in 4 bits: packed as they are loaded, read by name, trained through, counted."""
 
+import itertools
 import logging
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from bitsandbytes import functional as bnb_functional
 from bitsandbytes.nn import Linear4bit, Params4bit
+from published_models import published_model
 from stored_forms import mxfp4
 from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import nn
@@ -15,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import expert_quantization, lora
+from sft_play.models.architecture import towers_of
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
 from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.capture import kinds_of
@@ -140,6 +143,14 @@ def test_what_stays_in_16_bits_for_no_known_reason_is_named() -> None:
     weights = PackedWeights(900, {"routers": 10, "mlp.w1": 80}, torch.bfloat16)
     assert weights.line() == ("4-bit: 90.9% of the weights; 9.1% stay in bfloat16: routers, mlp.w1")
     assert weights.unexplained == {"mlp.w1": 80}
+
+
+def test_towers_are_no_weights_that_could_not_be_packed() -> None:
+    model = published_model("gemma3")
+    weights = packed_weights(model)
+    of_towers = [tower.parameters() for tower in towers_of(model).values()]
+    assert weights.kept["towers"] == sum(map(torch.numel, itertools.chain(*of_towers)))
+    assert not any("tower" in name for name in weights.unexplained)
 
 
 def test_a_packed_model_moves_between_devices_with_its_constants(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sft_play.models.expert_quantization import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
-from sft_play.models.load import weight_dtype
+from sft_play.models.load import loading_options, weight_dtype
 from sft_play.plan.model_shape import known_config
 
 
@@ -40,12 +40,9 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
 
     Raises: EnvironmentFault without a config.json.
     """
-    options = {}
-    attention = config.model.attn_implementation
-    if attention == "flash_attention_2":
-        attention = "sdpa"  # the flash-attn package need not be installed here
-    if attention != "auto":
-        options["attn_implementation"] = attention
+    options = loading_options(config, None)
+    if options.get("attn_implementation") == "flash_attention_2":
+        options["attn_implementation"] = "sdpa"  # the flash-attn package need not be installed here
     model = empty_model(
         load_architecture(config),
         weight_dtype(config, compute_dtype),

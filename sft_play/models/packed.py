@@ -1,12 +1,14 @@
 """What of a 4-bit model is stored in 4 bits, and what stays in 16: counted on its parameters."""
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sft_play.models.architecture import towers_of
 from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.parameters import stored_weights
 
@@ -14,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Of all weights: what stays in 16 bits for no known reason and is more than this is a warning
 MAX_UNEXPLAINED = 0.01
-KNOWN = ("embeddings", "output head", "norms and biases", "routers")
+KNOWN = ("embeddings", "output head", "norms and biases", "routers", "towers")
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,10 @@ class PackedWeights:
     def line(self) -> str:
         """Return the log line."""
         share = self.packed / self.total
-        kinds = ", ".join(kind for kind in KNOWN if kind in self.kept)
-        others = _first(self.unexplained)
+        kept = [kind for kind in KNOWN if kind in self.kept] + _largest(self.unexplained)
         return (
             f"4-bit: {share:.1%} of the weights; {1 - share:.1%} stay in {dtype_name(self.dtype)}: "
-            f"{', '.join(filter(None, (kinds, others)))}"
+            f"{', '.join(kept)}"
         )
 
 
@@ -56,14 +57,14 @@ def log_packed(model: PreTrainedModel) -> None:
             "4-bit: %.1f %% of the weights cannot be packed and stay in %s: %s",
             100 * unexplained / weights.total,
             dtype_name(weights.dtype),
-            _first(weights.unexplained),
+            ", ".join(_largest(weights.unexplained)),
         )
 
 
 def packed_weights(model: PreTrainedModel) -> PackedWeights:
     """Count the weights of a 4-bit model without adapters."""
     packed = 0
-    kept: dict[str, int] = {}
+    kept = Counter[str]()
     dtype = torch.float32
     kinds = _kinds(model)
     for name, parameter in model.named_parameters():
@@ -75,19 +76,19 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
         if kind is None:
             is_vector = parameter.dim() < 2 or name.endswith("bias")
             kind = "norms and biases" if is_vector else name
-        kept[kind] = kept.get(kind, 0) + count
+        kept[kind] += count
         dtype = parameter.dtype
     return PackedWeights(packed, kept, dtype)
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, str]:
-    """Return the kind of embeddings, head and routers by the name of the parameter."""
+    """Return the kind of embeddings, head, routers and towers by the name of the parameter."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     routers = {f"{name}.weight" for name in routing_linears(model)}
-    experts_of_block: dict[str, int] = {}
-    for weight in expert_weights(model):
-        experts_of_block[weight.module_name.rpartition(".")[0]] = weight.experts
+    experts_of_block = {
+        weight.module_name.rpartition(".")[0]: weight.experts for weight in expert_weights(model)
+    }
     kinds: dict[str, str] = {}
     for name, module in model.named_modules():
         experts = experts_of_block.get(name.rpartition(".")[0])
@@ -98,14 +99,16 @@ def _kinds(model: PreTrainedModel) -> dict[str, str]:
                 kinds[parameter_name] = "output head"
             elif parameter_name in routers or (experts and len(parameter) == experts):
                 kinds[parameter_name] = "routers"
+    for name, tower in towers_of(model).items():
+        kinds |= dict.fromkeys(dict(tower.named_parameters(prefix=name)), "towers")
     return kinds
 
 
-def _first(names: dict[str, int]) -> str:
+def _largest(names: dict[str, int]) -> list[str]:
     """Return the names of the largest parameters, and how many more there are."""
     by_size = sorted(names, key=lambda name: -names[name])
-    more = f" and {len(by_size) - 3} more" if len(by_size) > 3 else ""
-    return ", ".join(by_size[:3]) + more
+    more = [f"and {len(by_size) - 3} more"] if len(by_size) > 3 else []
+    return by_size[:3] + more
 
 
 def dtype_name(dtype: torch.dtype) -> str:
