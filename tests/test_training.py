@@ -144,6 +144,36 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     assert {"torch", "transformers", "peft"} <= report["versions"].keys()
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
+def test_a_warm_up_begins_at_its_first_fraction(plan_run, build_trainer, schedule):
+    changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 8}
+    trainer, _ = build_trainer(plan_run(changes))
+    trainer.create_optimizer()
+    trainer.create_scheduler(8)
+    rates = []
+    for _ in range(6):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    begun = [1.0] * 4 if schedule == "constant" else [0.25, 0.5, 0.75, 1.0]
+    assert rates[:4] == pytest.approx([0.01 * share for share in begun])
+    assert rates[4] == pytest.approx(0.01) and rates[5] <= rates[4]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_run_of_one_step_trains(plan_run, run_worker, schedule):
+    folder = plan_run(
+        {
+            "train.lr_scheduler_type": schedule,
+            "train.warmup_steps": 0.03,
+            "train.max_steps": 1,
+        }
+    )
+    assert run_worker(folder) == 0
+    scores = run_json(folder)["metrics"]
+    assert scores["after"]["eval_loss"] < scores["before"]["eval_loss"]
+
+
 def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, losses_of):
     folder = plan_run({"train.eval_strategy": "steps", "train.eval_steps": 2})
     assert run_worker(folder) == 0

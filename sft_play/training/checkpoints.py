@@ -135,11 +135,13 @@ def load_optimizer(trainer: "SftTrainer", checkpoint: Path) -> None:
         dcp.load(state, checkpoint_id=checkpoint / DIVIDED_OPTIMIZER)
         optimizer = trainer.optimizer.optimizer
         set_optimizer_state_dict(trainer.model, optimizer, state["optimizer"])
-        schedule = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
-        trainer.lr_scheduler.load_state_dict(schedule)
+        state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
+        trainer.lr_scheduler.load_state_dict(state)
     else:
         trainer._load_optimizer_and_scheduler(str(checkpoint))
-    _follow_schedule(trainer)
+    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # in a wrapper
+    if isinstance(schedule, LambdaLR):  # that of the checkpoint, which train.extend makes longer
+        apply_schedule(schedule)
     trainer._load_scaler(str(checkpoint))
 
 
@@ -189,16 +191,10 @@ def _divided_optimizer(trainer: "SftTrainer") -> dict[str, object]:
     return {"optimizer": get_optimizer_state_dict(trainer.model, optimizer)}
 
 
-def _follow_schedule(trainer: "SftTrainer") -> None:
-    """Give the optimizer the rates of its schedule for the step to come.
-
-    A checkpoint has those of the schedule that it was saved with, which train.extend makes longer.
-    """
-    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # in a wrapper
-    if not isinstance(schedule, LambdaLR):
-        return
-    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-    rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+def apply_schedule(schedule: LambdaLR) -> None:
+    """Give the optimizer the rates of its schedule for the step to come."""
+    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [base * factor(schedule.last_epoch) for base, factor in pairs]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates  # what is logged

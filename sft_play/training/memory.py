@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class StepTimes:
         self._device = device
         self._is_gpu = device.type == "cuda"
         self._marks: deque[_Mark] = deque()
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
 
     def enter(self, part: str | None) -> None:
         """End the current part and begin `part`, or none."""
@@ -53,12 +53,12 @@ class StepTimes:
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds of the CPU that were measured elsewhere."""
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+        self._seconds[part] += seconds
 
     def take(self) -> dict[str, float]:
         """Return the seconds between marks since this was last called, as far as they are over."""
         self._fold()
-        seconds, self._seconds = self._seconds, {}
+        seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
     def _fold(self) -> None:
@@ -67,15 +67,11 @@ class StepTimes:
             begin, end = self._marks[0], self._marks[1]
             if self._is_gpu and not end.moment.query():
                 return
-            if begin.part is not None:
-                seconds = self._seconds.get(begin.part, 0.0) + self._between(begin, end)
-                self._seconds[begin.part] = seconds
+            if begin.part is not None and self._is_gpu:
+                self.add(begin.part, begin.moment.elapsed_time(end.moment) / 1000)  # from ms
+            elif begin.part is not None:
+                self.add(begin.part, end.moment - begin.moment)
             self._marks.popleft()
-
-    def _between(self, begin: _Mark, end: _Mark) -> float:
-        if self._is_gpu:
-            return begin.moment.elapsed_time(end.moment) / 1000  # which counts in milliseconds
-        return end.moment - begin.moment
 
 
 @dataclass(frozen=True)
@@ -290,10 +286,10 @@ def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> 
         "optimizer": [*state, *stepped],
     }
     seen: set[int] = set()
-    sizes: dict[str, int] = {}
-    for name, held in tensors.items():
-        sizes[name] = sum(_new_storage_bytes(tensor, device, seen) for tensor in held)
-    return sizes
+    return {
+        name: sum(_new_storage_bytes(tensor, device, seen) for tensor in held)
+        for name, held in tensors.items()
+    }
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:

@@ -186,16 +186,17 @@ class GpuSampler:
 def _mean(samples: Sequence[GpuSample]) -> GpuSample:
     """Return one sample for those of one GPU; it keeps what every one of them has."""
 
-    def known(name: str) -> list[float]:
+    def over(name: str, reduce: Callable[[list[float]], float]) -> float | None:
+        """Return one value for those of a field, None if a sample lacks it."""
         values = [getattr(sample, name) for sample in samples]
-        return [] if None in values else values
+        return None if None in values else reduce(values)
 
     return GpuSample(
         rank=samples[0].rank,
-        busy_percent=fmean(known("busy_percent")) if known("busy_percent") else None,
-        used_gib=max(known("used_gib"), default=None),
-        watts=fmean(known("watts")) if known("watts") else None,
-        celsius=max(known("celsius"), default=None),
+        busy_percent=over("busy_percent", fmean),
+        used_gib=over("used_gib", max),
+        watts=over("watts", fmean),
+        celsius=over("celsius", max),
     )
 
 

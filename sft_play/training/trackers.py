@@ -5,6 +5,7 @@ Importing an integration's package may take seconds, so only the main rank does.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -117,10 +118,9 @@ class TensorBoardLog(TensorBoardCallback):
         **kwargs: Any,
     ) -> None:
         """Write a log: names with a slash as they are, others as transformers groups them."""
-        grouped = {name: value for name, value in (logs or {}).items() if "/" in name}
-        others = {name: value for name, value in (logs or {}).items() if "/" not in name}
-        for name, value in grouped.items():
-            self.tb_writer.add_scalar(name, value, state.global_step)
+        others = dict(logs or {})
+        for name in [name for name in others if "/" in name]:
+            self.tb_writer.add_scalar(name, others.pop(name), state.global_step)
         super().on_log(args, state, control, logs=others, **kwargs)
 
     def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
@@ -161,7 +161,7 @@ class Trackers(TrainerCallback):
     ):
         self.trackers = trackers
         self.more_values = more_values
-        self._last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._ends: list[Callable[[], None]] = []  # of the trackers, once training has ended
 
     @property
     def _boards(self) -> list[TensorBoardLog]:
@@ -191,7 +191,8 @@ class Trackers(TrainerCallback):
             tracker.on_save(args, state, control, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last_call = ((args, state, control), kwargs)
+        for tracker in self.trackers:
+            self._ends.append(partial(tracker.on_train_end, args, state, control, **kwargs))
 
     def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
         """Pass some answers of an evaluation on; `rows` names its split."""
@@ -206,11 +207,8 @@ class Trackers(TrainerCallback):
 
     def close(self) -> None:
         """End the trackers: nothing is logged after it."""
-        if self._last_call is None:
-            return
-        arguments, keywords = self._last_call
-        for tracker in self.trackers:
-            tracker.on_train_end(*arguments, **keywords)
+        for end in self._ends:
+            end()
 
 
 def as_hparam(value: Any) -> bool | int | float | str:

@@ -80,7 +80,9 @@ class TrainSection(Section):
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = Field("cosine", description="Learning rate schedule after the warm-up.")
     warmup_steps: NonNegativeFloat = Field(
-        0.03, description="Warm-up in optimizer steps; a value under 1 is a fraction of the run."
+        0.03,
+        description="Warm-up in optimizer steps; a value under 1 is a fraction of the run. Of W "
+        "steps the first has 1/W of the learning rate.",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,
