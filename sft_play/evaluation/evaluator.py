@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
+from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
@@ -35,7 +36,6 @@ from sft_play.evaluation.scores import (
     Question,
     RowLoss,
     Scores,
-    rouge_l,
     score_answers,
 )
 from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
@@ -105,27 +105,25 @@ class Evaluator:
             if not self.train.predict_with_generate or not self.question_indices:
                 return Scores(loss, loss_seconds, row_losses=row_losses)
             answers = self.answers(model)
-        texts = [answer.text for answer in answers]
-        references = [question.expected for question in self.questions]
-        batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
         generation = GenerationScores(
-            rouge_l=rouge_l(texts, references, batch_rows),
+            scores=self._answer_scores(answers),
             answers=tuple(answers),
-            others=self._other_scores(texts),
             max_new_tokens=self.train.generation_max_new_tokens,
             seconds=time.perf_counter() - started - loss_seconds,
         )
         return Scores(loss, loss_seconds, generation, row_losses)
 
-    def _other_scores(self, texts: Sequence[str]) -> tuple[MetricScore, ...]:
-        """Return the scores of train.metrics, those of rank 0: a function may be slow, or draw."""
-        if not self.train.metrics:
-            return ()
+    def _answer_scores(self, answers: Sequence[Answer]) -> tuple[MetricScore, ...]:
+        """Return ROUGE-L and the scores of train.metrics, those of rank 0.
+
+        A function of the user's may be slow, or draw.
+        """
         found = None
         if self.process.is_main:
-            rows = zip(self.questions, texts, strict=True)
-            answered = [Answered(row.plain_prompt, text, row.expected) for row, text in rows]
-            found = score_answers(self.train.metrics, answered)
+            rows = zip(self.questions, answers, strict=True)
+            answered = [Answered(row.plain_prompt, text.text, row.expected) for row, text in rows]
+            metrics = dict.fromkeys((ALWAYS, *self.train.metrics))
+            found = score_answers(list(metrics), answered)
         return self.process.broadcast(found)
 
     @torch.no_grad()
