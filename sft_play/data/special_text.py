@@ -14,13 +14,11 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Row
 from sft_play.data.templates import (
     ChatTemplate,
     RenderError,
-    decode_arguments,
     iterate_strings,
-    map_arguments,
 )
 
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
@@ -152,7 +150,7 @@ class SpecialText:
         for message in row.messages:
             names = ("content", "reasoning", "name", "tool_call_id")
             changed = {name: _map_strings(getattr(message, name), change) for name in names}
-            calls = tuple(_map_strings(_decode_calls(message), change))
+            calls = _map_strings(message.tool_calls, change)
             messages.append(replace(message, **changed, tool_calls=calls))
         return replace(row, messages=tuple(messages), tools=_map_strings(row.tools, change))
 
@@ -224,15 +222,10 @@ def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
         yield where, message.content
         others = (message.reasoning, message.name, message.tool_call_id, message.tool_calls)
         if any(others):
-            for text in iterate_strings((*others[:3], _decode_calls(message))):
+            for text in iterate_strings(others):
                 yield where, text
     for text in iterate_strings(row.tools):
         yield "tools", text
-
-
-def _decode_calls(message: Message) -> list[Json]:
-    """Return tool calls whose arguments are no JSON text, which may hide a token by escapes."""
-    return [map_arguments(call, decode_arguments) for call in message.tool_calls]
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

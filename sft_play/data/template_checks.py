@@ -6,7 +6,7 @@ out (Mistral, Gemma, Llama 2): under these it is left out of the row. The ledger
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from sft_play.data.rows import Message, Row
 from sft_play.data.templates import (
     ChatTemplate,
     RenderError,
-    decode_arguments,
     iterate_strings,
     template_messages,
 )
@@ -125,9 +124,8 @@ def _accepted_forms(message: Message) -> list[str]:
 def _check_calls(text: str, message: Message, where: str) -> None:
     """Raise RenderError unless a text has the names of the calls and all of their arguments."""
     for call in message.tool_calls:
-        function = call.get("function", call)
-        arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
-        for word in (function.get("name", ""), *iterate_strings(decode_arguments(arguments))):
+        function = call["function"]
+        for word in (function["name"], *iterate_strings(function["arguments"])):
             forms = (word, _json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
             if not any(form in text for form in forms):
                 raise RenderError(
