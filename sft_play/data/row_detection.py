@@ -190,11 +190,12 @@ def _no_format(
             f"{found}; tokens are not read, as another tokenizer's ids mean other texts; write the "
             "texts that they were made of, as messages or as prompt and completion"
         )
-    suggested = suggest_columns(records, lambda columns: _columns_work(records, columns))
-    if suggested and not columns:
-        return (
-            f"{found}; no row format has these. Say which hold what: {columns_setting(suggested)}"
-        )
+    for suggested in () if columns else _candidates(records[0]):
+        if _columns_work(records, suggested):
+            return (
+                f"{found}; no row format has these. "
+                f"Say which hold what: {columns_setting(suggested)}"
+            )
     return (
         f"{found}; a row has {known}. If other names hold them, say which: "
         'DATA_COLUMNS="{question: <column>, answer: <column>}"'
@@ -220,11 +221,6 @@ def columns_setting(columns: Columns) -> str:
         is_plain = PLAIN_NAME.fullmatch(column)
         pairs.append(f"{field}: {column if is_plain else json.dumps(column, ensure_ascii=False)}")
     return "DATA_COLUMNS=" + shlex.quote("{" + ", ".join(pairs) + "}")
-
-
-def suggest_columns(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
-    """Return columns with which the rows can be read, None if nobody can guess them."""
-    return next(filter(works, _candidates(records[0])), None)
 
 
 def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.files import Chunk, read_chunks
@@ -202,13 +202,13 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
         from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
         counter = TokenCounter.of(load_tokenizer(config))
-    lengths = _count_tokens(rows, counter, config.model.name)
-    mean_tokens = sum(lengths.tokens) / len(lengths.tokens)
+    lengths, uncounted_because = _count_tokens(rows, counter, config.model.name)
+    mean_tokens = sum(lengths) / len(lengths)
     return RowFacts(
         rows=estimate_epoch(beginnings, [mean_tokens] * len(beginnings), config).samples,
-        lengths=tuple(sorted(lengths.tokens)),
+        lengths=tuple(sorted(lengths)),
         is_estimated=any(beginning.all_rows > beginning.rows for beginning in beginnings),
-        uncounted_because=lengths.uncounted_because,
+        uncounted_because=uncounted_because,
     )
 
 
@@ -233,15 +233,10 @@ def _sample_rows(chunks: Sequence[tuple[Chunk, RowFormat]], config: Config) -> l
     return rows
 
 
-class Lengths(NamedTuple):
-    """Tokens of rows, and why no tokenizer counted them, None if one did."""
-
-    tokens: list[int]
-    uncounted_because: str | None = None
-
-
-def _count_tokens(rows: Sequence[Row], counter: TokenCounter | None, model: str) -> Lengths:
-    """Return the tokens of rows.
+def _count_tokens(
+    rows: Sequence[Row], counter: TokenCounter | None, model: str
+) -> tuple[list[int], str | None]:
+    """Return the tokens of rows, and why no tokenizer counted them, None if one did.
 
     If they have much text, some rows are counted, and the others have as many tokens for each
     character.
@@ -261,9 +256,9 @@ def _count_tokens(rows: Sequence[Row], counter: TokenCounter | None, model: str)
     if counted:
         reason = None
         if step == 1:
-            return Lengths(list(counted.values()))
+            return list(counted.values()), None
         ratio = sum(counted.values()) / max(1, sum(characters[position] for position in counted))
-    return Lengths([math.ceil(count * ratio) for count in characters], reason)
+    return [math.ceil(count * ratio) for count in characters], reason
 
 
 def record_counts(config: Config, data: "RunData") -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, parse_records
+from sft_play.data.files import Chunk, columns_with_values, parse_records
 from sft_play.data.messages import (
     FLAG_KEYS,
     REASONING_KEYS,
@@ -73,39 +73,20 @@ MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what anot
 EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
 
 
-class UnusedKeys:
-    """Counts the rows in which a key that is not used has a value."""
-
-    def __init__(self, row_format: RowFormat):
-        self._used = row_format.file_columns
-        self._turn_column = row_format.turn_column
-        self._text_column = row_format.required[0] if row_format.name == "text" else None
-        self.rows: Counter[str] = Counter()
-
-    def add(self, record: Json) -> None:
-        """Count the keys of a record, and those of its turns."""
-        for key, value in record.items():
-            if key not in self._used and _is_given(value):
-                self.rows[key] += 1
-        if self._text_column is not None:
-            text = record.get(self._text_column)
-            if isinstance(text, str) and is_marked_text(text):
-                self.rows[TURNS_IN_TEXT] += 1
-        turns = record.get(self._turn_column) if self._turn_column else None
-        if not isinstance(turns, list):
-            return
-        keys: set[str] = set()
-        for turn in turns:
-            if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
-                keys.update(key for key in turn.keys() - USED_TURN_KEYS if _is_given(turn[key]))
-        for key in keys:
-            self.rows[f"{TURN_PREFIX}{key}"] += 1
-
-    def add_columns(self, rows_of: Mapping[str, int]) -> None:
-        """Count the columns of an Arrow batch, of which records have only the used ones."""
-        for column, rows in rows_of.items():
-            if column not in self._used and rows:
-                self.rows[column] += rows
+def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
+    """Return the keys of a record and of its turns that have a value and are not used."""
+    used = row_format.file_columns
+    keys = {key for key, value in record.items() if key not in used and _is_given(value)}
+    if row_format.name == "text":
+        text = record.get(row_format.required[0])
+        if isinstance(text, str) and is_marked_text(text):
+            keys.add(TURNS_IN_TEXT)
+    turns = record.get(row_format.turn_column) if row_format.turn_column else None
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
+            others = turn.keys() - USED_TURN_KEYS
+            keys.update(f"{TURN_PREFIX}{key}" for key in others if _is_given(turn[key]))
+    return keys
 
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
@@ -145,20 +126,24 @@ def parse_record_rows(
     chunk: Chunk,
     row_format: RowFormat,
     system_prompt: SystemPrompt = NO_SYSTEM_PROMPT,
-    unused: UnusedKeys | None = None,
+    unused: Counter[str] | None = None,
 ) -> Iterator[list[Row] | BadRow]:
     """Yield the rows of every record of a chunk, or why it has none, one for one.
 
     A record has one row, or several if a path of data.columns leads through a list. Keys that are
-    not used are counted in `unused`.
+    not used are counted in `unused`, by the rows that have a value for them.
     """
+    if unused is not None:  # records of Arrow batches have only the used columns
+        for column, rows in columns_with_values(chunk).items():
+            if column not in row_format.file_columns and rows:
+                unused[column] += rows
     for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
         origin = chunk.origin(position)
         if isinstance(record, UnreadableRecord):
             yield BadRow(origin, record.reason, record.raw)
             continue
         if unused is not None:
-            unused.add(record)
+            unused.update(unused_keys(record, row_format))
         try:
             yield parse_record(record, row_format, origin, system_prompt)
         except InvalidRowError as error:

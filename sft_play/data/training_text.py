@@ -8,6 +8,7 @@ give several texts. Each answer is trained in a text that begins with its genera
 its stop token. Where a template has `{% generation %}` marks, they must agree with the answers.
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,9 +104,11 @@ class TrainingTextBuilder:
         try:
             views = [self._generation_view(row, messages, index) for index in trained]
         except RenderError as error:
-            if len(trained) == 1 or not self._is_trainable(row, messages, trained[-1]):
-                raise
-            raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
+            if len(trained) > 1:
+                with contextlib.suppress(RenderError):
+                    self._generation_view(row, messages, trained[-1])
+                    error = RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone")
+            raise error from None
         texts: list[TrainingText] = []
         for view in reversed(views):
             (answer,) = view.answers
@@ -119,13 +122,6 @@ class TrainingTextBuilder:
             last = text.answers[-1].message
             text.trains_all = len(text.answers) == sum(index <= last for index in answers)
         return texts[::-1]
-
-    def _is_trainable(self, row: Row, messages: list[Json], index: int) -> bool:
-        try:
-            self._generation_view(row, messages, index)
-        except RenderError:
-            return False
-        return True
 
     def _generation_view(self, row: Row, messages: list[Json], index: int) -> TrainingText:
         """Return the generation view of the answer `messages[index]`, with its span.
