@@ -14,7 +14,7 @@ from renderings import CHATML
 
 from sft_play.config.schema import Config
 from sft_play.data.files import read_chunks
-from sft_play.data.ledger_tables import ledger_lines
+from sft_play.data.ledger import ledger_lines
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import parse_record_rows, unused_notes

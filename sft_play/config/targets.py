@@ -6,11 +6,10 @@ A new target is one line of READS, and a new variable of a target is a word in i
 import difflib
 from collections.abc import Iterable, Mapping
 
+from sft_play.config.invocation import SAMPLING_VARIABLES, TASK_VARIABLES
 from sft_play.config.layers import PREFIXES
 from sft_play.config.messages import refuse
-from sft_play.config.sampling import VARIABLES as SAMPLING
 from sft_play.config.schema import env_name, settings
-from sft_play.config.tasks import VARIABLES as TASKS
 from sft_play.config.unknown import Suggestion, suggest
 
 # Names, not values, that the Makefile exports: a value could be a secret
@@ -34,7 +33,7 @@ ANSWERS = frozenset(
 )
 SCORES = (
     ANSWERS
-    | TASKS
+    | TASK_VARIABLES
     | {
         "DATA_TEST_PATH",
         "DATA_COLUMNS",
@@ -46,7 +45,7 @@ SCORES = (
         "COMPARE",
     }
 )
-DRAWN = ANSWERS | SAMPLING | {"DATA_SYSTEM_PROMPT"}
+DRAWN = ANSWERS | SAMPLING_VARIABLES | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 EXPORT = frozenset(
     {"RUN", "FORMAT", "OUT", "MODEL_DTYPE", "DEVICE", "QUANT", "LLAMA_CPP", "PRE_TOKENIZER"}

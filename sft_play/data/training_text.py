@@ -15,9 +15,14 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from sft_play.data.reasoning import AskedAnswer, ThoughtPolicy
 from sft_play.data.rows import Json, Message, Row
-from sft_play.data.template_checks import check_answer, check_prompt, quote
+from sft_play.data.template_checks import (
+    AskedAnswer,
+    ThoughtPolicy,
+    check_answer,
+    check_prompt,
+    quote,
+)
 from sft_play.data.templates import (
     CharacterSpan,
     ChatTemplate,

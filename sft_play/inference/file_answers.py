@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from sft_play.data.prompts import Prompt
 from sft_play.data.render import RenderError, render_prompt
+from sft_play.data.row_parsing import Prompt
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
 from sft_play.evaluation.generate import Answer, batches_of, room_for
