@@ -40,25 +40,18 @@ PREFERENCE = frozenset(("chosen", "rejected"))
 MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
 ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values())))
 # Names that files give to a question, to what it is about, and to its answer; likeliest first
-QUESTIONS = (
-    *(
-        "definition",
-        "instruction",
-        "instructions",
-        "prompt",
-        "question",
-        "query",
-        "problem",
-        "input",
-        "inputs",
-    ),
-    *("user", "human", "ask", "request", "document", "article", "text", "source", "title"),
+QUESTIONS = tuple(
+    """
+    definition instruction instructions prompt question query problem input inputs user human ask
+    request document article text source title
+    """.split()
 )
 EXTRAS = ("context", "input", "inputs", "passage")
-ANSWERS = (
-    *("output", "outputs", "response", "responses", "completion", "answer", "answers"),
-    *("target", "targets", "assistant", "solution", "reply", "bot", "summary", "highlights"),
-    *("chosen", "best_answer", "generation", "translation"),
+ANSWERS = tuple(
+    """
+    output outputs response responses completion answer answers target targets assistant solution
+    reply bot summary highlights chosen best_answer generation translation
+    """.split()
 )
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes

@@ -36,11 +36,11 @@ CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Files that may have rows: a folder with one of them is refused, not read in part
-UNSUPPORTED = (
-    *(".xls", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
-    *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5"),
-    *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar"),
-    *(".db", ".sqlite", ".sqlite3", ".tfrecord", ".msgpack"),
+UNSUPPORTED = tuple(
+    """
+    .xls .ods .xml .yaml .yml .feather .orc .avro .pkl .pickle .npy .npz .h5 .hdf5 .zip .tar .tgz
+    .gz .bz2 .xz .zst .lz4 .7z .rar .db .sqlite .sqlite3 .tfrecord .msgpack
+    """.split()
 )
 Recorded = Mapping[str, Any]  # a source as data.json has it
 

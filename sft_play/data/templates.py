@@ -30,10 +30,11 @@ PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
-TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>"),
-    *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
-    "<end_of_utterance>",
+TURN_ENDS = tuple(
+    """
+    <|im_end|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <end_of_turn> <turn|> <|end|> <|end_of_text|>
+    <|return|> <|call|> <|END_OF_TURN_TOKEN|> <|EOT|> <end_of_utterance>
+    """.split()
 )
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
 # added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
