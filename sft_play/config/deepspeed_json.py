@@ -217,13 +217,6 @@ def _key_hint(key: str, known: frozenset[str]) -> str:
 
 
 def _value_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
-    for key in (MICRO_BATCH, GRAD_ACCUM, TOTAL_BATCH):
-        value = raw.get(key, AUTO)
-        if value != AUTO and not (_is_whole(value) and value >= 1):
-            yield Problem(
-                key,
-                f'={word(value)} is not valid; write a whole number of at least 1, or "auto"',
-            )
     clipping = raw.get(CLIPPING, AUTO)
     if clipping != AUTO and not (_is_number(clipping) and clipping >= 0):
         yield Problem(
@@ -245,7 +238,8 @@ def _type_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
         if key in SWITCHES and not isinstance(value, bool):
             yield Problem(key, f"={word(value)} is not valid; write true or false")
         least = WHOLE_NUMBERS.get(key)
-        if least is not None and not _is_whole_from(least, value):
+        is_whole = _is_number(value) and float(value).is_integer()  # 5e8 is whole
+        if least is not None and not (is_whole and value >= least):
             or_auto = ', or "auto"' if key in RESOLVED else ""
             sentence = f"={word(value)} is not valid; write a whole number of at least {least}"
             yield Problem(key, sentence + or_auto)
@@ -343,11 +337,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_whole_from(least: int, value: Any) -> bool:
-    """Return whether a value is a whole number of at least `least`; 5e8 is one."""
-    return _is_number(value) and float(value).is_integer() and value >= least
 
 
 def _count(number: int, noun: str) -> str:

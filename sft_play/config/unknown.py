@@ -270,18 +270,14 @@ def _foreign(path: str, names: list[str]) -> Suggestion | None:
 
 def _spelled_alike(path: str, names: list[str]) -> str | None:
     close = difflib.get_close_matches(path, names, n=1, cutoff=ALIKE)
-    if close and _is_alike(path.rpartition(".")[2], close[0].rpartition(".")[2]):
+    word = path.rpartition(".")[2]
+    # a shared section alone makes whole names alike
+    if close and difflib.get_close_matches(word, [close[0].rpartition(".")[2]], cutoff=ALIKE):
         return close[0]
+    if word in AMBIGUOUS:
+        return None
     by_last_word: dict[str, str] = {}
     for name in names:
         by_last_word.setdefault(name.rpartition(".")[2], name)
-    word = path.rpartition(".")[2]
-    if word in AMBIGUOUS:
-        return None
     close = difflib.get_close_matches(word, by_last_word, n=1, cutoff=ALIKE)
     return by_last_word[close[0]] if close else None
-
-
-def _is_alike(word: str, other: str) -> bool:
-    """Return whether two last words are alike: a shared section alone makes whole names so."""
-    return difflib.SequenceMatcher(None, word, other).ratio() >= ALIKE
