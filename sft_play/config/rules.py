@@ -1,7 +1,7 @@
 """Rules between settings, as a table of (when, message). Pure: a Config in, sentences out."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
@@ -100,19 +100,18 @@ def _rule_of_rope(option: str, rope_types: tuple[str, ...]) -> Rule:
 def _names_of_both(config: Config) -> set[str]:
     """Return the modules that are to be trained whole and by adapters."""
     lora = config.tuning.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
-    return _last_words(lora.modules_to_save) & _last_words(targets)
+    return _last_words(lora.modules_to_save) & _last_words(lora.target_modules)
 
 
-def _last_words(names: Iterable[str] | None) -> set[str]:
-    return {name.rpartition(".")[2] for name in names or ()}
+def _last_words(names: list[str] | str | None) -> set[str]:
+    """Return the last words of module names; all-linear names none."""
+    return {name.rpartition(".")[2] for name in names} if isinstance(names, list) else set()
 
 
 def _trains_matrix_and_rows(config: Config) -> bool:
     """Return whether embedding or head are trained, and rows of them as well."""
     lora = config.tuning.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
-    named = _last_words(lora.modules_to_save) | _last_words(targets)
+    named = _last_words(lora.modules_to_save) | _last_words(lora.target_modules)
     return bool(lora.trainable_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 

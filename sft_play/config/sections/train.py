@@ -25,17 +25,8 @@ def _strategy_name(value: Any) -> Any:
     return "no" if value is False or value in ("off", "none", "false") else value
 
 
-def _tracker_names(value: Any) -> Any:
-    """Return a list: of one name, of names with commas between them, or of none."""
-    if value in (None, False, "none", "no", "off", ["none"]):
-        return []
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",")]
-    return value
-
-
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Trackers = Annotated[list[Tracker], BeforeValidator(_tracker_names)]
+Trackers = Annotated[list[Tracker], BeforeValidator(metrics.names_of)]
 Metrics = Annotated[list[str], BeforeValidator(metrics.names_of)]
 EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
 
