@@ -263,41 +263,36 @@ class ThoughtPolicy:
         """
         prompt = asked.prompt.rstrip()
         for block in BLOCKS:
-            if prompt.endswith(block.opened):
-                return self._write_in_opened(block, asked)
-            if prompt.endswith(block.closed):
-                return self._write_after_closed(block, asked)
+            is_open = prompt.endswith(block.opened)
+            if not is_open and not prompt.endswith(block.closed):
+                continue
+            self._refuse_other_reasoning(is_open, asked)
+            before = prompt.removesuffix(block.closed).rstrip()
+            before = before.removesuffix(block.opened).rstrip()
+            if not asked.text.startswith(before):
+                return None
+            answer = _without_block(block, asked.text[len(before) :])
+            if is_open:
+                answer = asked.reasoning + self._find_block_end(block, asked) + answer
+            return asked.prompt + answer
         return None
 
-    def _write_in_opened(self, block: Block, asked: AskedAnswer) -> str | None:
-        """Return the prompt, the reasoning, the end of the block and the answer."""
-        if not asked.reasoning and self._reasoning == "keep":
+    def _refuse_other_reasoning(self, is_open: bool, asked: AskedAnswer) -> None:
+        """Raise RenderError for missing reasoning in an open block, and any after a closed one."""
+        if is_open and not asked.reasoning and self._reasoning == "keep":
             switch = self._find_switch(False, asked)
             raise RenderError(
                 "the chat template opens a think block before an answer, and messages"
                 f"[{asked.index}] has no reasoning; DATA_REASONING=empty trains an empty block"
                 + (f", {switch} none" if switch else "")
             )
-        before = asked.prompt.rstrip().removesuffix(block.opened).rstrip()
-        if not asked.text.startswith(before):
-            return None
-        answer = _without_block(block, asked.text[len(before) :])
-        return asked.prompt + asked.reasoning + self._find_block_end(block, asked) + answer
-
-    def _write_after_closed(self, block: Block, asked: AskedAnswer) -> str | None:
-        """Return the prompt with its empty block, and the answer, which has none."""
-        if asked.reasoning:
+        if not is_open and asked.reasoning:
             switch = self._find_switch(True, asked)
             raise RenderError(
                 "the chat template closes the think block in the prompt, and the row has "
                 f"reasoning; {f'{switch} trains it, ' if switch else ''}DATA_REASONING=drop "
                 "leaves it out"
             )
-        before = asked.prompt.rstrip().removesuffix(block.closed).rstrip()
-        before = before.removesuffix(block.opened).rstrip()
-        if not asked.text.startswith(before):
-            return None
-        return asked.prompt + _without_block(block, asked.text[len(before) :])
 
     def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
         """Return the setting by which the model thinks, or does not; None if none is found."""
