@@ -16,6 +16,7 @@ from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from sft_play.data.rows import Json, Message, Row
+from sft_play.data.special_text import match_any
 from sft_play.data.template_checks import (
     AskedAnswer,
     ThoughtPolicy,
@@ -81,10 +82,9 @@ class TrainingTextBuilder:
         self._train_on = train_on
         self._eos = tokenizer.eos_token
         stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
-        self._stop = re.compile("|".join(map(re.escape, sorted(stop_tokens))))
+        self._stop = match_any(stop_tokens)
         added = tokenizer.added_tokens_decoder.values()
-        special = [re.escape(token.content) for token in added if token.special]
-        any_special = "|".join(special) or r"(?!)"
+        any_special = match_any(token.content for token in added if token.special).pattern
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
         # Kimi K3 closes an answer with <|close|>response<|sep|>: a word between special tokens
         self._ending = re.compile(rf"(?:\s|(?:{any_special})(?:\w+(?:{any_special}))?)*")

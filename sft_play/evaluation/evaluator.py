@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.special_text import match_any
 from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.errors import DivergedError
@@ -59,28 +60,25 @@ class LossBatch(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Scores a model on one split. The ranks share its rows; each returns the same scores."""
 
-    def __init__(
-        self,
-        split: Split,
-        tokenizer: PreTrainedTokenizerBase,
-        train: TrainSection,
-        process: Process,
-        synced_gpus: bool = False,  # see Generator, and the next
-        saved_stops: tuple[int, ...] = (),
-        memory_limit: Callable[[], int | None] = lambda: None,  # bytes of its GPU for this process
-    ):
-        assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
-        self.split = split
-        self.tokenizer = tokenizer
-        self.train = train
-        self.process = process
-        self.batch_size = train.eval_batch_size
-        self.memory_limit = memory_limit
-        self.generator = Generator(tokenizer, train, process, synced_gpus, saved_stops)
-        self.is_stopping: Callable[[], bool] | None = None  # whether this rank was told to stop
+    split: Split
+    tokenizer: PreTrainedTokenizerBase
+    train: TrainSection
+    process: Process
+    synced_gpus: bool = False  # see Generator, and the next
+    saved_stops: tuple[int, ...] = ()
+    memory_limit: Callable[[], int | None] = lambda: None  # bytes of its GPU for this process
+    is_stopping: Callable[[], bool] | None = None  # whether this rank was asked to stop
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.train.eval_batch_size, int), "the plan resolves eval_batch_size"
+        self.batch_size = self.train.eval_batch_size
+        self.generator = Generator(
+            self.tokenizer, self.train, self.process, self.synced_gpus, self.saved_stops
+        )
 
     @cached_property
     def question_indices(self) -> list[int]:
@@ -222,8 +220,7 @@ class Evaluator:
     def _special_tokens(self) -> re.Pattern[str]:
         """What matches a special token: these may be all that separates two turns."""
         added = self.tokenizer.added_tokens_decoder.values()
-        special = [re.escape(token.content) for token in added if token.special]
-        return re.compile("|".join(special) or r"\Z")  # an empty pattern would match everywhere
+        return match_any(token.content for token in added if token.special)
 
     @cached_property
     def _loss_batches(self) -> list[LossBatch]:
