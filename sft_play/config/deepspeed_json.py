@@ -57,6 +57,8 @@ EXAMPLES = {
 }
 # key of the JSON: the key of the run's numbers, the setting that decides it
 SAME_AS_SETTING = {
+    MICRO_BATCH: (MICRO_BATCH, "train.batch_size"),
+    GRAD_ACCUM: (GRAD_ACCUM, "train.grad_accum"),
     CLIPPING: (CLIPPING, "train.max_grad_norm"),
     "bf16.enabled": ("bf16.enabled", "train.bf16"),
     "bfloat16.enabled": ("bf16.enabled", "train.bf16"),
@@ -186,7 +188,6 @@ def find_contradictions(
     raw: DeepSpeedJson, run: DeepSpeedJson, world_size: int
 ) -> Iterator[Problem]:
     """Yield where the JSON contradicts the run; `run` is DeepSpeedRun.by_key()."""
-    yield from _batch_contradictions(raw, run, world_size)
     for key, (name, setting) in SAME_AS_SETTING.items():
         value = value_at(raw, key)
         if value not in (None, AUTO) and value != run[name]:
@@ -195,6 +196,19 @@ def find_contradictions(
                 f"={word(value)}, but {setting}={word(run[name])} in this run; "
                 f'write "auto", or {env_name(setting)}={word(value)}',
             )
+    asked = raw.get(TOTAL_BATCH, AUTO)
+    total = run[TOTAL_BATCH]
+    if asked in (AUTO, total):
+        return
+    rows = _count(run[MICRO_BATCH], "row")
+    steps = _count(run[GRAD_ACCUM], "accumulation step")
+    processes = _count(world_size, "process")
+    fitting, rest = divmod(asked, run[MICRO_BATCH] * world_size)
+    other = f", or TRAIN_GRAD_ACCUM={fitting}" if rest == 0 and fitting else ""
+    yield Problem(
+        TOTAL_BATCH,
+        f'={asked}, but {rows} x {steps} x {processes} = {total}; write "auto" or {total}{other}',
+    )
 
 
 def _key_problems(section: str, members: DeepSpeedJson, known: frozenset[str]) -> Iterator[Problem]:
@@ -304,31 +318,6 @@ def _stray_autos(raw: DeepSpeedJson) -> Iterator[Problem]:
     for key, value in leaves(raw):
         if value == AUTO and key not in RESOLVED and key not in OWN_AUTO:
             yield Problem(key, '="auto" has nothing to be taken from; write a value, or delete it')
-
-
-def _batch_contradictions(
-    raw: DeepSpeedJson, run: DeepSpeedJson, world_size: int
-) -> Iterator[Problem]:
-    for key, setting in ((MICRO_BATCH, "train.batch_size"), (GRAD_ACCUM, "train.grad_accum")):
-        if raw.get(key, AUTO) not in (AUTO, run[key]):
-            yield Problem(
-                key,
-                f"={raw[key]}, but {setting}={run[key]} in this run; "
-                f'write "auto", or {env_name(setting)}={raw[key]}',
-            )
-    asked = raw.get(TOTAL_BATCH, AUTO)
-    total = run[TOTAL_BATCH]
-    if asked in (AUTO, total):
-        return
-    rows = _count(run[MICRO_BATCH], "row")
-    steps = _count(run[GRAD_ACCUM], "accumulation step")
-    processes = _count(world_size, "process")
-    fitting, rest = divmod(asked, run[MICRO_BATCH] * world_size)
-    other = f", or TRAIN_GRAD_ACCUM={fitting}" if rest == 0 and fitting else ""
-    yield Problem(
-        TOTAL_BATCH,
-        f'={asked}, but {rows} x {steps} x {processes} = {total}; write "auto" or {total}{other}',
-    )
 
 
 def _is_number(value: Any) -> bool:
