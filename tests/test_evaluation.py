@@ -25,7 +25,7 @@ from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWrit
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
-from sft_play.evaluation.generate import Answer, Generator, Room, batches_of, share_of_rank
+from sft_play.evaluation.generate import Answer, Generator, Room, split_batches, take_rank_share
 from sft_play.evaluation.scores import UnicodeTokenizer, rouge
 from sft_play.models.fast.loss.head import fuse_loss
 from sft_play.models.losses import summed_nll
@@ -240,8 +240,12 @@ def test_prompts_are_answered_longest_first_as_many_at_once_as_the_memory_holds(
     assert room.prompts(prompt_tokens=100, new_tokens=90) == 2000 // (2 * 190 + 300 + 20) == 2
     assert room.prompts(10, 10) == 8 and room.prompts(10_000, 1) == 1
     lengths = [10, 100, 10, 99, 98, 10]
-    assert batches_of(lengths, lambda tokens: room.prompts(tokens, 90)) == [[1, 3], [4, 0], [2, 5]]
-    assert batches_of(lengths, lambda _: 99, world_size=4) == [[1, 3], [4, 0], [2, 5]]
+    assert split_batches(lengths, lambda tokens: room.prompts(tokens, 90)) == [
+        [1, 3],
+        [4, 0],
+        [2, 5],
+    ]
+    assert split_batches(lengths, lambda _: 99, world_size=4) == [[1, 3], [4, 0], [2, 5]]
 
 
 def test_prompts_that_do_not_fit_are_answered_in_halves(model, split, tokenizer, monkeypatch):
@@ -324,7 +328,7 @@ def test_ranks_share_each_row_once_in_equally_many_batches(world_size, batch_siz
     order = [4, 2, 0, 1, 5, 3]
     batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
     shares = [
-        share_of_rank(batches, Process(rank, rank, world_size, HERE.device))
+        take_rank_share(batches, Process(rank, rank, world_size, HERE.device))
         for rank in range(world_size)
     ]
     assert len({len(share) for share in shares}) == 1

@@ -110,7 +110,7 @@ def test_the_scores_of_an_evaluation_carry_names_and_intervals():
 def test_bleu_and_chrf_without_sacrebleu_say_what_to_install(monkeypatch):
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     expected = "bleu needs sacrebleu, which is not installed: pip install sacrebleu"
-    assert names.problems_of(["bleu"]) == [expected]
+    assert names.find_problems(["bleu"]) == [expected]
 
 
 def test_bleu_and_chrf_are_those_of_sacrebleu():

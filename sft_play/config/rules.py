@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
-from sft_play.config.metrics import problems_of, produced
+from sft_play.config.metrics import find_problems, produced
 from sft_play.config.schema import Config, LoraSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 
@@ -58,7 +58,7 @@ def _saves_apart(config: Config) -> bool:
 def _metric_problems(config: Config, described: Callable[[str], str]) -> list[str]:
     """Return a sentence for every metric that is never produced."""
     train = config.train
-    problems = [f"{described('train.metrics')}: {why}" for why in problems_of(train.metrics)]
+    problems = [f"{described('train.metrics')}: {why}" for why in find_problems(train.metrics)]
     names = produced(train.metrics, train.predict_with_generate)
     wanted = train.metric_for_best_model
     if not {wanted, f"eval_{wanted}"} & set(names):

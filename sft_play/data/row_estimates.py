@@ -82,7 +82,7 @@ class TokenCounter:
         return cls(_load(path), _choose_default(template), special_tokens)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Self:
+    def from_tokenizer(cls, tokenizer: Any) -> Self:
         """Return the counter of a tokenizer of transformers."""
         template = _choose_default(tokenizer.chat_template)
         return cls(tokenizer.backend_tokenizer, template, tokenizer.special_tokens_map)
@@ -201,7 +201,7 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
     if counter is None and may_fetch:
         from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
-        counter = TokenCounter.of(load_tokenizer(config))
+        counter = TokenCounter.from_tokenizer(load_tokenizer(config))
     lengths, uncounted_because = _count_tokens(rows, counter, config.model.name)
     mean_tokens = sum(lengths) / len(lengths)
     return RowFacts(

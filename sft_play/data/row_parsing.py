@@ -289,14 +289,14 @@ def read_prompts(
         try:
             if isinstance(record, UnreadableRecord):
                 raise InvalidRowError(record.reason)
-            found.append(prompt_of(record, columns, system_prompt, origin))
+            found.append(read_prompt(record, columns, system_prompt, origin))
         except InvalidRowError as error:
             bad.append(BadRow(origin, str(error), raw))
     refuse_bad_rows(bad, len(found) + len(bad))
     return found
 
 
-def prompt_of(
+def read_prompt(
     record: Json, columns: Mapping[str, str], system_prompt: SystemPrompt, origin: str
 ) -> Prompt:
     """Return what a record asks, without its last answer. Raises InvalidRowError."""

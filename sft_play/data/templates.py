@@ -188,7 +188,7 @@ class ChatTemplate:
         return TemplateText(texts[0], spans)
 
 
-def template_of(tokenizer: Any) -> str:
+def template_text(tokenizer: Any) -> str:
     """Return the chat template in force, several by name as JSON: the tokenizer's own or ours."""
     own = tokenizer.chat_template or DEFAULT_TEMPLATE
     return own if isinstance(own, str) else json.dumps(own, sort_keys=True)

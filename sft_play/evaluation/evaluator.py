@@ -26,9 +26,9 @@ from sft_play.evaluation.generate import (
     Answer,
     Generator,
     StopWhen,
-    batches_of,
     room_for,
-    share_of_rank,
+    split_batches,
+    take_rank_share,
 )
 from sft_play.evaluation.scores import (
     Answered,
@@ -228,8 +228,8 @@ class Evaluator:
         rows = TrainRows(self.split)
         collate = PadCollator(self.tokenizer.pad_token_id)
         batches = []
-        every = batches_of(self.split.lengths, lambda _: self.batch_size)
-        for indices in share_of_rank(every, self.process):
+        every = split_batches(self.split.lengths, lambda _: self.batch_size)
+        for indices in take_rank_share(every, self.process):
             tensors = collate([rows[index] for index in indices])
             tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
             tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
@@ -245,8 +245,8 @@ class Evaluator:
         """
         prompts = [self.split[index].prompt for index in self.question_indices]
         lengths = [len(prompt) for prompt in prompts]
-        every = batches_of(lengths, self._rows_at(model), self.process.world_size)
-        for numbers in share_of_rank(every, self.process):
+        every = split_batches(lengths, self._rows_at(model), self.process.world_size)
+        for numbers in take_rank_share(every, self.process):
             # ~number is negative for a question, and the question's number for a filler
             yield numbers, [prompts[max(number, ~number)] for number in numbers]
 

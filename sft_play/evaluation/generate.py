@@ -294,7 +294,7 @@ def free_bytes(process: Process, limit_bytes: int | None = None) -> int:
     return min(found)
 
 
-def batches_of(
+def split_batches(
     lengths: Sequence[int], rows_at: Callable[[int], int], world_size: int = 1
 ) -> list[list[int]]:
     """Split rows of `lengths` tokens into batches of their indices, the longest first.
@@ -312,7 +312,7 @@ def batches_of(
     return found
 
 
-def share_of_rank(batches: Sequence[list[int]], process: Process) -> list[list[int]]:
+def take_rank_share(batches: Sequence[list[int]], process: Process) -> list[list[int]]:
     """Return this rank's batches; every rank has the same number.
 
     A rank with one batch too few gets a batch of one filler, `~index` of the last row.

@@ -149,11 +149,11 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
         changed_prompts=sum(
             found != ids for found, ids in zip(facts["prompts"], expected, strict=True)
         ),
-        bound=bound_of(folder, reference),
+        bound=choose_bound(folder, reference),
     )
 
 
-def bound_of(folder: Folder, reference: Reference) -> Bound:
+def choose_bound(folder: Folder, reference: Reference) -> Bound:
     """Return the bound: that of float32 where both sides computed in it on the CPU."""
     if reference.compute_dtype == FLOAT8:
         return FROM_FLOAT8

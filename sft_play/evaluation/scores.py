@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, key_of
+from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, score_name
 from sft_play.errors import ConfigError, first_line
 from sft_play.evaluation.generate import Answer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
@@ -85,7 +85,7 @@ def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
         found = _fits_schema(Path(metric.removeprefix(SCHEMA)), answers)
     else:
         found = _by_function(metric, rows)
-    return MetricScore(key_of(metric), estimate(found), tuple(found))
+    return MetricScore(score_name(metric), estimate(found), tuple(found))
 
 
 def rouge(kind: str, answers: Sequence[str], references: Sequence[str]) -> MetricScore:

@@ -26,8 +26,8 @@ def _strategy_name(value: Any) -> Any:
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Trackers = Annotated[list[Tracker], BeforeValidator(metrics.names_of)]
-Metrics = Annotated[list[str], BeforeValidator(metrics.names_of)]
+Trackers = Annotated[list[Tracker], BeforeValidator(metrics.list_names)]
+Metrics = Annotated[list[str], BeforeValidator(metrics.list_names)]
 EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
 
 
