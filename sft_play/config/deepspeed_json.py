@@ -180,7 +180,7 @@ def find_problems(raw: DeepSpeedJson) -> list[Problem]:
             problems.append(Problem(section, sentence))
     if problems:
         return problems
-    found = (_value_problems, _type_problems, _zero_problems, _stray_autos)
+    found = (_value_problems, _type_problems, _zero_problems)
     return list(itertools.chain.from_iterable(find(raw) for find in found))
 
 
@@ -245,8 +245,11 @@ def _value_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
 
 
 def _type_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
-    """Yield switches and numbers that are something else; "auto" is `_stray_autos`' matter."""
+    """Yield switches and numbers that are something else, and "auto" where nothing resolves it."""
     for key, value in leaves(raw):
+        if value == AUTO and key not in RESOLVED | OWN_AUTO:
+            sentence = '="auto" has nothing to be taken from; write a value, or delete it'
+            yield Problem(key, sentence)
         if value == AUTO or (value is None and key in NULLABLE):
             continue
         if key in SWITCHES and not isinstance(value, bool):
@@ -312,12 +315,6 @@ def _old_switch_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
                 f"=true needs ZeRO stage {lowest_stage} or more, and this is stage {stage}; "
                 f"raise it, or delete {name}",
             )
-
-
-def _stray_autos(raw: DeepSpeedJson) -> Iterator[Problem]:
-    for key, value in leaves(raw):
-        if value == AUTO and key not in RESOLVED and key not in OWN_AUTO:
-            yield Problem(key, '="auto" has nothing to be taken from; write a value, or delete it')
 
 
 def _is_number(value: Any) -> bool:
