@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import random
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -87,13 +86,12 @@ class TokenCounter:
         template = _choose_default(tokenizer.chat_template)
         return cls(tokenizer.backend_tokenizer, template, tokenizer.special_tokens_map)
 
-    def count(self, rows: Sequence[Row]) -> list[int | None]:
-        """Return the tokens of each row, None for one that the template does not take."""
-        texts = [self._text(row) for row in rows]
-        given = [text for text in texts if text is not None]
-        encodings = self.tokenizer.encode_batch_fast(given, add_special_tokens=False)
-        lengths = iter([len(encoding.ids) for encoding in encodings])
-        return [None if text is None else next(lengths) for text in texts]
+    def count(self, rows: Sequence[Row]) -> dict[int, int]:
+        """Return the tokens of each row by its index, without rows that the template refuses."""
+        texts = {index: self._text(row) for index, row in enumerate(rows)}
+        given = {index: text for index, text in texts.items() if text is not None}
+        encodings = self.tokenizer.encode_batch_fast(list(given.values()), add_special_tokens=False)
+        return {index: len(encoding.ids) for index, encoding in zip(given, encodings, strict=True)}
 
     def _text(self, row: Row) -> str | None:
         if row.text is not None or row.segments:
@@ -224,9 +222,9 @@ def _sample_rows(chunks: Sequence[tuple[Chunk, RowFormat]], config: Config) -> l
     start = 0  # of a chunk, among all rows
     for chunk, row_format in chunks:
         end = start + len(chunk.records)
-        chosen = positions[bisect_left(positions, start) : bisect_left(positions, end)]
+        chosen = [position - start for position in positions if start <= position < end]
         if chosen:
-            drawn = chunk.take([position - start for position in chosen])
+            drawn = chunk.take(chosen)
             for parsed in parse_record_rows(drawn, row_format, SystemPrompt.from_config(config)):
                 rows += [] if isinstance(parsed, BadRow) else parsed
         start = end
@@ -250,8 +248,7 @@ def _count_tokens(
     reason: str | None = f"the tokenizer of {model} is not on this machine"
     if counter is not None:
         reason = f"the chat template of {model} takes none of them"
-        found = counter.count(rows[::step])
-        counted = {at * step: tokens for at, tokens in enumerate(found) if tokens is not None}
+        counted = {at * step: tokens for at, tokens in counter.count(rows[::step]).items()}
     ratio = 1 / CHARACTERS_PER_TOKEN
     if counted:
         reason = None
