@@ -121,7 +121,7 @@ def prefetched_by_auto(hidden_size: int) -> int:
 
 
 def precision(raw: DeepSpeedJson) -> str | None:
-    """Return the precision that the JSON itself sets, "bf16" or "fp16"; None where it sets none."""
+    """Return the precision that the JSON itself sets, "bf16" or "fp16"; None if it sets none."""
     if (value_at(raw, "bf16.enabled") or value_at(raw, "bfloat16.enabled")) is True:
         return "bf16"
     return "fp16" if value_at(raw, "fp16.enabled") is True else None
@@ -144,7 +144,7 @@ def with_current_offload_keys(zero: DeepSpeedJson) -> DeepSpeedJson:
 
 
 def value_at(raw: DeepSpeedJson, path: str) -> Any:
-    """Return the value at a dotted path, None where there is none."""
+    """Return the value at a dotted path, None if there is none."""
     node: Any = raw
     for name in path.split("."):
         node = node.get(name) if isinstance(node, dict) else None

@@ -130,7 +130,7 @@ class Words:
         return (self.text(name) or "").lower() in ("1", "true", "yes")
 
     def whole_number(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return a whole number from `low` to `high`; None where it is unset or a problem."""
+        """Return a whole number from `low` to `high`; None if it is unset or a problem."""
         text = self.text(name)
         if text is None:
             return None
@@ -217,7 +217,7 @@ class TasksAsked:
 
 
 def read_tasks(environ: Mapping[str, str]) -> TasksAsked | None:
-    """Return what the variables ask for, None where they name no task.
+    """Return what the variables ask for, None if they name no task.
 
     Raises: ConfigError that lists every wrong one.
     """

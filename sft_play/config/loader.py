@@ -135,7 +135,7 @@ def load(
 def given_value(
     path: str, config_path: str | None, environ: Mapping[str, str], overrides: Iterable[str]
 ) -> YamlValue:
-    """Return what CONFIG, the environment or --set say of a setting, None where they do not.
+    """Return what CONFIG, the environment or --set say of a setting, None if they do not.
 
     What is wrong with the other settings is for `load` to say.
     Raises: ConfigError for a CONFIG that cannot be read.

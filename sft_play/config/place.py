@@ -75,7 +75,7 @@ class Place:
 
 
 def read(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process, None where no other process belongs to it.
+    """Return the place of this process, None if no other process belongs to it.
 
     Raises: ConfigError that lists every variable that is missing or wrong.
     """

@@ -232,7 +232,7 @@ class Suggestion(NamedTuple):
 
 
 def suggest(path: str, known: Iterable[str], sections: Iterable[str] = ()) -> Suggestion | None:
-    """Return what to write in place of a dotted name, None where nothing is known of it.
+    """Return what to write in place of a dotted name, None if nothing is known of it.
 
     In order: the same last word in another section, another program's name, the closest spelling of
     the whole name, the closest spelling of its last word.

@@ -52,7 +52,7 @@ class AnswerSpan:
 class PromptTail(NamedTuple):
     """The end of a prompt, tokenized alone to check that the sample begins with its ids."""
 
-    first_token: int  # at which the tail begins, in the tokens of the whole text
+    first_token: int  # at which the tail begins, in the tokens of the full text
     text: str
 
 

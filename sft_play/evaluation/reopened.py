@@ -50,7 +50,7 @@ class Reference:
 
     rows: dict[str, Tensor]  # OF_ROWS: of all rows in one; positions (N,) count in their row
     said: Said
-    stops: list[tuple[list[int], int]]  # prompt of a row, and the stop that was trained behind it
+    stops: list[tuple[list[int], int]]  # prompt of a row, and the stop that was trained after it
     prompts: list[tuple[list[dict[str, Any]], list[int]]]  # messages, and their ids
     compute_dtype: str  # of the evaluated model's products
     device: str
@@ -84,7 +84,7 @@ class Reference:
 
     @classmethod
     def read(cls, folder: Path) -> "Reference | None":
-        """Return that of a folder of evaluations, None where there is none."""
+        """Return that of a folder of evaluations, None if there is none."""
         if not (folder / REFERENCE_FILE).is_file():
             return None
         with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
@@ -102,7 +102,7 @@ def make_reference(
     process: Process,
     system_prompt: str | None,
 ) -> Reference | None:
-    """Return what a model in evaluation mode says of rows of a split; None where none is labelled.
+    """Return what a model in evaluation mode says of rows of a split; None if none is labelled.
 
     Every rank of divided weights must call it.
     """

@@ -247,7 +247,7 @@ class Scores:
 
     eval_loss: float  # nats per labelled token
     loss_seconds: float
-    generation: GenerationScores | None = None  # None where no answers were generated
+    generation: GenerationScores | None = None  # None if no answers were generated
     row_losses: tuple[RowLoss, ...] = ()  # of all rows of the set, in order
 
     def as_metrics(self) -> dict[str, float]:
