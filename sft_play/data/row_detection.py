@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +137,7 @@ def _refuse_other_training(
             "or take a set that has them, such as timdettmers/openassistant-guanaco"
         )
     if PREFERENCE.issubset(keys) and (found is None or not _works(records, found)):
-        columns = suggest_chosen(records, lambda columns: _columns_work(records, columns))
+        columns = _suggest_chosen(records)
         hint = "to train on chosen alone, write it as messages"
         if columns:
             hint = f"to train on chosen alone: {columns_setting(columns)}"
@@ -216,7 +216,7 @@ def columns_setting(columns: Columns) -> str:
     return "DATA_COLUMNS=" + shlex.quote("{" + ", ".join(pairs) + "}")
 
 
-def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
+def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
     """Return columns that train the preferred answers of a preference set alone."""
     record = records[0]
     candidates: list[Columns] = []
@@ -227,7 +227,7 @@ def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) ->
         if name in record:
             candidates.append({"prompt": name, "completion": "chosen"})
     candidates.append({"text": "chosen"})
-    return next(filter(works, candidates), None)
+    return next((columns for columns in candidates if _columns_work(records, columns)), None)
 
 
 def _candidates(record: Json) -> Iterator[Columns]:
