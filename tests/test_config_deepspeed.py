@@ -44,12 +44,12 @@ def test_json_with_comments_and_trailing_commas_is_read(
     assert read_json(Path("a.json")).value == value
 
 
-def test_every_key_knows_its_line(folder: Path) -> None:
+def test_every_key_knows_its_place(folder: Path) -> None:
     (folder / "a.json").write_text('{\n  "a": /*\n*/ {"b": 1},\n\t"c": [{"d": 2}]\n}')
     assert read_json(Path("a.json")).origins == {
-        "a": "a.json:2",
-        "a.b": "a.json:3",
-        "c": "a.json:4",
+        "a": "a.json:2:3",
+        "a.b": "a.json:3:5",
+        "c": "a.json:4:2",
     }
 
 
@@ -58,9 +58,9 @@ def test_every_key_knows_its_line(folder: Path) -> None:
     [
         (
             '{"a": 1,\n "a": 2}',
-            "a.json:2: key 'a' is given twice, first on line 1; keep one of them",
+            "a.json:2:2: key 'a' is given twice, first on line 1; keep one of them",
         ),
-        ('{"x": {"a": 1, "a": 1}}', "a.json:1: key 'a' is given twice, first on line 1"),
+        ('{"x": {"a": 1, "a": 1}}', "a.json:1:16: key 'a' is given twice, first on line 1"),
         ('{"a" 1}', "a.json:1:6: not valid JSON: Expecting ':' delimiter"),
         ("{'a': 1}", "a.json:1:2: not valid JSON: Expecting property name enclosed in double quot"),
         ("{a: 1}", "a.json:1:2: not valid JSON: Expecting property name enclosed in double quotes"),
@@ -78,7 +78,7 @@ def test_every_key_knows_its_line(folder: Path) -> None:
         ("[" * 100000, "a.json: nested too deeply to read"),
     ],
 )
-def test_broken_json_is_refused_with_its_line(folder: Path, text: str, message: str) -> None:
+def test_broken_json_is_refused_with_line_and_column(folder: Path, text: str, message: str) -> None:
     (folder / "a.json").write_text(text)
     with pytest.raises(ConfigError) as error:
         read_json(Path("a.json"))
@@ -248,13 +248,13 @@ def test_one_of_one_is_counted_in_the_singular() -> None:
 BAD_JSON = [
     (
         '{"train_bach_size": 1}',
-        ":1: train_bach_size: DeepSpeed has no such key; did you mean train_batch_size?",
+        ":1:2: train_bach_size: DeepSpeed has no such key; did you mean train_batch_size?",
     ),
-    ('{"stage": 3}', ":1: stage: DeepSpeed has no such key; it belongs into zero_optimization"),
-    ('{"qqqq": 3}', ":1: qqqq: DeepSpeed has no such key; delete it"),
+    ('{"stage": 3}', ":1:2: stage: DeepSpeed has no such key; it belongs into zero_optimization"),
+    ('{"qqqq": 3}', ":1:2: qqqq: DeepSpeed has no such key; delete it"),
     (
         '{"zero_optimization": {\n "stag": 3}}',
-        ":2: zero_optimization.stag: DeepSpeed has no such key; did you mean stage?",
+        ":2:2: zero_optimization.stag: DeepSpeed has no such key; did you mean stage?",
     ),
     (
         '{"zero_optimization": {"train_batch_size": 3}}',

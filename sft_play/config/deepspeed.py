@@ -98,8 +98,8 @@ class DeepSpeedRun:
 def read(path: str | Path) -> DeepSpeedJson:
     """Return the JSON of a file as plain values, "auto" still in it.
 
-    Raises: ConfigError with file:line for syntax errors, unknown and refused keys, and values that
-    no run could use.
+    Raises: ConfigError with file:line:column for syntax errors, unknown and refused keys, and
+    values that no run could use.
     """
     if not os.path.isfile(path):
         raise ConfigError(f"{VARIABLE}={path}: no such file; {_file_hint(Path(path))}")
@@ -107,7 +107,7 @@ def read(path: str | Path) -> DeepSpeedJson:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}:1: a DeepSpeed config is an object in braces, not {word(raw)}")
     problems = find_problems(raw)
-    # YAML, which knows the lines, takes some keys of JSON for others
+    # YAML, which knows the places, takes some keys of JSON for others
     refuse([f"{origins.get(key, path)}: {key}{sentence}" for key, sentence in problems])
     return raw
 

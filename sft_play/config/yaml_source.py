@@ -139,7 +139,7 @@ def read_mapping(path: Path, shown: str | None = None) -> dict[str, Located]:
 
 
 class JsonFile(NamedTuple):
-    """The value of a JSON file, and the file and line of each key by its dotted name."""
+    """The value of a JSON file, and file:line:column of each key by its dotted name."""
 
     value: Any
     origins: dict[str, str]
@@ -148,7 +148,8 @@ class JsonFile(NamedTuple):
 def read_json(path: Path) -> JsonFile:
     """Return what a JSON file with comments and trailing commas has.
 
-    Raises: ConfigError with file:line for syntax errors, duplicate keys and broken UTF-8.
+    Raises: ConfigError with file:line:column for syntax errors and duplicate keys, with file:line
+    for broken UTF-8.
     """
     shown = str(path)
 
@@ -173,7 +174,7 @@ def read_json(path: Path) -> JsonFile:
         return JsonFile(value, {})
     # escaped, because YAML breaks lines at some characters at which JSON does not
     text = text.encode("ascii", "backslashreplace").decode()
-    return JsonFile(value, dict(_origins(_parse_mapping(text, shown), "")))
+    return JsonFile(value, dict(_origins(_parse_mapping(text, shown, with_columns=True), "")))
 
 
 def _origins(mapping: dict[str, Located], prefix: str) -> Iterator[tuple[str, str]]:
@@ -183,14 +184,17 @@ def _origins(mapping: dict[str, Located], prefix: str) -> Iterator[tuple[str, st
             yield from _origins(located.value, f"{prefix}{key}.")
 
 
-def _parse_mapping(text: str, shown: str) -> dict[str, Located]:
-    """Return the top-level mapping of a YAML text. Raises ConfigError with file:line."""
+def _parse_mapping(text: str, shown: str, with_columns: bool = False) -> dict[str, Located]:
+    """Return the top-level mapping of a YAML text; origins have columns, too, if asked.
+
+    Raises: ConfigError with file:line.
+    """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}
-        located = _Reading(loader, shown).located(node)
+        located = _Reading(loader, shown, with_columns).located(node)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -244,9 +248,10 @@ def _syntax_error(error: yaml.MarkedYAMLError, shown: str) -> str:
 class _Reading:
     """Converts the nodes of one file to values; a node that aliases repeat is converted once."""
 
-    def __init__(self, loader: _Loader, shown: str) -> None:
+    def __init__(self, loader: _Loader, shown: str, with_columns: bool) -> None:
         self.loader = loader
         self.shown = shown
+        self.with_columns = with_columns
         # by id(node); None while the node is being converted
         self.done: dict[int, Located | None] = {}
 
@@ -325,7 +330,9 @@ class _Reading:
             raise ConfigError("\n".join(problems))
 
     def _at(self, node: yaml.Node) -> str:
-        return f"{self.shown}:{node.start_mark.line + 1}"
+        mark = node.start_mark
+        column = f":{mark.column + 1}" if self.with_columns else ""
+        return f"{self.shown}:{mark.line + 1}{column}"
 
 
 def _short_tag(node: yaml.Node) -> str:
