@@ -11,7 +11,7 @@ import typer
 from sft_play.commands import each_gpu, exports, use
 from sft_play.commands.call import read_call
 from sft_play.commands.options import SetOption
-from sft_play.config.sampling import read_sampling
+from sft_play.config.invocation import read_sampling
 
 app = typer.Typer()
 

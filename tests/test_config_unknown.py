@@ -2,9 +2,8 @@
 
 import pytest
 
-from sft_play.config.foreign_keys import ADVICE, SAME_SETTING
 from sft_play.config.schema import sections, settings
-from sft_play.config.unknown import suggest
+from sft_play.config.unknown import ADVICE, SAME_SETTING, suggest
 
 # A key as another program's file or a user has it, and a part of the answer
 ANSWERS = {

@@ -8,8 +8,7 @@ import pytest
 
 from sft_play.config.schema import Config
 from sft_play.data.assemble import RunData
-from sft_play.data.ledger import Ledger, PaddedTokens
-from sft_play.data.ledger_tables import MAX_COLUMNS, ledger_lines
+from sft_play.data.ledger import MAX_COLUMNS, Ledger, PaddedTokens, ledger_lines
 from sft_play.data.pipeline import build_run_data
 
 

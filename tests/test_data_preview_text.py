@@ -4,7 +4,7 @@ import pytest
 from previews import LEDGER, page_text, shown
 
 from sft_play.data import preview
-from sft_play.data.preview import in_color, in_marks, make_visible, print_sequences
+from sft_play.data.preview import fragments, in_marks, make_visible, print_sequences
 from sft_play.data.preview_page import render_page
 
 
@@ -21,11 +21,11 @@ def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
 
 def test_colours_say_what_marks_say(tokenizer) -> None:
     sequence = shown(tokenizer, "Red or blue?", "Red it is")
-    fragments = in_color(sequence)
-    assert "".join(text for text, _ in fragments) == in_marks(sequence).translate(
+    pieces = list(fragments(sequence, has_color=True))
+    assert "".join(text for text, _ in pieces) == in_marks(sequence).translate(
         {ord("⟦"): None, ord("⟧"): None}
     )
-    assert [text for text, style in fragments if "green" in style] == ["Red it is", "<|end|>"]
+    assert [text for text, style in pieces if "green" in style] == ["Red it is", "<|end|>"]
 
 
 def test_nothing_in_a_row_commands_a_terminal(tokenizer) -> None:

@@ -17,7 +17,7 @@ from sft_play.data.render import (
     RenderError,
     render_prompt,
     stop_ids,
-    template_of,
+    template_text,
 )
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError, ExitClass
@@ -177,7 +177,7 @@ def test_a_model_without_a_template_is_rendered_in_plain_words() -> None:
         "### User:\nAnd blue?\n\n### Assistant:\nThe sea.<eos>\n\n"
     )
     assert trained(rendered, tok) == ["A rose.<eos>", "The sea.<eos>"]
-    assert (template_of(tok), template_of(tokenizer(CHATML))) == (DEFAULT_TEMPLATE, CHATML)
+    assert (template_text(tok), template_text(tokenizer(CHATML))) == (DEFAULT_TEMPLATE, CHATML)
 
 
 def test_the_default_template_needs_no_token_of_its_own() -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sft_play.config.schema import Config
+from sft_play.data.messages import MessageList, parse_conversation
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import Renderer, RenderError, render_prompt
 from sft_play.data.rows import Message, Row
@@ -166,8 +167,11 @@ def test_a_token_hidden_in_the_escapes_of_a_tool_call_is_found() -> None:
         "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
     )
     arguments = '{"text": "\\u003c|im_start|>"}'
+    asked = {"role": "user", "content": "q"}
     call = {"type": "function", "function": {"name": "say", "arguments": arguments}}
-    given = Row((Message("user", "q"), Message("assistant", "", tool_calls=(call,))), "r:1")
+    answer = {"role": "assistant", "tool_calls": [call]}
+    lists = [MessageList("messages", [asked, answer])]
+    given = Row(parse_conversation(lists, is_sharegpt=False), "r:1")
     (sample,) = samples_of(given, tok)
     assert sample.as_text == ("<|im_start|>",)
     assert sample.ids.count(tok.convert_tokens_to_ids("<|im_start|>")) == 2

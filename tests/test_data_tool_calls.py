@@ -4,6 +4,7 @@ import pytest
 from families import LLAMA3_WORDS, family, tokenizer
 from renderings import CHATML, WRITES, error_of, samples_of, trained
 
+from sft_play.data.messages import MessageList, parse_conversation
 from sft_play.data.render import (
     render_prompt,
 )
@@ -22,12 +23,14 @@ TOOLS = (
 
 def calling(arguments: object, reasoning: str | None = None) -> Row:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    messages = (
-        Message("user", "Is it warm in Köln?"),
-        Message("assistant", "", reasoning, tool_calls=(call,)),
-        Message("tool", 'It is "mild".\n12 degrees', name="weather", tool_call_id="c1"),
-        Message("assistant", "It is mild."),
-    )
+    result = {"content": 'It is "mild".\n12 degrees', "name": "weather", "tool_call_id": "c1"}
+    turns = [
+        {"role": "user", "content": "Is it warm in Köln?"},
+        {"role": "assistant", "reasoning": reasoning, "tool_calls": [call]},
+        {"role": "tool", **result},
+        {"role": "assistant", "content": "It is mild."},
+    ]
+    messages = parse_conversation([MessageList("messages", turns)], is_sharegpt=False)
     return Row(messages, "rows.jsonl:7", tools=TOOLS)
 
 

@@ -1,6 +1,7 @@
 """sft_play.data: keys of rows and messages that are not used are named once for each source."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from renderings import CHATML
 
 from sft_play.config.schema import Config
 from sft_play.data.files import read_chunks
-from sft_play.data.ledger_tables import ledger_lines
+from sft_play.data.ledger import ledger_lines
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.row_detection import detect_format
-from sft_play.data.row_parsing import UnusedKeys, parse_record_rows, unused_notes
+from sft_play.data.row_parsing import parse_record_rows, unused_notes
 
 
 def row(number: int) -> dict[str, Any]:
@@ -69,10 +70,10 @@ def test_a_text_with_marked_turns_is_named_with_the_way_to_train_its_answers(
     texts = [f"### Human: What is {n}?### Assistant: A number." for n in range(10)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     row_format = detect_format(path, {})
-    unused = UnusedKeys(row_format)
+    unused: Counter[str] = Counter()
     (chunk,) = read_chunks(path)
     assert len(list(parse_record_rows(chunk, row_format, unused=unused))) == 10
-    (note,) = unused_notes(unused.rows, "a.jsonl")
+    (note,) = unused_notes(unused, "a.jsonl")
     assert note == (
         "a.jsonl: Human: and Assistant: in the text (10 rows) not used: every token is trained, "
         "also the questions'; to train the answers alone: DATA_COLUMNS='{messages: text}'"

@@ -9,7 +9,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sft_play.config import metrics as names
 from sft_play.errors import ConfigError
 from sft_play.evaluation.generate import Answer
-from sft_play.evaluation.scores import Answered, GenerationScores, rouge_l, score_answers
+from sft_play.evaluation.scores import Answered, GenerationScores, rouge, score_answers
 
 ANSWERS = ["the cat sat on the mat", "", "one two", "Completely different words", "a b c d"]
 EXPECTED = ["the cat is on the mat", "something", "one two", "nothing shared here", "d c b a"]
@@ -94,11 +94,13 @@ def test_scores_of_ten_answers_have_an_interval_that_repeats():
 def test_the_scores_of_an_evaluation_carry_names_and_intervals():
     answers = ["one two", "one"] * 10
     generation = GenerationScores(
-        rouge_l=rouge_l(answers, ["one two"] * 20),
+        scores=(
+            rouge("rougeL", answers, ["one two"] * 20),
+            scored("exact_match", answers, ["one two"] * 20),
+        ),
         answers=tuple(Answer(text, was_cut=False) for text in answers),
         max_new_tokens=8,
         seconds=1.0,
-        others=(scored("exact_match", answers, ["one two"] * 20),),
     )
     found = generation.as_metrics()
     assert found["exact_match"] == 0.5 and found["exact_match_low"] < 0.5 < found["rougeL_high"]
@@ -108,7 +110,7 @@ def test_the_scores_of_an_evaluation_carry_names_and_intervals():
 def test_bleu_and_chrf_without_sacrebleu_say_what_to_install(monkeypatch):
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     expected = "bleu needs sacrebleu, which is not installed: pip install sacrebleu"
-    assert names.problems_of(["bleu"]) == [expected]
+    assert names.find_problems(["bleu"]) == [expected]
 
 
 def test_bleu_and_chrf_are_those_of_sacrebleu():

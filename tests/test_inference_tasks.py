@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.commands import each_gpu
+from sft_play.config.invocation import TasksAsked, read_tasks
 from sft_play.config.schema import Config
-from sft_play.config.tasks import TasksAsked, read_tasks
 from sft_play.errors import ConfigError, EnvironmentFault
 
 COUNTED = (6, 13, 8, 1, 11, 3)  # what the taught base has learnt

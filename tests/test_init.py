@@ -10,8 +10,8 @@ from sft_play.commands import call as calls
 from sft_play.commands.init import init
 from sft_play.commands.plan import plan_for_display
 from sft_play.config import invocation
-from sft_play.config.commented import Line, commented_yaml
 from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.config.present import Line, commented_yaml
 from sft_play.errors import ConfigError, DataError, ExitClass, OutOfMemory
 
 TINY = PROJECT_ROOT / "data" / "tiny_llama"

@@ -111,7 +111,7 @@ def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_tr
         trainer.order.set_epoch(epoch)
         for number, batch in enumerate(trainer.order):
             step, micro_batch = divmod(number, trainer.order.layout.micro_batches)
-            named = trainer.order.samples_of(3 * epoch + step + 1, micro_batch, rank=0)
+            named = trainer.order.find_samples(3 * epoch + step + 1, micro_batch, rank=0)
             assert named == [index for rows in batch for index in rows if index >= 0]
     assert trainer.guard.rows_of(1, 0)[0].startswith(data.train.origin(0).partition(":")[0])
 

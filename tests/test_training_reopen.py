@@ -6,8 +6,7 @@ import pytest
 from run_files import run_json
 
 from sft_play.errors import CheckpointError
-from sft_play.evaluation.reference import Reference
-from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.evaluation.reopened import Folder, Reference, reopen
 
 CHECK = "plain transformers opens the saved weights and says the same"
 

@@ -17,12 +17,10 @@ from typing import Any
 from sft_play import stops
 from sft_play.commands import use
 from sft_play.commands.call import Call
+from sft_play.config.invocation import SamplingRequest, TasksAsked, read_sampling, read_tasks
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.messages import refuse
-from sft_play.config.sampling import SamplingRequest, read_sampling
-from sft_play.config.tasks import TasksAsked, read_tasks
-from sft_play.data.prompts import Prompt, read_prompts
-from sft_play.data.row_parsing import SystemPrompt
+from sft_play.data.row_parsing import Prompt, SystemPrompt, read_prompts
 from sft_play.errors import DataError, EnvironmentFault, ExitClass, StoppedOnRequest, of_class
 from sft_play.plan import devices
 from sft_play.plan.launch import free_port

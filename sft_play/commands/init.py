@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from sft_play.commands.call import Call, hardware_of, look, write_out
 from sft_play.config import loader
-from sft_play.config.commented import Line, commented_yaml
 from sft_play.config.loader import CHOSEN, LoadedConfig
+from sft_play.config.present import Line, commented_yaml
 from sft_play.config.schema import env_name, settings
 from sft_play.config.yaml_source import Located, YamlValue
 from sft_play.errors import ConfigError

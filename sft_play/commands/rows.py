@@ -45,8 +45,7 @@ def data_check(planned: PlannedRun, as_json: bool) -> None:
 
     Raises: DataError, after printing what was read before it.
     """
-    from sft_play.data.ledger import DataAccount
-    from sft_play.data.ledger_tables import ledger_lines
+    from sft_play.data.ledger import DataAccount, ledger_lines
     from sft_play.data.pipeline import build_ledger
 
     account = DataAccount()

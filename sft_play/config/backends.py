@@ -49,7 +49,7 @@ class Backend:
     default_config: str  # of configs/, for `make train-NAME` without CONFIG
     requirements: str  # the file with the pins of its packages
     install_command: str
-    package: str | None  # the package to look for beside those that every run needs
+    package: str | None  # the package to check for, besides those that every run needs
     needs_gpu: bool
     min_capability: tuple[int, int]  # of a GPU, (0, 0) where any will do
     computes_in_float32: bool

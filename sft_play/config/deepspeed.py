@@ -11,8 +11,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play.config import jsonc
-from sft_play.config.deepspeed_checks import find_contradictions, find_problems
 from sft_play.config.deepspeed_json import (
     AUTO,
     CLIPPING,
@@ -25,6 +23,8 @@ from sft_play.config.deepspeed_json import (
     DeepSpeedJson,
     Fetching,
     fetching,
+    find_contradictions,
+    find_problems,
     leaves,
     offloads,
     precision,
@@ -34,6 +34,7 @@ from sft_play.config.deepspeed_json import (
 )
 from sft_play.config.deepspeed_keys import OWN_AUTO
 from sft_play.config.messages import refuse, word
+from sft_play.config.yaml_source import read_json
 from sft_play.errors import ConfigError
 
 __all__ = [
@@ -102,14 +103,13 @@ def read(path: str | Path) -> DeepSpeedJson:
     """
     if not os.path.isfile(path):
         raise ConfigError(f"{VARIABLE}={path}: no such file; {_file_hint(Path(path))}")
-    document = jsonc.read(Path(path))
-    if not isinstance(document.value, dict):
-        raise ConfigError(
-            f"{path}:1: a DeepSpeed config is an object in braces, not {word(document.value)}"
-        )
-    problems = find_problems(document.value)
-    refuse([f"{document.origin[key]}: {key}{sentence}" for key, sentence in problems])
-    return document.value
+    raw, origins = read_json(Path(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}:1: a DeepSpeed config is an object in braces, not {word(raw)}")
+    problems = find_problems(raw)
+    # YAML, which knows the places, takes some keys of JSON for others
+    refuse([f"{origins.get(key, path)}: {key}{sentence}" for key, sentence in problems])
+    return raw
 
 
 def resolve(raw: DeepSpeedJson, run: DeepSpeedRun, source: str = VARIABLE) -> DeepSpeedJson:

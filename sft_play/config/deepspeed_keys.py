@@ -96,26 +96,22 @@ SWITCHES = frozenset(
     """.split()
 )
 # Where it wants a whole number, and the smallest that it takes
-WHOLE_NUMBERS = {
-    "steps_per_print": 1,
-    "fp16.hysteresis": 0,
-    "fp16.initial_scale_power": 0,
-    "fp16.loss_scale_window": 0,
-    "zero_optimization.allgather_bucket_size": 0,
-    "zero_optimization.max_live_parameters": 0,
-    "zero_optimization.max_reuse_distance": 0,
-    "zero_optimization.model_persistence_threshold": 0,
-    "zero_optimization.param_persistence_threshold": 0,
-    "zero_optimization.prefetch_bucket_size": 0,
-    "zero_optimization.reduce_bucket_size": 1,
-    "zero_optimization.stage3_max_live_parameters": 0,
-    "zero_optimization.stage3_max_reuse_distance": 0,
-    "zero_optimization.stage3_model_persistence_threshold": 0,
-    "zero_optimization.stage3_param_persistence_threshold": 0,
-    "zero_optimization.stage3_prefetch_bucket_size": 0,
-    "zero_optimization.sub_group_size": 0,
-    "zero_optimization.zero_hpz_partition_size": 0,
-}
+FROM_ONE = """
+    steps_per_print zero_optimization.reduce_bucket_size train_batch_size
+    train_micro_batch_size_per_gpu gradient_accumulation_steps
+""".split()
+FROM_ZERO = """
+    fp16.hysteresis fp16.initial_scale_power fp16.loss_scale_window
+    zero_optimization.allgather_bucket_size zero_optimization.max_live_parameters
+    zero_optimization.max_reuse_distance zero_optimization.model_persistence_threshold
+    zero_optimization.param_persistence_threshold zero_optimization.prefetch_bucket_size
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+    zero_optimization.stage3_model_persistence_threshold
+    zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.stage3_prefetch_bucket_size zero_optimization.sub_group_size
+    zero_optimization.zero_hpz_partition_size
+""".split()
+WHOLE_NUMBERS = {**dict.fromkeys(FROM_ONE, 1), **dict.fromkeys(FROM_ZERO, 0)}
 
 # Where null is DeepSpeed's own default
 NULLABLE = frozenset({"steps_per_print", "zero_optimization.overlap_comm"})

@@ -1,7 +1,8 @@
-"""The make variables that are no settings: which config, which run, which machine. Pure."""
+"""The make variables that are no settings: config, run, machine, sampling, tasks. Pure."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -129,7 +130,7 @@ class Words:
         return (self.text(name) or "").lower() in ("1", "true", "yes")
 
     def whole_number(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return a whole number from `low` to `high`; None where it is unset or a problem."""
+        """Return a whole number from `low` to `high`; None if it is unset or a problem."""
         text = self.text(name)
         if text is None:
             return None
@@ -147,3 +148,93 @@ class Words:
             f"{name}={word(text)}: write {', '.join(choices[:-1])} or {choices[-1]}"
         )
         return None
+
+
+SAMPLING_VARIABLES = frozenset({"TEMPERATURE", "TOP_P", "TOP_K", "SEED"})
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """What a call asks of sampling; None is what the base's generation_config.json says."""
+
+    temperature: float | None = None  # 0: always the most likely token
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def asks_nothing(self) -> bool:
+        return self.temperature is None and self.top_p is None and self.top_k is None
+
+
+def read_sampling(environ: Mapping[str, str]) -> SamplingRequest:
+    """Return what the variables ask for. Raises ConfigError that lists every wrong one."""
+    words = Words(environ)
+    request = SamplingRequest(
+        temperature=_number(words, "TEMPERATURE", lambda number: number >= 0, "of at least 0"),
+        top_p=_number(words, "TOP_P", lambda number: 0 < number <= 1, "above 0, at most 1"),
+        top_k=words.whole_number("TOP_K", 1),
+        seed=words.whole_number("SEED", 0) or 0,
+    )
+    if request.is_greedy and (request.top_p, request.top_k) != (None, None):
+        words.problems.append("TEMPERATURE=0 draws nothing; leave TOP_P and TOP_K out")
+    refuse(words.problems)
+    return request
+
+
+def _number(
+    words: Words, name: str, is_allowed: Callable[[float], bool], bounds: str
+) -> float | None:
+    text = words.text(name)
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isfinite(number) and is_allowed(number):
+        return number
+    words.problems.append(f"{name}={word(text)}: write a number {bounds}")
+    return None
+
+
+OF_TASKS = ("LIMIT", "FEWSHOT", "TEMPLATE")  # what says something of TASKS, and of nothing else
+TASK_VARIABLES = frozenset({"TASKS", *OF_TASKS})
+
+
+@dataclass(frozen=True)
+class TasksAsked:
+    """Tasks of lm-eval by name, or YAML files of own ones, and how they are asked."""
+
+    names: tuple[str, ...]
+    limit: int | None = None  # of the questions of each task; None: all
+    fewshot: int | None = None  # solved examples before a question; None: as the task says
+    has_template: bool = False  # questions are written with the chat template
+
+
+def read_tasks(environ: Mapping[str, str]) -> TasksAsked | None:
+    """Return what the variables ask for, None if they name no task.
+
+    Raises: ConfigError that lists every wrong one.
+    """
+    words = Words(environ)
+    names = (words.text("TASKS") or "").replace(",", " ").split()
+    asked = TasksAsked(
+        names=tuple(dict.fromkeys(names)),
+        limit=words.whole_number("LIMIT", 1),
+        fewshot=words.whole_number("FEWSHOT", 0),
+        has_template=words.choice("TEMPLATE", ("0", "1")) == "1",
+    )
+    if not names:
+        for name in filter(words.text, OF_TASKS):
+            words.problems.append(
+                f"{name}: is for tasks of lm-eval; name them with TASKS=hellaswag"
+            )
+    elif words.text("DATA_TEST_PATH"):
+        words.problems.append("TASKS and DATA_TEST_PATH: score them in two calls")
+    refuse(words.problems)
+    return asked if names else None

@@ -79,7 +79,7 @@ def from_files(source: Path, base: Path | None, problems: list[str]) -> list[Lay
             if child.resolve() not in merged:
                 visit(child, trail)
         merged.add(path.resolve())
-        layers.append(_settings_of(mapping, problems))
+        layers.append(_collect_settings(mapping, problems))
 
     if base is not None and base.exists():
         visit(base, ())
@@ -90,7 +90,7 @@ def from_files(source: Path, base: Path | None, problems: list[str]) -> list[Lay
 
 def from_file(path: Path, problems: list[str]) -> Layer:
     """Return the settings of one file that includes no other. Raises ConfigError."""
-    return _settings_of(read_mapping(path, displayed(path)), problems)
+    return _collect_settings(read_mapping(path, displayed(path)), problems)
 
 
 def _include_names(include: Located | None) -> list[str]:
@@ -125,7 +125,7 @@ def _refuse_bad_include(include: Located, name: str, child: Path, trail: tuple[P
     raise ConfigError(f"{include.origin}: include={name}: no such file {displayed(child)}; {hint}")
 
 
-def _settings_of(mapping: dict[str, Located], problems: list[str]) -> Layer:
+def _collect_settings(mapping: dict[str, Located], problems: list[str]) -> Layer:
     """Return a file's settings by dotted name; unknown names become problems."""
     layer: Layer = {}
     known = settings()

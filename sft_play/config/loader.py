@@ -135,7 +135,7 @@ def load(
 def given_value(
     path: str, config_path: str | None, environ: Mapping[str, str], overrides: Iterable[str]
 ) -> YamlValue:
-    """Return what CONFIG, the environment or --set say of a setting, None where they do not.
+    """Return what CONFIG, the environment or --set say of a setting, None if they do not.
 
     What is wrong with the other settings is for `load` to say.
     Raises: ConfigError for a CONFIG that cannot be read.
@@ -232,7 +232,11 @@ def _validate(merged: Layer, problems: list[str]) -> Config:
     """
     config = None
     # pydantic reads true as 1, so this looks for switches where none belong
-    wrong = {path for path in merged if _is_stray_switch(path, merged[path].value)}
+    wrong = {
+        path
+        for path, located in merged.items()
+        if isinstance(located.value, bool) and not is_switch(path)
+    }
     try:
         values = {path: located.value for path, located in merged.items()}
         config = Config.model_validate(nested(values))
@@ -253,10 +257,6 @@ def _credentials(merged: Layer) -> list[str]:
         for path, located in merged.items()
         if path not in FREE_TEXTS and holds_credential(str(located.value))
     ]
-
-
-def _is_stray_switch(path: str, value: SettingValue) -> bool:
-    return isinstance(value, bool) and not is_switch(path)
 
 
 def _setting_at(location: tuple[int | str, ...]) -> str:

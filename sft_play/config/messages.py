@@ -2,12 +2,11 @@
 
 import math
 import os
-import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from sft_play.config.schema import is_structured, kinds, settings
 from sft_play.config.yaml_source import Located
@@ -15,14 +14,15 @@ from sft_play.errors import ConfigError
 
 PROBLEMS_SHOWN = 8
 WORD_LENGTH = 80  # most characters of a value that a message repeats
-# annotated_types constraint: the words for it
-BOUNDS = {"ge": "of at least", "gt": "above", "lt": "below"}
+# What JSON Schema calls bounds and types: the words for it
+BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
 TYPE_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    type(None): "null",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a text",
+    "null": "null",
+    "array": "a list of names",
 }
 
 
@@ -117,21 +117,14 @@ def _is_above(value: Any, limit: float) -> bool:
 
 def _limit(path: str) -> float:
     """Return the largest number that a setting takes, infinite where it has no limit."""
+    return min((kind["maximum"] for kind in _kinds(path) if "maximum" in kind), default=math.inf)
+
+
+def _kinds(path: str) -> list[Mapping[str, Any]]:
+    """Return the types that a setting takes, in JSON Schema."""
     field = settings()[path]
-    return min(_limits(field.annotation, field.metadata), default=math.inf)
-
-
-def _limits(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[float]:
-    for constraint in metadata:
-        bound = getattr(constraint, "le", None)
-        if bound is not None:
-            yield bound
-    if typing.get_origin(annotation) is typing.Annotated:
-        inner, *extra = typing.get_args(annotation)
-        yield from _limits(inner, [part for item in extra for part in _constraints(item)])
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for argument in typing.get_args(annotation):
-            yield from _limits(argument, metadata)
+    schema = TypeAdapter(typing.Annotated[field.annotation, field]).json_schema()
+    return schema.get("anyOf", [schema])
 
 
 def wanted(path: str) -> str:
@@ -139,35 +132,15 @@ def wanted(path: str) -> str:
     field = settings()[path]
     special = (field.json_schema_extra or {}).get("write")
     if special is None:
-        return _type_words(field.annotation, field.metadata)
+        return ", or ".join(map(_kind_words, _kinds(path)))
     return f"{special}, or null" if type(None) in kinds(field.annotation) else special
 
 
-def _type_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
-    if origin is typing.Annotated:
-        inner, *extra = arguments
-        return _type_words(inner, [part for item in extra for part in _constraints(item)])
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(_type_words(argument, metadata) for argument in arguments)
-    if origin is typing.Literal:
-        *others, last = map(str, arguments)
-        return f"{', '.join(others)} or {last}" if others else last
-    if origin is list:
-        return "a list of names"
-    words = TYPE_WORDS[annotation]
-    bounds = " and ".join(phrase for item in metadata for phrase in _bound_words(item))
-    return f"{words} {bounds}" if bounds else words
-
-
-def _constraints(item: Any) -> Iterable[Any]:
-    """Return the constraints in one item of an Annotated: a pydantic FieldInfo holds several."""
-    return getattr(item, "metadata", [item])
-
-
-def _bound_words(constraint: Any) -> Iterator[str]:
-    for name, phrase in BOUNDS.items():
-        bound = getattr(constraint, name, None)
-        if bound is not None:
-            yield f"{phrase} {bound}"
+def _kind_words(kind: Mapping[str, Any]) -> str:
+    if "const" in kind:
+        return kind["const"]
+    if "enum" in kind:
+        *others, last = kind["enum"]
+        return f"{', '.join(others)} or {last}"
+    bounds = [f"{phrase} {kind[name]}" for name, phrase in BOUNDS.items() if name in kind]
+    return f"{TYPE_WORDS[kind['type']]} {' and '.join(bounds)}".rstrip()

@@ -21,7 +21,7 @@ ALWAYS = "rougeL"
 LOSS = "loss"
 
 
-def names_of(value: Any) -> Any:
+def list_names(value: Any) -> Any:
     """Return a list: of names with commas between them, or of none."""
     if value in (None, False, "none", "no", "off", ["none"]):
         return []
@@ -30,7 +30,7 @@ def names_of(value: Any) -> Any:
     return value
 
 
-def key_of(metric: str) -> str:
+def score_name(metric: str) -> str:
     """Return the name of a metric's score: `json_schema`, or that of the function."""
     if metric.startswith(SCHEMA):
         return "json_schema"
@@ -38,10 +38,10 @@ def key_of(metric: str) -> str:
     return function["name"] if function else metric
 
 
-def problems_of(metrics: Sequence[str]) -> list[str]:
+def find_problems(metrics: Sequence[str]) -> list[str]:
     """Return why metrics cannot be computed, and what to type; [] where all can."""
     problems = [problem for metric in metrics if (problem := _problem(metric))]
-    keys = [key_of(metric) for metric in metrics]
+    keys = [score_name(metric) for metric in metrics]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     return [*problems, *(f"{key} is there twice; its scores have one name" for key in twice)]
 
@@ -50,7 +50,7 @@ def produced(metrics: Sequence[str], generates: bool) -> list[str]:
     """Return the names of the scores of an evaluation during training."""
     found = [LOSS]
     if generates:
-        found += dict.fromkeys((ALWAYS, *map(key_of, metrics)))
+        found += dict.fromkeys((ALWAYS, *map(score_name, metrics)))
     return [f"eval_{name}" for name in found]
 
 

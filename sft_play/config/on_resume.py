@@ -19,134 +19,50 @@ class OnResume(StrEnum):
 
 
 CONTENT = ("data.train_path", "data.val_path", "data.test_path")
-OF_LAUNCH = (
-    "train.run_name",
-    "train.resume_from",
-    "train.stop_after",
-    "train.extend",
-    "train.elastic",
-    "train.allow_backend_change",
-)
+OF_LAUNCH = """
+    train.run_name train.resume_from train.stop_after train.extend train.elastic
+    train.allow_backend_change
+""".split()
 # The precision that follows from bf16 and fp16 must match: the stamp has it
-PLANNED = (
-    "train.batch_size",
-    "train.grad_accum",
-    "train.gradient_checkpointing",
-    "train.activation_offloading",
-    "train.eval_batch_size",
-    "train.generation_max_new_tokens",
-    "train.packing",
-    "train.bf16",
-    "train.fp16",
-    "train.ddp_timeout",
-    "train.dataloader_pin_memory",
-    "train.probe",
-    "train.strategy",
-    "train.fsdp_offload",
-    "tuning.towers",
-)
-FREE = (
-    "model.attn_implementation",
-    "model.device_map",
-    "model.trust_remote_code",
-    "model.allow_pickled_weights",
-    "tuning.allow_untrained_tokens",
-    "train.output_dir",
-    "train.report_to",
-    "train.reopen_saved",
-    "train.fast_path",
-    "train.cuda_graphs",
-    "train.profile_steps",
-    "train.ddp_find_unused_parameters",
-    "train.ddp_broadcast_buffers",
-    "train.ddp_bucket_cap_mb",
-    "train.hang_timeout",
-    "train.dataloader_num_workers",
-    "train.predict_with_generate",
-    "train.generation_num_beams",
-    "train.generation_max_rows",
-    "train.generation_batch_size",
-    "train.metrics",
-    "train.metric_for_best_model",
-    "train.load_best_model_at_end",
-    "train.early_stopping_patience",
-    "train.eval_time_budget",
-    "train.eval_strategy",
-    "train.eval_steps",
-    "train.eval_do_concat_batches",
-    "train.eval_accumulation_steps",
-    "train.logging_steps",
-    "train.on_nonfinite",
-    "train.max_skipped_steps",
-    "train.on_untrained",
-    "train.save_strategy",
-    "train.save_steps",
-    "train.save_total_limit",
-    "data.cache_dir",
-    "data.max_lost",
-)
+PLANNED = """
+    train.batch_size train.grad_accum train.gradient_checkpointing train.activation_offloading
+    train.eval_batch_size train.generation_max_new_tokens train.packing train.bf16 train.fp16
+    train.ddp_timeout train.dataloader_pin_memory train.probe train.strategy train.fsdp_offload
+    tuning.towers
+""".split()
+FREE = """
+    model.attn_implementation model.device_map model.trust_remote_code model.allow_pickled_weights
+    tuning.allow_untrained_tokens train.output_dir train.report_to train.reopen_saved
+    train.fast_path train.cuda_graphs train.profile_steps train.ddp_find_unused_parameters
+    train.ddp_broadcast_buffers train.ddp_bucket_cap_mb train.hang_timeout
+    train.dataloader_num_workers train.predict_with_generate train.generation_num_beams
+    train.generation_max_rows train.generation_batch_size train.metrics
+    train.metric_for_best_model train.load_best_model_at_end train.early_stopping_patience
+    train.eval_time_budget train.eval_strategy train.eval_steps train.eval_do_concat_batches
+    train.eval_accumulation_steps train.logging_steps train.on_nonfinite train.max_skipped_steps
+    train.on_untrained train.save_strategy train.save_steps train.save_total_limit data.cache_dir
+    data.max_lost
+""".split()
 # Listed, too, so that a new setting has no class until someone has thought of one
-MUST_MATCH = (
-    "model.name",
-    "model.revision",
-    "model.max_seq_len",
-    "model.rope_scaling.rope_type",
-    "model.rope_scaling.factor",
-    "model.rope_scaling.original_max_position_embeddings",
-    "model.rope_scaling.attention_factor",
-    "model.rope_scaling.beta_fast",
-    "model.rope_scaling.beta_slow",
-    "model.rope_scaling.low_freq_factor",
-    "model.rope_scaling.high_freq_factor",
-    "model.dtype",
-    "model.chat_template",
-    "model.template_kwargs",
-    "model.template_date",
-    "tuning.mode",
-    "tuning.backend",
-    "tuning.base_dtype",
-    "tuning.bnb_4bit_quant_type",
-    "tuning.bnb_4bit_use_double_quant",
-    "tuning.lora.r",
-    "tuning.lora.alpha",
-    "tuning.lora.dropout",
-    "tuning.lora.target_modules",
-    "tuning.lora.experts",
-    "tuning.lora.use_rslora",
-    "tuning.lora.use_dora",
-    "tuning.lora.init_lora_weights",
-    "tuning.lora.loraplus_lr_ratio",
-    "tuning.lora.layers_to_transform",
-    "tuning.lora.modules_to_save",
-    "tuning.lora.trainable_tokens",
-    "train.effective_batch_size",
-    "train.learning_rate",
-    "train.lr_scheduler_type",
-    "train.warmup_steps",
-    "train.weight_decay",
-    "train.max_grad_norm",
-    "train.optim",
-    "train.adam_beta1",
-    "train.adam_beta2",
-    "train.adam_epsilon",
-    "train.neftune_noise_alpha",
-    "train.router_aux_loss_coef",
-    "train.epochs",
-    "train.max_steps",
-    "train.seed",
-    "train.data_seed",
-    "data.columns",
-    "data.on_bad_row",
-    "data.on_overlap",
-    "data.train_on",
-    "data.reasoning",
-    "data.special_tokens_in_text",
-    "data.val_size",
-    "data.too_long",
-    "data.system_prompt",
-    "data.system_prompt_mode",
-)
-CLASSES: dict[str, OnResume] = {
+MUST_MATCH = """
+    model.name model.revision model.max_seq_len model.rope_scaling.rope_type
+    model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings
+    model.rope_scaling.attention_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
+    model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor model.dtype
+    model.chat_template model.template_kwargs model.template_date tuning.mode tuning.backend
+    tuning.base_dtype tuning.bnb_4bit_quant_type tuning.bnb_4bit_use_double_quant tuning.lora.r
+    tuning.lora.alpha tuning.lora.dropout tuning.lora.target_modules tuning.lora.experts
+    tuning.lora.use_rslora tuning.lora.use_dora tuning.lora.init_lora_weights
+    tuning.lora.loraplus_lr_ratio tuning.lora.layers_to_transform tuning.lora.modules_to_save
+    tuning.lora.trainable_tokens train.effective_batch_size train.learning_rate
+    train.lr_scheduler_type train.warmup_steps train.weight_decay train.max_grad_norm train.optim
+    train.adam_beta1 train.adam_beta2 train.adam_epsilon train.neftune_noise_alpha
+    train.router_aux_loss_coef train.epochs train.max_steps train.seed train.data_seed
+    data.columns data.on_bad_row data.on_overlap data.train_on data.reasoning
+    data.special_tokens_in_text data.val_size data.too_long data.system_prompt
+    data.system_prompt_mode
+""".split()
+CLASSES = {
     **dict.fromkeys(MUST_MATCH, OnResume.MUST_MATCH),
     **dict.fromkeys(CONTENT, OnResume.CONTENT),
     **dict.fromkeys(PLANNED, OnResume.PLANNED),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sft_play.config.invocation import PORTS, Words
 from sft_play.config.messages import refuse, word
+from sft_play.errors import ConfigError
 
 # Where processes meet whose RANK was set by hand, without MASTER_ADDR and MASTER_PORT
 DEFAULT_ADDRESS = "localhost"
@@ -74,7 +75,7 @@ class Place:
 
 
 def read(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process, None where no other process belongs to it.
+    """Return the place of this process, None if no other process belongs to it.
 
     Raises: ConfigError that lists every variable that is missing or wrong.
     """
@@ -88,7 +89,12 @@ def read(environ: Mapping[str, str]) -> Place | None:
     if rank is None or world_size is None:
         return None
     if local_rank is None or local_world_size is None:
-        _refuse_unknown_machine(address, world_size)
+        if world_size > 1 and address not in THIS_MACHINE:
+            raise ConfigError(
+                f"MASTER_ADDR={word(address)} without LOCAL_RANK and LOCAL_WORLD_SIZE: set them to "
+                "this process's number on its machine and how many run there (0 and 1 where each "
+                "machine runs one)"
+            )
         local_rank, local_world_size = rank, world_size
     place = Place(
         rank,
@@ -123,19 +129,15 @@ def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     variables = place.make_variables()
     asked = Words(environ).text("NUM_GPUS")
     if asked not in (None, variables["NUM_GPUS"]):
-        refuse(
-            [
-                f"NUM_GPUS={word(asked)}: the launcher has started {place.local_world_size} "
-                "processes on this machine; leave NUM_GPUS out"
-            ]
+        raise ConfigError(
+            f"NUM_GPUS={word(asked)}: the launcher has started {place.local_world_size} "
+            "processes on this machine; leave NUM_GPUS out"
         )
     strategy = Words(environ).text("TRAIN_STRATEGY")
     if place.uses_fsdp and strategy not in (None, "auto", "fsdp"):
-        refuse(
-            [
-                f"TRAIN_STRATEGY={word(strategy)}: accelerate launch --use_fsdp asks for fsdp; "
-                "leave one of them out"
-            ]
+        raise ConfigError(
+            f"TRAIN_STRATEGY={word(strategy)}: accelerate launch --use_fsdp asks for fsdp; "
+            "leave one of them out"
         )
     if environ.get("DEEPSPEED_CONFIG"):
         variables.pop("DEEPSPEED_CONFIG", None)
@@ -163,17 +165,6 @@ def _pair(words: Words, rank_name: str, size_name: str) -> tuple[int | None, int
             "does, or neither"
         )
     return words.whole_number(rank_name, 0), words.whole_number(size_name, 1)
-
-
-def _refuse_unknown_machine(address: str, world_size: int) -> None:
-    if world_size > 1 and address not in THIS_MACHINE:
-        refuse(
-            [
-                f"MASTER_ADDR={word(address)} without LOCAL_RANK and LOCAL_WORLD_SIZE: set them to "
-                "this process's number on its machine and how many run there (0 and 1 where each "
-                "machine runs one)"
-            ]
-        )
 
 
 def _refuse_impossible(place: Place) -> None:

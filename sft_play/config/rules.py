@@ -1,11 +1,11 @@
 """Rules between settings, as a table of (when, message). Pure: a Config in, sentences out."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
-from sft_play.config.metrics import problems_of, produced
+from sft_play.config.metrics import find_problems, produced
 from sft_play.config.schema import Config, LoraSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 
@@ -58,7 +58,7 @@ def _saves_apart(config: Config) -> bool:
 def _metric_problems(config: Config, described: Callable[[str], str]) -> list[str]:
     """Return a sentence for every metric that is never produced."""
     train = config.train
-    problems = [f"{described('train.metrics')}: {why}" for why in problems_of(train.metrics)]
+    problems = [f"{described('train.metrics')}: {why}" for why in find_problems(train.metrics)]
     names = produced(train.metrics, train.predict_with_generate)
     wanted = train.metric_for_best_model
     if not {wanted, f"eval_{wanted}"} & set(names):
@@ -100,19 +100,18 @@ def _rule_of_rope(option: str, rope_types: tuple[str, ...]) -> Rule:
 def _names_of_both(config: Config) -> set[str]:
     """Return the modules that are to be trained whole and by adapters."""
     lora = config.tuning.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
-    return _last_words(lora.modules_to_save) & _last_words(targets)
+    return _last_words(lora.modules_to_save) & _last_words(lora.target_modules)
 
 
-def _last_words(names: Iterable[str] | None) -> set[str]:
-    return {name.rpartition(".")[2] for name in names or ()}
+def _last_words(names: list[str] | str | None) -> set[str]:
+    """Return the last words of module names; all-linear names none."""
+    return {name.rpartition(".")[2] for name in names} if isinstance(names, list) else set()
 
 
 def _trains_matrix_and_rows(config: Config) -> bool:
     """Return whether embedding or head are trained, and rows of them as well."""
     lora = config.tuning.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
-    named = _last_words(lora.modules_to_save) | _last_words(targets)
+    named = _last_words(lora.modules_to_save) | _last_words(lora.target_modules)
     return bool(lora.trainable_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 

@@ -6,12 +6,11 @@ A new target is one line of READS, and a new variable of a target is a word in i
 import difflib
 from collections.abc import Iterable, Mapping
 
+from sft_play.config.invocation import SAMPLING_VARIABLES, TASK_VARIABLES
 from sft_play.config.layers import PREFIXES
 from sft_play.config.messages import refuse
-from sft_play.config.sampling import VARIABLES as SAMPLING
 from sft_play.config.schema import env_name, settings
-from sft_play.config.tasks import VARIABLES as TASKS
-from sft_play.config.unknown import Suggestion, suggest
+from sft_play.config.unknown import Suggestion, names_by_meaning, suggest
 
 # Names, not values, that the Makefile exports: a value could be a secret
 GIVEN = "SFT_PLAY_VARIABLES"  # variables on make's command line
@@ -23,30 +22,18 @@ RUN = SETTINGS | MACHINE | {"CONFIG", "RUN", "RESUME", "ELASTIC"}
 # What looks at a run before it is started takes the words that will start it
 LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
 ANSWERS = frozenset(
-    {
-        "RUN",
-        "DEVICE",
-        "TRAIN_OUTPUT_DIR",
-        "TRAIN_GENERATION_MAX_NEW_TOKENS",
-        "TRAIN_GENERATION_NUM_BEAMS",
-        "TRAIN_GENERATION_BATCH_SIZE",
-    }
+    """
+    RUN DEVICE TRAIN_OUTPUT_DIR TRAIN_GENERATION_MAX_NEW_TOKENS TRAIN_GENERATION_NUM_BEAMS
+    TRAIN_GENERATION_BATCH_SIZE
+    """.split()
 )
-SCORES = (
-    ANSWERS
-    | TASKS
-    | {
-        "DATA_TEST_PATH",
-        "DATA_COLUMNS",
-        "TRAIN_EVAL_BATCH_SIZE",
-        "TRAIN_GENERATION_MAX_ROWS",
-        "TRAIN_PREDICT_WITH_GENERATE",
-        "TRAIN_METRICS",
-        "NUM_GPUS",
-        "COMPARE",
-    }
+SCORES = (ANSWERS | TASK_VARIABLES).union(
+    """
+    DATA_TEST_PATH DATA_COLUMNS TRAIN_EVAL_BATCH_SIZE TRAIN_GENERATION_MAX_ROWS
+    TRAIN_PREDICT_WITH_GENERATE TRAIN_METRICS NUM_GPUS COMPARE
+    """.split()
 )
-DRAWN = ANSWERS | SAMPLING | {"DATA_SYSTEM_PROMPT"}
+DRAWN = ANSWERS | SAMPLING_VARIABLES | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 EXPORT = frozenset(
     {"RUN", "FORMAT", "OUT", "MODEL_DTYPE", "DEVICE", "QUANT", "LLAMA_CPP", "PRE_TOKENIZER"}
@@ -114,64 +101,47 @@ READS: dict[str, frozenset[str]] = {
 OURS = SETTINGS.union(*READS.values())
 
 # Variables of make, of the shell and of the libraries below; they reach every process unchanged
-OF_OTHERS = {
-    *("CC", "CXX", "COLUMNS", "CURDIR", "HOME", "LANG", "LINES", "PATH", "PY", "PYTHON", "SHELL"),
-    *("TERM", "TMPDIR", "USER", "VENV", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "NO_COLOR"),
-    *("http_proxy", "https_proxy", "no_proxy", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MFLAGS"),
-}
-PREFIXES_OF_OTHERS = (
-    *("ACCELERATE_", "BNB_", "CUBLAS_", "CUDA_", "CUDNN_", "DEEPSPEED_", "DS_", "FORCE_COLOR"),
-    *("GIT_", "GLOO_", "GOMP_", "HF_", "HUGGING", "KMP_", "LC_", "LD_", "LIGER_", "MAKE", "MALLOC"),
-    *("MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PEFT_", "PIP_", "PYTEST_"),
-    *("PYTHON", "PYTORCH_", "REQUESTS_", "SLURM_", "SSL_", "TENSORBOARD_", "TOKENIZERS_"),
-    *("TORCH", "TQDM_"),
-    *("TRACKIO_", "TRANSFORMERS_", "TRITON_", "UNSLOTH_", "UV_", "WANDB_", "XDG_"),
+OF_OTHERS = frozenset(
+    """
+    CC CXX COLUMNS CURDIR HOME LANG LINES PATH PY PYTHON SHELL TERM TMPDIR USER VENV HTTP_PROXY
+    HTTPS_PROXY NO_PROXY NO_COLOR http_proxy https_proxy no_proxy RANK WORLD_SIZE LOCAL_RANK
+    MFLAGS
+    """.split()
+)
+PREFIXES_OF_OTHERS = tuple(
+    """
+    ACCELERATE_ BNB_ CUBLAS_ CUDA_ CUDNN_ DEEPSPEED_ DS_ FORCE_COLOR GIT_ GLOO_ GOMP_ HF_ HUGGING
+    KMP_ LC_ LD_ LIGER_ MAKE MALLOC MKL_ MLFLOW_ NCCL_ NVIDIA_ OMP_ OPENBLAS_ PEFT_ PIP_ PYTEST_
+    PYTHON PYTORCH_ REQUESTS_ SLURM_ SSL_ TENSORBOARD_ TOKENIZERS_ TORCH TQDM_ TRACKIO_
+    TRANSFORMERS_ TRITON_ UNSLOTH_ UV_ WANDB_ XDG_
+    """.split()
 )
 
-# Short words, and those for the variables that are no settings; `foreign_keys` has the others
-SYNONYMS = {
-    "BATCH": "TRAIN_BATCH_SIZE",
-    "BS": "TRAIN_BATCH_SIZE",
-    "CFG": "CONFIG",
-    "CHECKPOINT": "TRAIN_RESUME_FROM",
-    "CONFIG_FILE": "CONFIG",
-    "DATA": "DATA_TRAIN_PATH",
-    "EPOCH": "TRAIN_EPOCHS",
-    "EXPERIMENT": "RUN",
-    "EXPERIMENT_NAME": "RUN",
-    "GPU": "NUM_GPUS",
-    "GPUS": "NUM_GPUS",
-    "INPUT": "IN",
-    "INPUTS": "IN",
-    "PROMPTS": "IN",
-    "MAX_LEN": "MODEL_MAX_SEQ_LEN",
-    "MAX_TOKENS": "TRAIN_GENERATION_MAX_NEW_TOKENS",
-    "MODEL": "MODEL_NAME",
-    "NAME": "RUN",
-    "NGPU": "NUM_GPUS",
-    "NGPUS": "NUM_GPUS",
-    "NODES": "NNODES",
-    "NOTEBOOK": "NB",
-    "NPROC": "NUM_GPUS",
-    "NPROC_PER_NODE": "NUM_GPUS",
-    "NUM_FEWSHOT": "FEWSHOT",
-    "NUM_MACHINES": "NNODES",
-    "NUM_NODES": "NNODES",
-    "NUM_PROCESSES": "NUM_GPUS",
-    "N_GPUS": "NUM_GPUS",
-    "OUT": "TRAIN_OUTPUT_DIR",
-    "OUTPUT": "TRAIN_OUTPUT_DIR",
-    "PORT": "TB_PORT",
-    "QUESTION": "PROMPT",
-    "RECIPE": "CONFIG",
-    "RUNS": "RUN",
-    "RUN_ID": "RUN",
-    "RUN_NAME": "RUN",
-    "STEPS": "TRAIN_MAX_STEPS",
-    "TASK": "TASKS",
-    "SYSTEM": "DATA_SYSTEM_PROMPT",
-    "YAML": "CONFIG",
-}
+# Short words, and those for the variables that are no settings; `unknown` has the others
+SYNONYMS = names_by_meaning(
+    {
+        "TRAIN_BATCH_SIZE": "BATCH BS",
+        "CONFIG": "CFG CONFIG_FILE RECIPE YAML",
+        "TRAIN_RESUME_FROM": "CHECKPOINT",
+        "DATA_TRAIN_PATH": "DATA",
+        "TRAIN_EPOCHS": "EPOCH",
+        "RUN": "EXPERIMENT EXPERIMENT_NAME NAME RUNS RUN_ID RUN_NAME",
+        "NUM_GPUS": "GPU GPUS NGPU NGPUS NPROC NPROC_PER_NODE NUM_PROCESSES N_GPUS",
+        "IN": "INPUT INPUTS PROMPTS",
+        "MODEL_MAX_SEQ_LEN": "MAX_LEN",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS": "MAX_TOKENS",
+        "MODEL_NAME": "MODEL",
+        "NNODES": "NODES NUM_MACHINES NUM_NODES",
+        "NB": "NOTEBOOK",
+        "FEWSHOT": "NUM_FEWSHOT",
+        "TRAIN_OUTPUT_DIR": "OUT OUTPUT",
+        "TB_PORT": "PORT",
+        "PROMPT": "QUESTION",
+        "TRAIN_MAX_STEPS": "STEPS",
+        "TASKS": "TASK",
+        "DATA_SYSTEM_PROMPT": "SYSTEM",
+    }
+)
 
 
 def refuse_unread(environ: Mapping[str, str]) -> None:

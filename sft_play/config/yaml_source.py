@@ -1,7 +1,11 @@
-"""Reads YAML so that every value knows its file and line. Knows no schema and no environment."""
+"""Reads YAML, and JSON with comments, so that every value knows its file and line.
 
+Knows no schema and no environment.
+"""
+
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +16,12 @@ from sft_play.errors import ConfigError
 
 TAG = "tag:yaml.org,2002:"
 MOST_DEPTH = 30  # a config has three levels
+# What the standard library does not read in JSON: comments, and a comma before a closing bracket.
+# A text in quotes comes first, so that nothing is found inside it; YAML takes no tab between values
+COMMENT = r"//[^\n]*|/\*.*?\*/"
+NOT_JSON = re.compile(
+    rf'(?P<text>"(?:[^"\\]|\\.)*")|{COMMENT}|\t|,(?=(?>\s|{COMMENT})*+[}}\]])', re.DOTALL
+)
 # A value of a config file. Inside a mapping each value is a Located.
 YamlValue = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -125,13 +135,66 @@ def read_mapping(path: Path, shown: str | None = None) -> dict[str, Located]:
     mapping, and broken UTF-8.
     """
     shown = shown or str(path)
-    text = _read_text(path, shown)
+    return _parse_mapping(_read_text(path, shown), shown)
+
+
+class JsonFile(NamedTuple):
+    """The value of a JSON file, and file:line:column of each key by its dotted name."""
+
+    value: Any
+    origins: dict[str, str]
+
+
+def read_json(path: Path) -> JsonFile:
+    """Return what a JSON file with comments and trailing commas has.
+
+    Raises: ConfigError with file:line:column for syntax errors and duplicate keys, with file:line
+    for broken UTF-8.
+    """
+    shown = str(path)
+
+    def refuse(name: str) -> None:
+        """Refuse what Python reads, but the JSON standard does not define."""
+        raise ConfigError(f"{shown}: {name} is no JSON value; write a finite number, or null")
+
+    def blank(found: re.Match[str]) -> str:
+        """Return spaces in place of all but a text, so that lines and columns stay."""
+        return found["text"] or re.sub(r"[^\n]", " ", found[0])
+
+    text = NOT_JSON.sub(blank, _read_text(path, shown))
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{shown}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{shown}: nested too deeply to read") from None
+    if not isinstance(value, dict):
+        return JsonFile(value, {})
+    # escaped, because YAML breaks lines at some characters at which JSON does not
+    text = text.encode("ascii", "backslashreplace").decode()
+    return JsonFile(value, dict(_origins(_parse_mapping(text, shown, with_columns=True), "")))
+
+
+def _origins(mapping: dict[str, Located], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, located in mapping.items():
+        yield f"{prefix}{key}", located.origin
+        if isinstance(located.value, dict):
+            yield from _origins(located.value, f"{prefix}{key}.")
+
+
+def _parse_mapping(text: str, shown: str, with_columns: bool = False) -> dict[str, Located]:
+    """Return the top-level mapping of a YAML text; origins have columns, too, if asked.
+
+    Raises: ConfigError with file:line.
+    """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}
-        located = _Reading(loader, shown).located(node)
+        located = _Reading(loader, shown, with_columns).located(node)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -185,9 +248,10 @@ def _syntax_error(error: yaml.MarkedYAMLError, shown: str) -> str:
 class _Reading:
     """Converts the nodes of one file to values; a node that aliases repeat is converted once."""
 
-    def __init__(self, loader: _Loader, shown: str) -> None:
+    def __init__(self, loader: _Loader, shown: str, with_columns: bool) -> None:
         self.loader = loader
         self.shown = shown
+        self.with_columns = with_columns
         # by id(node); None while the node is being converted
         self.done: dict[int, Located | None] = {}
 
@@ -266,7 +330,9 @@ class _Reading:
             raise ConfigError("\n".join(problems))
 
     def _at(self, node: yaml.Node) -> str:
-        return f"{self.shown}:{node.start_mark.line + 1}"
+        mark = node.start_mark
+        column = f":{mark.column + 1}" if self.with_columns else ""
+        return f"{self.shown}:{mark.line + 1}{column}"
 
 
 def _short_tag(node: yaml.Node) -> str:

@@ -5,7 +5,7 @@ Reads them as record batches, and batches as records. Loads no torch.
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,17 +13,11 @@ import pyarrow.parquet as pq
 from sft_play.data.rows import Json, UnreadableRecord
 from sft_play.errors import DataError
 
+BatchOfFile = tuple[pa.RecordBatch, float]  # rows, and the fraction of their file
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-class ArrowBatch(NamedTuple):
-    """Some rows of a file, and the fraction of the file that they take."""
-
-    batch: pa.RecordBatch
-    file_share: float
-
-
-def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[ArrowBatch]:
+def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfFile]:
     """Yield a file's rows in batches of at most `max_rows`, and of about `max_bytes`.
 
     Raises: DataError for a damaged file, OSError.
@@ -38,7 +32,7 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[ArrowBat
                 continue
             rows = min(max_rows, batch.num_rows * max_bytes // max(1, batch.nbytes))
             for part in _split(batch, max(1, rows)):
-                yield ArrowBatch(part, file_share * part.num_rows / batch.num_rows)
+                yield part, file_share * part.num_rows / batch.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -79,14 +73,14 @@ def _split(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
         yield batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
 
 
-def _read_parquet(path: Path, max_rows: int) -> Iterator[ArrowBatch]:
+def _read_parquet(path: Path, max_rows: int) -> Iterator[BatchOfFile]:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_names(path, file.schema_arrow.names)
         for batch in file.iter_batches(max_rows):
-            yield ArrowBatch(batch, batch.num_rows / file.metadata.num_rows)
+            yield batch, batch.num_rows / file.metadata.num_rows
 
 
-def _read_arrow(path: Path) -> Iterator[ArrowBatch]:
+def _read_arrow(path: Path) -> Iterator[BatchOfFile]:
     with pa.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(max(0, source.size() - len(END_OF_STREAM)))
@@ -101,7 +95,7 @@ def _read_arrow(path: Path) -> Iterator[ArrowBatch]:
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for batch in batches:
             batch.validate(full=True)  # else a damaged offset crashes the process
-            yield ArrowBatch(batch, min(1.0, batch.nbytes / source.size()))
+            yield batch, min(1.0, batch.nbytes / source.size())
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:

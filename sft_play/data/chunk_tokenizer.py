@@ -11,11 +11,11 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, columns_with_values
+from sft_play.data.files import Chunk
 from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat
-from sft_play.data.row_parsing import SystemPrompt, UnusedKeys, parse_record_rows
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Row
 from sft_play.data.store import (
     LongRow,
@@ -170,9 +170,7 @@ class ChunkTokenizer:
         """Return the rows of each record, mostly one, by its number; count what is not used."""
         chunk = task.chunk
         tally = done.tally
-        unused = UnusedKeys(task.row_format)
-        unused.add_columns(columns_with_values(chunk))
-        parsed = parse_record_rows(chunk, task.row_format, self._system_prompt, unused)
+        parsed = parse_record_rows(chunk, task.row_format, self._system_prompt, tally.unused)
         records: dict[int, list[Row]] = {}
         for number, rows in zip(chunk.numbers, parsed, strict=True):
             if isinstance(rows, BadRow):
@@ -184,7 +182,6 @@ class ChunkTokenizer:
                     is_kept = rows[index] is row
                     tally.untrained["greeting" if is_kept else "greeting_left_out"] += 1
             records[number] = rows
-        tally.unused.update(unused.rows)
         return records
 
     def _fit(

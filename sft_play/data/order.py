@@ -16,10 +16,10 @@ from sft_play.data.ledger import PaddedTokens
 from sft_play.data.packing import (
     BatchShape,
     batch_shape,
+    deal_micro_batches,
     document_cost,
     pack,
     pack_for_ranks,
-    ranks_of_micro_batches,
 )
 from sft_play.plan.step import Layout
 
@@ -62,7 +62,7 @@ class StepSampler(Sampler[MicroBatch]):
             else:
                 yield from self._unpacked(samples)
 
-    def samples_of(self, step: int, micro_batch: int, rank: int) -> list[int]:
+    def find_samples(self, step: int, micro_batch: int, rank: int) -> list[int]:
         """Return the samples of a rank's micro-batch of a step, without fillers; steps from 1."""
         per_step = self.layout.micro_batches * self.layout.world_size
         epoch, number = divmod(step - 1, len(self) // per_step)
@@ -81,7 +81,7 @@ class StepSampler(Sampler[MicroBatch]):
         for start in range(0, len(ordered), layout.batch_size):
             batches.append([[index] for index in ordered[start : start + layout.batch_size]])
         costs = [document_cost(self.shape(batch).width, layout) for batch in batches]
-        ranks = ranks_of_micro_batches(costs, layout)
+        ranks = deal_micro_batches(costs, layout)
         for numbers in zip(*ranks, strict=True):
             yield from (batches[number] for number in numbers)
 

@@ -145,7 +145,7 @@ def deal(costs: Sequence[float], hands: int, most: int | None = None) -> list[li
     return dealt
 
 
-def ranks_of_micro_batches(costs: Sequence[float], layout: Layout) -> list[list[int]]:
+def deal_micro_batches(costs: Sequence[float], layout: Layout) -> list[list[int]]:
     """Return the numbers of each rank's micro-batches, given with the costliest first."""
     if layout.waits_each_micro_batch:  # those at the same time are alike
         return [
@@ -227,7 +227,7 @@ def _pack_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMi
     )
     batches = _cut_micro_batches(sequences, lengths, layout, count)
     costs = [_cost(batch, lengths, layout) for batch in batches]
-    ranks = ranks_of_micro_batches(costs, layout)
+    ranks = deal_micro_batches(costs, layout)
     return [[batches[number] for number in numbers] for numbers in ranks]
 
 

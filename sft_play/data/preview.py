@@ -7,7 +7,7 @@ tokens of one sample.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ STYLES = {  # by whether tokens are trained, and special
     (True, False): "bold green",
     (True, True): "bold green reverse",
 }
+Fragment = tuple[str, str]  # a text and its style
 FAINT = "dim"
 HEADING = "bold"
 
@@ -209,13 +210,6 @@ class SpanFinder:
         return tuple(spans)
 
 
-class Fragment(NamedTuple):
-    """A piece of text in one of rich's styles."""
-
-    text: str
-    style: str
-
-
 def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> None:
     """Print sequences in colour, or with marks where the terminal shows none."""
     from rich.console import Console
@@ -225,30 +219,26 @@ def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> Non
     has_color = console.color_system is not None and not console.no_color
     for sequence in sequences:
         if has_color:
-            text = Text.assemble(*in_color(sequence))
+            text = Text.assemble(*fragments(sequence, has_color))
         else:
             text = Text(in_marks(sequence))
         console.print(text, soft_wrap=True)
 
 
-def in_color(sequence: PreviewSequence) -> list[Fragment]:
-    """Return a sequence for a terminal in which trained tokens have a colour."""
-    return list(_fragments(sequence, has_color=True))
-
-
 def in_marks(sequence: PreviewSequence) -> str:
     """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
-    return "".join(fragment.text for fragment in _fragments(sequence, has_color=False))
+    return "".join(text for text, _ in fragments(sequence, has_color=False))
 
 
-def _fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
-    yield Fragment(f"── {make_visible(sequence.heading)}\n", HEADING)
+def fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
+    """Yield the pieces of a sequence for a terminal; trained tokens have a colour, or marks."""
+    yield f"── {make_visible(sequence.heading)}\n", HEADING
     for number, document in enumerate(sequence.documents[:MAX_DOCUMENTS], 1):
         if len(sequence.documents) > 1:
             origin = make_visible(document.origin)
-            yield Fragment(f"┄┄ document {number}: {origin}  {counts([document])}\n", FAINT)
+            yield f"┄┄ document {number}: {origin}  {counts([document])}\n", FAINT
         if document.note:
-            yield Fragment(f"┄┄ {document.note}\n", FAINT)
+            yield f"┄┄ {document.note}\n", FAINT
         spans = document.spans
         if len(spans) <= MAX_TOKENS:
             yield from _show_spans(spans, has_color)
@@ -256,12 +246,12 @@ def _fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]
             half = MAX_TOKENS // 2
             left_out = sum(len(span.ids) for span in spans[half:-half])
             yield from _show_spans(spans[:half], has_color)
-            yield Fragment(f"\n┄┄ {left_out:,} tokens more, on the page ┄┄\n", FAINT)
+            yield f"\n┄┄ {left_out:,} tokens more, on the page ┄┄\n", FAINT
             yield from _show_spans(spans[-half:], has_color)
-        yield Fragment("\n", "")
+        yield "\n", ""
     more = len(sequence.documents) - MAX_DOCUMENTS
     if more > 0:
-        yield Fragment(f"┄┄ {more} documents more, on the page\n", FAINT)
+        yield f"┄┄ {more} documents more, on the page\n", FAINT
 
 
 def _show_spans(spans: Sequence[TokenSpan], has_color: bool) -> Iterator[Fragment]:
@@ -272,6 +262,6 @@ def _show_spans(spans: Sequence[TokenSpan], has_color: bool) -> Iterator[Fragmen
         text = make_visible("".join(span.text for span in run))
         text = text.replace("\t", "⇥\t").replace("\n", "↵\n")
         if has_color:
-            yield Fragment(text, STYLES[is_trained, is_special])
+            yield text, STYLES[is_trained, is_special]
         else:
-            yield Fragment(f"⟦{text}⟧" if is_trained else text, "")
+            yield (f"⟦{text}⟧" if is_trained else text), ""

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 
-from sft_play.data.ledger import Ledger
-from sft_play.data.ledger_tables import Table, padding_lines, source_tables, split_table
+from sft_play.data.ledger import Ledger, Table, padding_lines, source_tables, split_table
 from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
 from sft_play.data.rows import make_visible
 

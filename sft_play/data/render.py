@@ -19,7 +19,7 @@ from sft_play.data.templates import (
     RenderError,
     stop_ids,
     template_messages,
-    template_of,
+    template_text,
 )
 from sft_play.data.training_text import (
     AnswerSpan,
@@ -39,7 +39,7 @@ __all__ = [
     "Renderer",
     "render_prompt",
     "stop_ids",
-    "template_of",
+    "template_text",
 ]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default

@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,25 +40,18 @@ PREFERENCE = frozenset(("chosen", "rejected"))
 MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
 ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values())))
 # Names that files give to a question, to what it is about, and to its answer; likeliest first
-QUESTIONS = (
-    *(
-        "definition",
-        "instruction",
-        "instructions",
-        "prompt",
-        "question",
-        "query",
-        "problem",
-        "input",
-        "inputs",
-    ),
-    *("user", "human", "ask", "request", "document", "article", "text", "source", "title"),
+QUESTIONS = tuple(
+    """
+    definition instruction instructions prompt question query problem input inputs user human ask
+    request document article text source title
+    """.split()
 )
 EXTRAS = ("context", "input", "inputs", "passage")
-ANSWERS = (
-    *("output", "outputs", "response", "responses", "completion", "answer", "answers"),
-    *("target", "targets", "assistant", "solution", "reply", "bot", "summary", "highlights"),
-    *("chosen", "best_answer", "generation", "translation"),
+ANSWERS = tuple(
+    """
+    output outputs response responses completion answer answers target targets assistant solution
+    reply bot summary highlights chosen best_answer generation translation
+    """.split()
 )
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
@@ -144,7 +137,7 @@ def _refuse_other_training(
             "or take a set that has them, such as timdettmers/openassistant-guanaco"
         )
     if PREFERENCE.issubset(keys) and (found is None or not _works(records, found)):
-        columns = suggest_chosen(records, lambda columns: _columns_work(records, columns))
+        columns = _suggest_chosen(records)
         hint = "to train on chosen alone, write it as messages"
         if columns:
             hint = f"to train on chosen alone: {columns_setting(columns)}"
@@ -190,11 +183,12 @@ def _no_format(
             f"{found}; tokens are not read, as another tokenizer's ids mean other texts; write the "
             "texts that they were made of, as messages or as prompt and completion"
         )
-    suggested = suggest_columns(records, lambda columns: _columns_work(records, columns))
-    if suggested and not columns:
-        return (
-            f"{found}; no row format has these. Say which hold what: {columns_setting(suggested)}"
-        )
+    for suggested in () if columns else _candidates(records[0]):
+        if _columns_work(records, suggested):
+            return (
+                f"{found}; no row format has these. "
+                f"Say which hold what: {columns_setting(suggested)}"
+            )
     return (
         f"{found}; a row has {known}. If other names hold them, say which: "
         'DATA_COLUMNS="{question: <column>, answer: <column>}"'
@@ -222,12 +216,7 @@ def columns_setting(columns: Columns) -> str:
     return "DATA_COLUMNS=" + shlex.quote("{" + ", ".join(pairs) + "}")
 
 
-def suggest_columns(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
-    """Return columns with which the rows can be read, None if nobody can guess them."""
-    return next(filter(works, _candidates(records[0])), None)
-
-
-def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) -> Columns | None:
+def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
     """Return columns that train the preferred answers of a preference set alone."""
     record = records[0]
     candidates: list[Columns] = []
@@ -238,7 +227,7 @@ def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) ->
         if name in record:
             candidates.append({"prompt": name, "completion": "chosen"})
     candidates.append({"text": "chosen"})
-    return next(filter(works, candidates), None)
+    return next((columns for columns in candidates if _columns_work(records, columns)), None)
 
 
 def _candidates(record: Json) -> Iterator[Columns]:

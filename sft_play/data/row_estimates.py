@@ -10,13 +10,12 @@ import hashlib
 import json
 import math
 import random
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.files import Chunk, read_chunks
@@ -82,18 +81,17 @@ class TokenCounter:
         return cls(_load(path), _choose_default(template), special_tokens)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Self:
+    def from_tokenizer(cls, tokenizer: Any) -> Self:
         """Return the counter of a tokenizer of transformers."""
         template = _choose_default(tokenizer.chat_template)
         return cls(tokenizer.backend_tokenizer, template, tokenizer.special_tokens_map)
 
-    def count(self, rows: Sequence[Row]) -> list[int | None]:
-        """Return the tokens of each row, None for one that the template does not take."""
-        texts = [self._text(row) for row in rows]
-        given = [text for text in texts if text is not None]
-        encodings = self.tokenizer.encode_batch_fast(given, add_special_tokens=False)
-        lengths = iter([len(encoding.ids) for encoding in encodings])
-        return [None if text is None else next(lengths) for text in texts]
+    def count(self, rows: Sequence[Row]) -> dict[int, int]:
+        """Return the tokens of each row by its index, without rows that the template refuses."""
+        texts = {index: self._text(row) for index, row in enumerate(rows)}
+        given = {index: text for index, text in texts.items() if text is not None}
+        encodings = self.tokenizer.encode_batch_fast(list(given.values()), add_special_tokens=False)
+        return {index: len(encoding.ids) for index, encoding in zip(given, encodings, strict=True)}
 
     def _text(self, row: Row) -> str | None:
         if row.text is not None or row.segments:
@@ -201,14 +199,14 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
     if counter is None and may_fetch:
         from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
-        counter = TokenCounter.of(load_tokenizer(config))
-    lengths = _count_tokens(rows, counter, config.model.name)
-    mean_tokens = sum(lengths.tokens) / len(lengths.tokens)
+        counter = TokenCounter.from_tokenizer(load_tokenizer(config))
+    lengths, uncounted_because = _count_tokens(rows, counter, config.model.name)
+    mean_tokens = sum(lengths) / len(lengths)
     return RowFacts(
         rows=estimate_epoch(beginnings, [mean_tokens] * len(beginnings), config).samples,
-        lengths=tuple(sorted(lengths.tokens)),
+        lengths=tuple(sorted(lengths)),
         is_estimated=any(beginning.all_rows > beginning.rows for beginning in beginnings),
-        uncounted_because=lengths.uncounted_because,
+        uncounted_because=uncounted_because,
     )
 
 
@@ -224,24 +222,19 @@ def _sample_rows(chunks: Sequence[tuple[Chunk, RowFormat]], config: Config) -> l
     start = 0  # of a chunk, among all rows
     for chunk, row_format in chunks:
         end = start + len(chunk.records)
-        chosen = positions[bisect_left(positions, start) : bisect_left(positions, end)]
+        chosen = [position - start for position in positions if start <= position < end]
         if chosen:
-            drawn = chunk.take([position - start for position in chosen])
+            drawn = chunk.take(chosen)
             for parsed in parse_record_rows(drawn, row_format, SystemPrompt.from_config(config)):
                 rows += [] if isinstance(parsed, BadRow) else parsed
         start = end
     return rows
 
 
-class Lengths(NamedTuple):
-    """Tokens of rows, and why no tokenizer counted them, None if one did."""
-
-    tokens: list[int]
-    uncounted_because: str | None = None
-
-
-def _count_tokens(rows: Sequence[Row], counter: TokenCounter | None, model: str) -> Lengths:
-    """Return the tokens of rows.
+def _count_tokens(
+    rows: Sequence[Row], counter: TokenCounter | None, model: str
+) -> tuple[list[int], str | None]:
+    """Return the tokens of rows, and why no tokenizer counted them, None if one did.
 
     If they have much text, some rows are counted, and the others have as many tokens for each
     character.
@@ -255,15 +248,14 @@ def _count_tokens(rows: Sequence[Row], counter: TokenCounter | None, model: str)
     reason: str | None = f"the tokenizer of {model} is not on this machine"
     if counter is not None:
         reason = f"the chat template of {model} takes none of them"
-        found = counter.count(rows[::step])
-        counted = {at * step: tokens for at, tokens in enumerate(found) if tokens is not None}
+        counted = {at * step: tokens for at, tokens in counter.count(rows[::step]).items()}
     ratio = 1 / CHARACTERS_PER_TOKEN
     if counted:
         reason = None
         if step == 1:
-            return Lengths(list(counted.values()))
+            return list(counted.values()), None
         ratio = sum(counted.values()) / max(1, sum(characters[position] for position in counted))
-    return Lengths([math.ceil(count * ratio) for count in characters], reason)
+    return [math.ceil(count * ratio) for count in characters], reason
 
 
 def record_counts(config: Config, data: "RunData") -> None:

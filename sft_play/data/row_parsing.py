@@ -1,16 +1,26 @@
-"""Records to rows, in a file's row format. Pure: reads no files. Texts keep their whitespace.
+"""Records to rows and to prompts, in a file's row format. Texts keep their whitespace.
 
 Keys that are not used are counted, and each source names them once: nobody shall believe that a
-column counts when it does not.
+column counts when it does not. A file for questions has the row formats of training; what an answer
+would be may be missing. Loads no torch.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, parse_records
+from sft_play.data.files import (
+    Chunk,
+    base_format,
+    columns_with_values,
+    format_origin,
+    parse_records,
+    read_chunks,
+    refuse_bad_rows,
+)
 from sft_play.data.messages import (
     FLAG_KEYS,
     REASONING_KEYS,
@@ -23,10 +33,14 @@ from sft_play.data.messages import (
 )
 from sft_play.data.row_formats import (
     PROMPT_FORMATS,
+    ROW_FORMATS,
+    TEXT_FORMATS,
     TURN_FORMATS,
     RowFormat,
     expand_record,
     is_marked_text,
+    match_format,
+    parse_message_list,
 )
 from sft_play.data.rows import (
     BadRow,
@@ -73,39 +87,20 @@ MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what anot
 EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
 
 
-class UnusedKeys:
-    """Counts the rows in which a key that is not used has a value."""
-
-    def __init__(self, row_format: RowFormat):
-        self._used = row_format.file_columns
-        self._turn_column = row_format.turn_column
-        self._text_column = row_format.required[0] if row_format.name == "text" else None
-        self.rows: Counter[str] = Counter()
-
-    def add(self, record: Json) -> None:
-        """Count the keys of a record, and those of its turns."""
-        for key, value in record.items():
-            if key not in self._used and _is_given(value):
-                self.rows[key] += 1
-        if self._text_column is not None:
-            text = record.get(self._text_column)
-            if isinstance(text, str) and is_marked_text(text):
-                self.rows[TURNS_IN_TEXT] += 1
-        turns = record.get(self._turn_column) if self._turn_column else None
-        if not isinstance(turns, list):
-            return
-        keys: set[str] = set()
-        for turn in turns:
-            if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
-                keys.update(key for key in turn.keys() - USED_TURN_KEYS if _is_given(turn[key]))
-        for key in keys:
-            self.rows[f"{TURN_PREFIX}{key}"] += 1
-
-    def add_columns(self, rows_of: Mapping[str, int]) -> None:
-        """Count the columns of an Arrow batch, of which records have only the used ones."""
-        for column, rows in rows_of.items():
-            if column not in self._used and rows:
-                self.rows[column] += rows
+def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
+    """Return the keys of a record and of its turns that have a value and are not used."""
+    used = row_format.file_columns
+    keys = {key for key, value in record.items() if key not in used and _is_given(value)}
+    if row_format.name == "text":
+        text = record.get(row_format.required[0])
+        if isinstance(text, str) and is_marked_text(text):
+            keys.add(TURNS_IN_TEXT)
+    turns = record.get(row_format.turn_column) if row_format.turn_column else None
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
+            others = turn.keys() - USED_TURN_KEYS
+            keys.update(f"{TURN_PREFIX}{key}" for key in others if _is_given(turn[key]))
+    return keys
 
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
@@ -145,20 +140,24 @@ def parse_record_rows(
     chunk: Chunk,
     row_format: RowFormat,
     system_prompt: SystemPrompt = NO_SYSTEM_PROMPT,
-    unused: UnusedKeys | None = None,
+    unused: Counter[str] | None = None,
 ) -> Iterator[list[Row] | BadRow]:
     """Yield the rows of every record of a chunk, or why it has none, one for one.
 
     A record has one row, or several if a path of data.columns leads through a list. Keys that are
-    not used are counted in `unused`.
+    not used are counted in `unused`, by the rows that have a value for them.
     """
+    if unused is not None:  # records of Arrow batches have only the used columns
+        for column, rows in columns_with_values(chunk).items():
+            if column not in row_format.file_columns and rows:
+                unused[column] += rows
     for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
         origin = chunk.origin(position)
         if isinstance(record, UnreadableRecord):
             yield BadRow(origin, record.reason, record.raw)
             continue
         if unused is not None:
-            unused.add(record)
+            unused.update(unused_keys(record, row_format))
         try:
             yield parse_record(record, row_format, origin, system_prompt)
         except InvalidRowError as error:
@@ -256,3 +255,100 @@ def _has_turns(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(turn, dict) for turn in value)
     return isinstance(value, dict)
+
+
+MISSING = "?"  # in place of an answer, so that the record is one of a row format
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is asked; `origin` is `file:line` or `file[index]`."""
+
+    origin: str
+    messages: tuple[Message, ...]
+    tools: tuple[Json, ...] = ()
+    expected: str | None = None  # the answer in the file
+
+    @property
+    def question(self) -> str:
+        """The last message."""
+        return self.messages[-1].content
+
+
+def read_prompts(
+    path: Path, columns: Mapping[str, str], system_prompt: SystemPrompt
+) -> list[Prompt]:
+    """Return the prompts of a file in order; each line of a .txt file is one.
+
+    Raises: DataError for a file that cannot be read, and for records that ask nothing.
+    """
+    found: list[Prompt] = []
+    bad: list[BadRow] = []
+    read = _read_lines if base_format(path) == ".txt" else _read_records
+    for origin, record, raw in read(path):
+        try:
+            if isinstance(record, UnreadableRecord):
+                raise InvalidRowError(record.reason)
+            found.append(read_prompt(record, columns, system_prompt, origin))
+        except InvalidRowError as error:
+            bad.append(BadRow(origin, str(error), raw))
+    refuse_bad_rows(bad, len(found) + len(bad))
+    return found
+
+
+def read_prompt(
+    record: Json, columns: Mapping[str, str], system_prompt: SystemPrompt, origin: str
+) -> Prompt:
+    """Return what a record asks, without its last answer. Raises InvalidRowError."""
+    whole = _with_answer(record, columns)
+    row_format = match_format([whole], columns)
+    if row_format is None:
+        raise InvalidRowError(_no_question(record))
+    row = parse_record(whole, row_format, origin, system_prompt)[0]
+    *messages, answer = row.messages
+    expected = None if answer.content == MISSING else answer.content
+    return Prompt(origin, tuple(messages), row.tools, expected)
+
+
+def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
+    """Return the record with an answer after its question, if it has none."""
+    if record.keys() == {"text"}:
+        record = {"prompt": record["text"]}
+    for name, fields in ROW_FORMATS.items():
+        if name in TEXT_FORMATS:
+            continue
+        names = [columns.get(field, field) for field in fields]
+        *questions, answer = names
+        if name in TURN_FORMATS and answer in record:
+            return {**record, answer: _with_last_answer(record[answer], answer)}
+        if questions and all(record.get(question) is not None for question in questions):
+            return {**record, answer: record.get(answer) or MISSING}
+    raise InvalidRowError(_no_question(record))
+
+
+def _with_last_answer(value: Any, name: str) -> list[Json]:
+    turns = parse_message_list(value, name)
+    speaker, content = ("from", "value") if "from" in turns[0] else ("role", "content")
+    if turns[-1].get(speaker) in ("assistant", "gpt", "function_call"):
+        return turns
+    return [*turns, {speaker: "assistant", content: MISSING}]
+
+
+def _no_question(record: Json) -> str:
+    return (
+        f"the keys are {list_columns(record)}; a prompt has messages, prompt, question, "
+        'instruction or input; other names go by DATA_COLUMNS="{question: <column>}"'
+    )
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Json, str]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield format_origin(path, number), {"prompt": line.strip()}, line
+
+
+def _read_records(path: Path) -> Iterator[tuple[str, Json | UnreadableRecord, str]]:
+    for chunk in read_chunks(path):
+        for position, record in enumerate(parse_records(chunk)):
+            yield chunk.origin(position), record, chunk.raw(position)

@@ -25,7 +25,7 @@ class Message:
     role: str
     content: str
     reasoning: str | None = None  # what an assistant thinks before it answers
-    tool_calls: tuple[Json, ...] = ()  # of an assistant, in OpenAI's format
+    tool_calls: tuple[Json, ...] = ()  # of an assistant, as `messages` parses them
     name: str | None = None  # of the tool that a tool message answers for
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss

@@ -36,11 +36,11 @@ CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Files that may have rows: a folder with one of them is refused, not read in part
-UNSUPPORTED = (
-    *(".xls", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
-    *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5"),
-    *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar"),
-    *(".db", ".sqlite", ".sqlite3", ".tfrecord", ".msgpack"),
+UNSUPPORTED = tuple(
+    """
+    .xls .ods .xml .yaml .yml .feather .orc .avro .pkl .pickle .npy .npz .h5 .hdf5 .zip .tar .tgz
+    .gz .bz2 .xz .zst .lz4 .7z .rar .db .sqlite .sqlite3 .tfrecord .msgpack
+    """.split()
 )
 Recorded = Mapping[str, Any]  # a source as data.json has it
 
@@ -143,16 +143,14 @@ def find_sources(
                 find_source(section, f"data.{name}", config.data.columns)
                 for section in source_sections(value)
             )
-    for split, sources in found.items():
-        for source in sources:
-            account.record(SourceAccount(split, source.name, len(source.files)))
-    for split, sources in found.items():
-        for source in sources:
-            tally, bad = Tally(), BadRows()
-            _check_first_rows(source, config, tally, bad)
-            account.record(SourceAccount(split, source.name, len(source.files), tally))
-            if bad.total and config.data.on_bad_row == "fail":
-                bad.refuse(tally.rows_in)
+    every = [(split, source) for split, sources in found.items() for source in sources]
+    for split, source in every:
+        account.record(SourceAccount(split, source.name, len(source.files)))
+    for split, source in every:
+        tally, bad = _check_first_rows(source, config)
+        account.record(SourceAccount(split, source.name, len(source.files), tally))
+        if bad.total and config.data.on_bad_row == "fail":
+            bad.refuse(tally.rows_in)
     return found
 
 
@@ -208,11 +206,12 @@ def digest_source(source: Source) -> str:
         return cache.digest_files(source.files)
 
 
-def _check_first_rows(source: Source, config: Config, tally: Tally, bad: BadRows) -> None:
+def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:
     """Count the first rows of every file, and the bad ones: most mistakes show there.
 
     Raises DataError for a file that cannot be read.
     """
+    tally, bad = Tally(), BadRows()
     for path in source.files:
         row_format = detect_format(path, source.columns)
         chunk = next(read_chunks(path, CHECKED_ROWS))
@@ -221,6 +220,7 @@ def _check_first_rows(source: Source, config: Config, tally: Tally, bad: BadRows
             if isinstance(rows, BadRow):
                 bad.add(rows)
     tally.dropped["bad_row"] = bad.total
+    return tally, bad
 
 
 def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:

@@ -10,17 +10,15 @@ two exchanged: it finds the tokens that the template wrote, and reads the user's
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Message, Row
 from sft_play.data.templates import (
     ChatTemplate,
     RenderError,
-    decode_arguments,
     iterate_strings,
-    map_arguments,
 )
 
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
@@ -148,12 +146,7 @@ class SpecialText:
         def change(text: str) -> str:
             return self._token.sub(lambda found: self._placeholders[found[0]], text)
 
-        messages = []
-        for message in row.messages:
-            names = ("content", "reasoning", "name", "tool_call_id")
-            changed = {name: _map_strings(getattr(message, name), change) for name in names}
-            calls = tuple(_map_strings(_decode_calls(message), change))
-            messages.append(replace(message, **changed, tool_calls=calls))
+        messages = [Message(**_map_strings(asdict(message), change)) for message in row.messages]
         return replace(row, messages=tuple(messages), tools=_map_strings(row.tools, change))
 
 
@@ -220,19 +213,11 @@ def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
 def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template writes, with its place."""
     for index, message in enumerate(row.messages):
-        where = f"messages[{index}]"
-        yield where, message.content
         others = (message.reasoning, message.name, message.tool_call_id, message.tool_calls)
-        if any(others):
-            for text in iterate_strings((*others[:3], _decode_calls(message))):
-                yield where, text
+        for text in iterate_strings((message.content, *others)):
+            yield f"messages[{index}]", text
     for text in iterate_strings(row.tools):
         yield "tools", text
-
-
-def _decode_calls(message: Message) -> list[Json]:
-    """Return tool calls whose arguments are no JSON text, which may hide a token by escapes."""
-    return [map_arguments(call, decode_arguments) for call in message.tool_calls]
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

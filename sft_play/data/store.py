@@ -145,16 +145,13 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     rendered = [sample.rendered for sample in samples]
     ids = np.fromiter(chain.from_iterable(sample.ids for sample in rendered), dtype=ID)
     labels = np.fromiter(chain.from_iterable(sample.labels for sample in rendered), dtype=np.int64)
-    trained = labels != IGNORE_INDEX
     records = np.zeros(len(samples), dtype=RECORD)
-    for name in RowHashes._fields:
-        records[name] = [getattr(sample.hashes, name) for sample in samples]
-    for name in ("number", "file", "cut"):
-        records[name] = [getattr(sample, name) for sample in samples]
-    for name, fact in (("answer_start", "answer_start"), ("trained", "trained_tokens")):
-        records[name] = [getattr(sample, fact) for sample in rendered]
-    records["end"] = np.cumsum([len(sample.ids) for sample in rendered], dtype=np.int64)
-    return SampleArrays(ids, trained, records)
+    end = 0
+    for index, (sample, file, number, hashes, cut) in enumerate(samples):
+        end += len(sample.ids)
+        tokens = (sample.answer_start, sample.trained_tokens, cut)
+        records[index] = (end, number, *hashes, file, *tokens)
+    return SampleArrays(ids, labels != IGNORE_INDEX, records)
 
 
 class Split:

@@ -30,10 +30,11 @@ PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
-TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>"),
-    *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
-    "<end_of_utterance>",
+TURN_ENDS = tuple(
+    """
+    <|im_end|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <end_of_turn> <turn|> <|end|> <|end_of_text|>
+    <|return|> <|call|> <|END_OF_TURN_TOKEN|> <|EOT|> <end_of_utterance>
+    """.split()
 )
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
 # added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
@@ -187,7 +188,7 @@ class ChatTemplate:
         return TemplateText(texts[0], spans)
 
 
-def template_of(tokenizer: Any) -> str:
+def template_text(tokenizer: Any) -> str:
     """Return the chat template in force, several by name as JSON: the tokenizer's own or ours."""
     own = tokenizer.chat_template or DEFAULT_TEMPLATE
     return own if isinstance(own, str) else json.dumps(own, sort_keys=True)
@@ -195,7 +196,18 @@ def template_of(tokenizer: Any) -> str:
 
 def template_messages(messages: Sequence[Message]) -> list[Json]:
     """Return messages as transformers' templates read them; absent fields have no key."""
-    return [_template_message(message) for message in messages]
+    read: list[Json] = []
+    for message in messages:
+        optional = {
+            "reasoning_content": message.reasoning,  # Qwen, GLM
+            "thinking": message.reasoning,  # gpt-oss
+            "tool_calls": list(message.tool_calls) or None,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+        }
+        given = {name: value for name, value in optional.items() if value is not None}
+        read.append({"role": message.role, "content": message.content, **given})
+    return read
 
 
 def stop_ids(tokenizer: Any) -> set[int]:
@@ -211,19 +223,6 @@ def stop_ids(tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *known.values()}
 
 
-def decode_arguments(arguments: Any) -> Any:
-    """Return the value of arguments that may be JSON text.
-
-    OpenAI's API writes arguments as text; transformers' templates expect an object.
-    """
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments  # not JSON: the template may write it unchanged
-
-
 def iterate_strings(value: Any) -> Iterator[str]:
     """Yield all texts and keys in a JSON value."""
     if isinstance(value, str):
@@ -237,35 +236,16 @@ def iterate_strings(value: Any) -> Iterator[str]:
             yield from iterate_strings(inner)
 
 
-def _template_message(message: Message) -> Json:
-    calls = [map_arguments(call, decode_arguments) for call in message.tool_calls]
-    optional = {
-        "reasoning_content": message.reasoning,  # Qwen, GLM
-        "thinking": message.reasoning,  # gpt-oss
-        "tool_calls": calls or None,
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-    }
-    given = {name: value for name, value in optional.items() if value is not None}
-    return {"role": message.role, "content": message.content, **given}
-
-
 def _with_json_arguments(message: Json) -> Json:
+    """Return a message whose calls have their arguments as JSON text."""
     if "tool_calls" not in message:
         return message
-    calls = [map_arguments(call, _encode_arguments) for call in message["tool_calls"]]
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
-
-
-def _encode_arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or "arguments" not in function:
-        return dict(call)
-    return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
 
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:

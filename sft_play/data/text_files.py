@@ -82,16 +82,16 @@ def parse_json(data: bytes | str) -> Any:
 
 def parse_json_line(line: bytes) -> Json | UnreadableRecord:
     """Return the object that a line of JSONL has, or why it has none."""
+    raw = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
     try:
-        record = parse_json(line.rstrip(b"\r\n"))
+        return _require_object(parse_json(line.rstrip(b"\r\n")), raw)
     except InvalidJsonError as error:
         reason = str(error)
         if line.strip() in (b"{", b"["):
             reason = "the line ends behind the first bracket; a row stands on one line, whole"
         elif not line.endswith(b"\n"):
             reason += "; the file ends with this line, perhaps cut off"
-        return UnreadableRecord(reason, line.decode("utf-8", "backslashreplace").rstrip("\r\n"))
-    return _require_object(record, line.decode("utf-8").rstrip("\r\n"))
+        return UnreadableRecord(reason, raw)
 
 
 def read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:

@@ -27,7 +27,7 @@ from sft_play.data.chunk_tokenizer import (
 )
 from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, SourceAccount, Tally
-from sft_play.data.render import template_of
+from sft_play.data.render import template_text
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
@@ -64,7 +64,7 @@ def tokenize_sources(
     What was read is entered in the account. Raises: DataError, OutOfMemory.
     """
     account = account or DataAccount()
-    tokenizer_digest = cache.digest_tokenizer(tokenizer, template_of(tokenizer))
+    tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
     splits: TokenizedSplits = {}
     for split, sources in found.items():
         tokenized: list[TokenizedSource] = []

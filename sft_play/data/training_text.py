@@ -8,15 +8,22 @@ give several texts. Each answer is trained in a text that begins with its genera
 its stop token. Where a template has `{% generation %}` marks, they must agree with the answers.
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from sft_play.data.reasoning import AskedAnswer, ThoughtPolicy
 from sft_play.data.rows import Json, Message, Row
-from sft_play.data.template_checks import check_answer, check_prompt, quote
+from sft_play.data.special_text import match_any
+from sft_play.data.template_checks import (
+    AskedAnswer,
+    ThoughtPolicy,
+    check_answer,
+    check_prompt,
+    quote,
+)
 from sft_play.data.templates import (
     CharacterSpan,
     ChatTemplate,
@@ -45,7 +52,7 @@ class AnswerSpan:
 class PromptTail(NamedTuple):
     """The end of a prompt, tokenized alone to check that the sample begins with its ids."""
 
-    first_token: int  # at which the tail begins, in the tokens of the whole text
+    first_token: int  # at which the tail begins, in the tokens of the full text
     text: str
 
 
@@ -75,10 +82,9 @@ class TrainingTextBuilder:
         self._train_on = train_on
         self._eos = tokenizer.eos_token
         stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
-        self._stop = re.compile("|".join(map(re.escape, sorted(stop_tokens))))
+        self._stop = match_any(stop_tokens)
         added = tokenizer.added_tokens_decoder.values()
-        special = [re.escape(token.content) for token in added if token.special]
-        any_special = "|".join(special) or r"(?!)"
+        any_special = match_any(token.content for token in added if token.special).pattern
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
         # Kimi K3 closes an answer with <|close|>response<|sep|>: a word between special tokens
         self._ending = re.compile(rf"(?:\s|(?:{any_special})(?:\w+(?:{any_special}))?)*")
@@ -103,9 +109,11 @@ class TrainingTextBuilder:
         try:
             views = [self._generation_view(row, messages, index) for index in trained]
         except RenderError as error:
-            if len(trained) == 1 or not self._is_trainable(row, messages, trained[-1]):
-                raise
-            raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
+            if len(trained) > 1:
+                with contextlib.suppress(RenderError):
+                    self._generation_view(row, messages, trained[-1])
+                    error = RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone")
+            raise error from None
         texts: list[TrainingText] = []
         for view in reversed(views):
             (answer,) = view.answers
@@ -119,13 +127,6 @@ class TrainingTextBuilder:
             last = text.answers[-1].message
             text.trains_all = len(text.answers) == sum(index <= last for index in answers)
         return texts[::-1]
-
-    def _is_trainable(self, row: Row, messages: list[Json], index: int) -> bool:
-        try:
-            self._generation_view(row, messages, index)
-        except RenderError:
-            return False
-        return True
 
     def _generation_view(self, row: Row, messages: list[Json], index: int) -> TrainingText:
         """Return the generation view of the answer `messages[index]`, with its span.

@@ -7,16 +7,18 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
+from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.special_text import match_any
 from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.errors import DivergedError
@@ -24,9 +26,9 @@ from sft_play.evaluation.generate import (
     Answer,
     Generator,
     StopWhen,
-    batches_of,
     room_for,
-    share_of_rank,
+    split_batches,
+    take_rank_share,
 )
 from sft_play.evaluation.scores import (
     Answered,
@@ -35,7 +37,6 @@ from sft_play.evaluation.scores import (
     Question,
     RowLoss,
     Scores,
-    rouge_l,
     score_answers,
 )
 from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
@@ -59,28 +60,25 @@ class LossBatch(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Scores a model on one split. The ranks share its rows; each returns the same scores."""
 
-    def __init__(
-        self,
-        split: Split,
-        tokenizer: PreTrainedTokenizerBase,
-        train: TrainSection,
-        process: Process,
-        synced_gpus: bool = False,  # see Generator, and the next
-        saved_stops: tuple[int, ...] = (),
-        memory_limit: Callable[[], int | None] = lambda: None,  # bytes of its GPU for this process
-    ):
-        assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
-        self.split = split
-        self.tokenizer = tokenizer
-        self.train = train
-        self.process = process
-        self.batch_size = train.eval_batch_size
-        self.memory_limit = memory_limit
-        self.generator = Generator(tokenizer, train, process, synced_gpus, saved_stops)
-        self.is_stopping: Callable[[], bool] | None = None  # whether this rank was told to stop
+    split: Split
+    tokenizer: PreTrainedTokenizerBase
+    train: TrainSection
+    process: Process
+    synced_gpus: bool = False  # see Generator, and the next
+    saved_stops: tuple[int, ...] = ()
+    memory_limit: Callable[[], int | None] = lambda: None  # bytes of its GPU for this process
+    is_stopping: Callable[[], bool] | None = None  # whether this rank was asked to stop
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.train.eval_batch_size, int), "the plan resolves eval_batch_size"
+        self.batch_size = self.train.eval_batch_size
+        self.generator = Generator(
+            self.tokenizer, self.train, self.process, self.synced_gpus, self.saved_stops
+        )
 
     @cached_property
     def question_indices(self) -> list[int]:
@@ -105,27 +103,25 @@ class Evaluator:
             if not self.train.predict_with_generate or not self.question_indices:
                 return Scores(loss, loss_seconds, row_losses=row_losses)
             answers = self.answers(model)
-        texts = [answer.text for answer in answers]
-        references = [question.expected for question in self.questions]
-        batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
         generation = GenerationScores(
-            rouge_l=rouge_l(texts, references, batch_rows),
+            scores=self._answer_scores(answers),
             answers=tuple(answers),
-            others=self._other_scores(texts),
             max_new_tokens=self.train.generation_max_new_tokens,
             seconds=time.perf_counter() - started - loss_seconds,
         )
         return Scores(loss, loss_seconds, generation, row_losses)
 
-    def _other_scores(self, texts: Sequence[str]) -> tuple[MetricScore, ...]:
-        """Return the scores of train.metrics, those of rank 0: a function may be slow, or draw."""
-        if not self.train.metrics:
-            return ()
+    def _answer_scores(self, answers: Sequence[Answer]) -> tuple[MetricScore, ...]:
+        """Return ROUGE-L and the scores of train.metrics, those of rank 0.
+
+        A function of the user's may be slow, or draw.
+        """
         found = None
         if self.process.is_main:
-            rows = zip(self.questions, texts, strict=True)
-            answered = [Answered(row.plain_prompt, text, row.expected) for row, text in rows]
-            found = score_answers(self.train.metrics, answered)
+            rows = zip(self.questions, answers, strict=True)
+            answered = [Answered(row.plain_prompt, text.text, row.expected) for row, text in rows]
+            metrics = dict.fromkeys((ALWAYS, *self.train.metrics))
+            found = score_answers(list(metrics), answered)
         return self.process.broadcast(found)
 
     @torch.no_grad()
@@ -224,8 +220,7 @@ class Evaluator:
     def _special_tokens(self) -> re.Pattern[str]:
         """What matches a special token: these may be all that separates two turns."""
         added = self.tokenizer.added_tokens_decoder.values()
-        special = [re.escape(token.content) for token in added if token.special]
-        return re.compile("|".join(special) or r"\Z")  # an empty pattern would match everywhere
+        return match_any(token.content for token in added if token.special)
 
     @cached_property
     def _loss_batches(self) -> list[LossBatch]:
@@ -233,8 +228,8 @@ class Evaluator:
         rows = TrainRows(self.split)
         collate = PadCollator(self.tokenizer.pad_token_id)
         batches = []
-        every = batches_of(self.split.lengths, lambda _: self.batch_size)
-        for indices in share_of_rank(every, self.process):
+        every = split_batches(self.split.lengths, lambda _: self.batch_size)
+        for indices in take_rank_share(every, self.process):
             tensors = collate([rows[index] for index in indices])
             tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
             tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
@@ -250,8 +245,8 @@ class Evaluator:
         """
         prompts = [self.split[index].prompt for index in self.question_indices]
         lengths = [len(prompt) for prompt in prompts]
-        every = batches_of(lengths, self._rows_at(model), self.process.world_size)
-        for numbers in share_of_rank(every, self.process):
+        every = split_batches(lengths, self._rows_at(model), self.process.world_size)
+        for numbers in take_rank_share(every, self.process):
             # ~number is negative for a question, and the question's number for a filler
             yield numbers, [prompts[max(number, ~number)] for number in numbers]
 

@@ -98,7 +98,7 @@ class Generator:
 
         The model must be in evaluation mode. Autocast is entered here, because accelerate wraps
         a model's forward in autocast but not PEFT's generate. A `streamer` takes the ids of one
-        prompt as they come, and `scored` the scores (B, V) of each token, behind the penalties of
+        prompt as they come, and `scored` the scores (B, V) of each token, after the penalties of
         the base's generation_config.json. Raises: DataError where no position is left behind a
         prompt.
         """
@@ -226,7 +226,7 @@ def attend_one_token(
 ) -> Tensor:
     """Return the output (B, 1, H, D) of query (B, H, 1, D) over key and value (B, K, S, D).
 
-    The mask is (B, 1, 1, S), or None where every token is seen.
+    The mask is (B, 1, 1, S), or None if every token is seen.
     """
     rows, heads = query.shape[:2]
     groups = heads // key.shape[1]
@@ -294,7 +294,7 @@ def free_bytes(process: Process, limit_bytes: int | None = None) -> int:
     return min(found)
 
 
-def batches_of(
+def split_batches(
     lengths: Sequence[int], rows_at: Callable[[int], int], world_size: int = 1
 ) -> list[list[int]]:
     """Split rows of `lengths` tokens into batches of their indices, the longest first.
@@ -312,7 +312,7 @@ def batches_of(
     return found
 
 
-def share_of_rank(batches: Sequence[list[int]], process: Process) -> list[list[int]]:
+def take_rank_share(batches: Sequence[list[int]], process: Process) -> list[list[int]]:
     """Return this rank's batches; every rank has the same number.
 
     A rank with one batch too few gets a batch of one filler, `~index` of the last row.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 TOKENS = 64  # K: most likely ones, whose probabilities are kept; the others count as one
-POSITIONS = 64  # whose probabilities over the whole vocabulary are in memory at a time
+POSITIONS = 64  # whose probabilities over the full vocabulary are in memory at a time
 FREE_TOKENS = 4  # generated where the first one is no stop
 SHOWN_TOKENS = 40  # of a prompt before a forced stop
 Said = dict[str, Tensor]
@@ -215,7 +215,7 @@ def each_row(rows: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, slice
 def ends_at(model: Any, tokenizer: Any, prompt: list[int], stop: int) -> bool:
     """Return whether plain generation ends once the model has chosen the token `stop`.
 
-    It is made to choose that token first, and another one behind it.
+    It is made to choose that token first, and another one after it.
     """
     from transformers import LogitsProcessor, LogitsProcessorList
 

@@ -1,22 +1,188 @@
-"""Saved weights, opened again by transformers and PEFT alone and held to the evaluated model."""
+"""What the evaluated model says of a few held-out rows, and saved weights that are held to it.
+
+The reference is written once at the end of a run, in eval/reference.safetensors; a merge or an
+export then needs no second copy of the trained model. Saved weights are opened by transformers and
+PEFT alone.
+Legend: N labelled positions of all rows, V vocabulary.
+"""
 
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.loader import environment
+from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids
+from sft_play.data.rows import Message
+from sft_play.data.store import Sample, Split
+from sft_play.data.templates import template_messages
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import plain
-from sft_play.evaluation.reference import FLOAT8, Reference
+from sft_play.evaluation.plain import Said, each_row, said
+from sft_play.models.float8.linear import has_float8
+from sft_play.process import Process
+from sft_play.runs.files import share
+
+REFERENCE_FILE = "reference.safetensors"
+MOST_ROWS = 8
+MOST_TOKENS = 512  # of a row, from its beginning
+MOST_LABELS = 64  # of a row
+FLOAT8 = "float8"  # compute_dtype of a model over a float8 base
+FACTS = ("stops", "prompts", "compute_dtype", "device")
+OF_ROWS = ("ids", "ends", "positions", "position_ends")  # the others are what the model says
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Rows, what the evaluated model said of them, and prompts and stops as training had them."""
+
+    rows: dict[str, Tensor]  # OF_ROWS: of all rows in one; positions (N,) count in their row
+    said: Said
+    stops: list[tuple[list[int], int]]  # prompt of a row, and the stop that was trained after it
+    prompts: list[tuple[list[dict[str, Any]], list[int]]]  # messages, and their ids
+    compute_dtype: str  # of the evaluated model's products
+    device: str
+
+    @property
+    def loss(self) -> float:
+        """The evaluated model's loss on these rows, nats a token."""
+        return float(self.said["nats"].mean())
+
+    def shortened(self, most_tokens: int) -> "Reference":
+        """Return one of the first rows, as many as have so many tokens together, at least one."""
+        count = max(1, int((self.rows["ends"] <= most_tokens).sum()))
+        tokens, positions = (int(self.rows[name][count - 1]) for name in ("ends", "position_ends"))
+        rows = {
+            "ids": self.rows["ids"][:tokens],
+            "ends": self.rows["ends"][:count],
+            "positions": self.rows["positions"][:positions],
+            "position_ends": self.rows["position_ends"][:count],
+        }
+        return replace(
+            self, rows=rows, said={name: tensor[:positions] for name, tensor in self.said.items()}
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write it into a run's folder of evaluations."""
+        facts = {name: getattr(self, name) for name in FACTS}
+        tensors = {name: tensor.contiguous() for name, tensor in {**self.rows, **self.said}.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / REFERENCE_FILE, metadata={"facts": json.dumps(facts)})
+        share(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Reference | None":
+        """Return that of a folder of evaluations, None if there is none."""
+        if not (folder / REFERENCE_FILE).is_file():
+            return None
+        with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts = json.loads(file.metadata()["facts"])
+        rows = {name: tensors.pop(name) for name in OF_ROWS}
+        return cls(rows, tensors, **facts)
+
+
+@torch.no_grad()
+def make_reference(
+    model: torch.nn.Module,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    process: Process,
+    system_prompt: str | None,
+) -> Reference | None:
+    """Return what a model in evaluation mode says of rows of a split; None if none is labelled.
+
+    Every rank of divided weights must call it.
+    """
+    samples = chosen_samples(split)
+    if not samples:
+        return None
+    rows = as_tensors(samples)
+    parts: list[Said] = []
+    with process.autocast():
+        for ids, positions, _ in each_row(rows):
+            inputs = ids[None].to(process.device)
+            logits = model(input_ids=inputs, use_cache=False).logits[0]
+            parts.append(said(logits[positions.to(logits.device) - 1], ids[positions]))
+    return Reference(
+        rows,
+        {name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        trained_ends(samples, stop_ids(tokenizer)),
+        checked_prompts(tokenizer, system_prompt),
+        FLOAT8 if has_float8(model) else str(process.compute_dtype).removeprefix("torch."),
+        process.device.type,
+    )
+
+
+def chosen_samples(split: Split) -> list[Sample]:
+    """Return samples spread over a split that have a label among their first tokens."""
+    found: list[Sample] = []
+    for index in np.unique(np.linspace(0, len(split) - 1, 4 * MOST_ROWS, dtype=np.int64)).tolist():
+        sample = split[index]
+        if len(found) < MOST_ROWS and labelled_positions(sample):
+            found.append(sample)
+    return found
+
+
+def labelled_positions(sample: Sample) -> list[int]:
+    """Return the first positions of a sample that have a label."""
+    return np.flatnonzero(sample.labels[:MOST_TOKENS] != IGNORE_INDEX)[:MOST_LABELS].tolist()
+
+
+def as_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Return the rows of a reference: ids up to their last position, positions, where each ends."""
+    positions = [labelled_positions(sample) for sample in samples]
+    ids = [
+        sample.ids[: of_row[-1] + 1].tolist()
+        for sample, of_row in zip(samples, positions, strict=True)
+    ]
+    return {
+        "ids": torch.tensor(list(chain.from_iterable(ids))),
+        "ends": torch.tensor([len(row) for row in ids]).cumsum(0),
+        "positions": torch.tensor(list(chain.from_iterable(positions))),
+        "position_ends": torch.tensor([len(row) for row in positions]).cumsum(0),
+    }
+
+
+def trained_ends(samples: Sequence[Sample], stops: set[int]) -> list[tuple[list[int], int]]:
+    """Return the prompt of each sample and the last stop token that it trains."""
+    ends: list[tuple[list[int], int]] = []
+    for sample in samples:
+        trained = sample.labels[np.isin(sample.labels, list(stops))]
+        if len(trained):
+            prompt = sample.prompt or sample.ids[:1].tolist()
+            ends.append((prompt[-MOST_TOKENS:], int(trained[-1])))
+    return ends
+
+
+def checked_prompts(
+    tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
+) -> list[tuple[list[dict[str, Any]], list[int]]]:
+    """Return prompts of one and of three messages with the ids that training gives them."""
+    start = [Message("system", system_prompt)] if system_prompt else []
+    question = Message("user", "What is blue?")
+    turns = [question, Message("assistant", "The sea."), Message("user", "And green?")]
+    prompts: list[tuple[list[dict[str, Any]], list[int]]] = []
+    for messages in ([*start, question], [*start, *turns]):
+        try:
+            ids = render_prompt(messages, tokenizer)
+        except RenderError:  # a template that takes no such conversation
+            continue
+        prompts.append((template_messages(messages), ids))
+    return prompts
+
 
 # Variables of a launcher's ranks, which would make transformers wait for the others
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
@@ -149,11 +315,11 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
         changed_prompts=sum(
             found != ids for found, ids in zip(facts["prompts"], expected, strict=True)
         ),
-        bound=bound_of(folder, reference),
+        bound=choose_bound(folder, reference),
     )
 
 
-def bound_of(folder: Folder, reference: Reference) -> Bound:
+def choose_bound(folder: Folder, reference: Reference) -> Bound:
     """Return the bound: that of float32 where both sides computed in it on the CPU."""
     if reference.compute_dtype == FLOAT8:
         return FROM_FLOAT8

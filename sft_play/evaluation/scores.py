@@ -5,28 +5,45 @@ import inspect
 import json
 import math
 import unicodedata
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.config.metrics import ALWAYS, FUNCTION, OF_SACREBLEU, SCHEMA, key_of
+import regex
+
+from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, score_name
 from sft_play.errors import ConfigError, first_line
 from sft_play.evaluation.generate import Answer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
 from sft_play.runs.files import json_line
 
-LOCAL_METRIC = Path(__file__).parent / "rouge_l"  # local, so that no network is needed
 CORPUS_RESAMPLES = 200  # each scores all answers anew
+# rouge-score's own words, [a-z0-9]+, and what it drops: words of other scripts than Latin.
+# Scripts without spaces between words give a word for each character.
+_UNSPACED = (
+    r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\u30fc"  # U+30FC lengthens a vowel
+    r"\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}\p{Script=Myanmar}\p{Script=Tibetan}"
+)
+# The script Common has letters that are signs of Latin texts too, such as the micro sign.
+_LETTER = rf"[[\p{{L}}--[\p{{Script=Latin}}\p{{Script=Common}}{_UNSPACED}]]||[\p{{Nd}}--[0-9]]]"
+_WORD = regex.compile(
+    rf"[a-z0-9]+|[[{_UNSPACED}]&&[\p{{L}}\p{{Nd}}]]\p{{M}}*|{_LETTER}(?:{_LETTER}|\p{{M}}|\u200d)*",
+    regex.VERSION1,
+)
 
 
-class RougeL(NamedTuple):
-    """ROUGE-L F-measures in [0, 1]."""
+class UnicodeTokenizer:
+    """Splits a text of any script into words. Latin script is split as rouge-score splits it."""
 
-    mean: float
-    of_answers: tuple[float, ...]
+    def tokenize(self, text: str) -> list[str]:
+        """Return the words in lower case, one for each character of a script without spaces.
+
+        >>> UnicodeTokenizer().tokenize("The cat, \u041a\u043e\u0442 \u732b\u3060")
+        ['the', 'cat', '\u043a\u043e\u0442', '\u732b', '\u3060']
+        """
+        # a word may be written with composed or with combining characters
+        return [unicodedata.normalize("NFKC", word) for word in _WORD.findall(text.lower())]
 
 
 class Answered(NamedTuple):
@@ -46,18 +63,8 @@ class MetricScore:
     of_answers: tuple[float, ...]
 
 
-def rouge_l(
-    answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
-) -> RougeL:
-    """Return ROUGE-L of each answer, and the mean.
-
-    With `batch_rows` the metric gets the answers in batches of that size; the result is the same.
-    """
-    return RougeL(*_rouge("rougeL", answers, references, batch_rows))
-
-
 def score_answers(metrics: Sequence[str], rows: Sequence[Answered]) -> tuple[MetricScore, ...]:
-    """Return the scores of `train.metrics`.
+    """Return the scores of metrics by their names in `train.metrics`.
 
     Raises: ConfigError where a function of the user's fails, or returns no number.
     """
@@ -68,10 +75,9 @@ def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
     if metric in OF_SACREBLEU:
         return _sacrebleu(metric, rows)
     answers = [row.answer for row in rows]
-    references = [row.expected for row in rows]
     if metric.startswith("rouge"):
-        found = _rouge(metric, answers, references)[1]
-    elif metric == "exact_match":
+        return rouge(metric, answers, [row.expected for row in rows])
+    if metric == "exact_match":
         found = [float(_plain(row.answer) == _plain(row.expected)) for row in rows]
     elif metric == "json_valid":
         found = [float(_parsed(answer) is not None) for answer in answers]
@@ -79,28 +85,20 @@ def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
         found = _fits_schema(Path(metric.removeprefix(SCHEMA)), answers)
     else:
         found = _by_function(metric, rows)
-    return MetricScore(key_of(metric), estimate(found), tuple(found))
+    return MetricScore(score_name(metric), estimate(found), tuple(found))
 
 
-def _rouge(
-    name: str, answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
-) -> tuple[float, tuple[float, ...]]:
-    """Return the mean of a kind of ROUGE, and that of each answer."""
-    import evaluate
+def rouge(kind: str, answers: Sequence[str], references: Sequence[str]) -> MetricScore:
+    """Return the F-measures in [0, 1] of common words, pairs of words or subsequences.
 
-    # a unique id: otherwise two evaluations at the same time would share a cache file
-    experiment_id = uuid.uuid4().hex
-    metric = evaluate.load(
-        str(LOCAL_METRIC), config_name=name, experiment_id=experiment_id, keep_in_memory=True
-    )
-    step = batch_rows or len(answers)
-    for start in range(0, len(answers), step):
-        metric.add_batch(
-            predictions=list(answers[start : start + step]),
-            references=list(references[start : start + step]),
-        )
-    computed = metric.compute()
-    return float(computed[name]), tuple(computed["scores"])
+    rouge1, rouge2 or rougeL (Lin, 2004: ROUGE, a package for automatic evaluation of summaries).
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # a second
+
+    scorer = RougeScorer([kind], tokenizer=UnicodeTokenizer())
+    pairs = zip(references, answers, strict=True)
+    found = [scorer.score(reference, answer)[kind].fmeasure for reference, answer in pairs]
+    return MetricScore(kind, estimate(found), tuple(found))
 
 
 def _plain(text: str) -> str:
@@ -211,20 +209,12 @@ class RowLoss:
 
 @dataclass(frozen=True)
 class GenerationScores:
-    """The generated answers to the first rows of the set, in order, and their ROUGE-L."""
+    """The generated answers to the first rows of the set, in order, and their scores."""
 
-    rouge_l: RougeL
+    scores: tuple[MetricScore, ...]  # ROUGE-L, and those of train.metrics
     answers: tuple[Answer, ...]
     max_new_tokens: int
     seconds: float
-    others: tuple[MetricScore, ...] = ()  # of train.metrics
-
-    @cached_property
-    def scores(self) -> tuple[MetricScore, ...]:
-        """ROUGE-L and the others, with intervals."""
-        of_answers = self.rouge_l.of_answers
-        rouge_l = MetricScore(ALWAYS, estimate(of_answers), of_answers)
-        return (rouge_l, *(score for score in self.others if score.name != ALWAYS))
 
     @property
     def cut_answers(self) -> int:
@@ -257,7 +247,7 @@ class Scores:
 
     eval_loss: float  # nats per labelled token
     loss_seconds: float
-    generation: GenerationScores | None = None  # None where no answers were generated
+    generation: GenerationScores | None = None  # None if no answers were generated
     row_losses: tuple[RowLoss, ...] = ()  # of all rows of the set, in order
 
     def as_metrics(self) -> dict[str, float]:

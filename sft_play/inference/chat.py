@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from sft_play.config.sampling import SamplingRequest
+from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.render import RenderError, render_prompt
 from sft_play.data.rows import Message

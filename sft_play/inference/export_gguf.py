@@ -11,7 +11,7 @@ from sft_play.data.render import RenderError
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, EnvironmentFault
-from sft_play.evaluation.reference import checked_prompts
+from sft_play.evaluation.reopened import checked_prompts
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
     Exported,

@@ -24,8 +24,7 @@ from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.evaluation.reference import Reference, checked_prompts
-from sft_play.evaluation.reopened import Reopened, reopen
+from sft_play.evaluation.reopened import Reference, Reopened, checked_prompts, reopen
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import TrainedModel, checked_weights, load_run, updated
 from sft_play.inference.merge import merge_run, publish, reference_of, stranger_of

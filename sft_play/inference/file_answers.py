@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from sft_play.data.prompts import Prompt
 from sft_play.data.render import RenderError, render_prompt
+from sft_play.data.row_parsing import Prompt
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
-from sft_play.evaluation.generate import Answer, batches_of, room_for
+from sft_play.evaluation.generate import Answer, room_for, split_batches
 from sft_play.inference.load import TrainedModel
 from sft_play.runs.answer_file import AnswerFile, Place
 
@@ -71,7 +71,7 @@ def _answer_window(
     def rows_at(tokens: int) -> int:
         return train.generation_batch_size or room.prompts(tokens, trained.answer_limit(tokens))
 
-    for batch in batches_of(lengths, rows_at):
+    for batch in split_batches(lengths, rows_at):
         own = [numbers[index] for index in batch]
         longest = max(lengths[index] for index in batch)
         generator = trained.generator(trained.answer_limit(longest))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.splits import question_indices
 from sft_play.data.store import Sample, Split
-from sft_play.evaluation.scores import rouge_l
+from sft_play.evaluation.scores import rouge
 from sft_play.inference.gguf_tools import opened, require_bindings
 from sft_play.runs.folder import RunFolder
 
@@ -223,8 +223,8 @@ def score_answers(
         ended += has_ended
     expected = [row["expected"] for row in written]
     return {
-        "rouge_l": rouge_l(answers, expected).mean,
-        "run_rouge_l": rouge_l([row["answer"] for row in written], expected).mean,
+        "rouge_l": rouge("rougeL", answers, expected).estimate.mean,
+        "run_rouge_l": rouge("rougeL", [row["answer"] for row in written], expected).estimate.mean,
         "answers": len(written),
         "ended": ended,
         "run_ended": sum(not row["was_cut"] for row in written),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
-from sft_play.config.sampling import SamplingRequest
+from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_memory

@@ -25,8 +25,7 @@ from sft_play.errors import (
     disk_errors_in_words,
     memory_errors_in_words,
 )
-from sft_play.evaluation.reference import Reference, make_reference
-from sft_play.evaluation.reopened import Folder, Reopened, reopen
+from sft_play.evaluation.reopened import Folder, Reference, Reopened, make_reference, reopen
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.masking import mask_secrets

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sft_play.config.invocation import TasksAsked
 from sft_play.config.loader import LoadedConfig
-from sft_play.config.tasks import TasksAsked
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.inference.load import TrainedModel, base_of, joined, load_run
 from sft_play.reporting.bootstrap import Estimate, estimate

@@ -4,8 +4,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sft_play.config.foreign_keys import ADVICE, SAME_SETTING
 from sft_play.config.schema import Config, settings
+from sft_play.config.unknown import ADVICE, SAME_SETTING
 from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.values import AUTO, Unknown
 

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from sft_play.config.commented import Line, commented_yaml
+from sft_play.config.present import Line, commented_yaml
 from sft_play.config.schema import settings
 from sft_play.errors import ConfigError
 from sft_play.notebooks.carried import Carried, find_setting

@@ -96,7 +96,7 @@ def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuar
     train = context.config.train
 
     def rows_of(step: int, micro_batch: int) -> list[str]:
-        samples = order.samples_of(step, micro_batch, context.process.rank)
+        samples = order.find_samples(step, micro_batch, context.process.rank)
         return [rows.origin(sample) for sample in samples]
 
     return StepGuard(context.process, train.on_nonfinite, train.max_skipped_steps, rows_of)

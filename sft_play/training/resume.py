@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.assemble import RunData
-from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
+from sft_play.data.templates import DEFAULT_TEMPLATE, template_text
 from sft_play.errors import CheckpointError
 from sft_play.plan.ranks import precision
 from sft_play.runs import checkpoints, stamp
@@ -26,7 +26,7 @@ def make_stamp(
     """Return the stamp of this run's checkpoints and weights."""
     config = context.config
     plan = context.plan
-    template = template_of(tokenizer)
+    template = template_text(tokenizer)
     template_name = config.model.chat_template or "the tokenizer's own"
     if template == DEFAULT_TEMPLATE:
         template_name = "built-in"

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
-from sft_play.evaluation.reference import Reference, make_reference
-from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.evaluation.reopened import Folder, Reference, make_reference, reopen
 from sft_play.models import bnb
 from sft_play.models.base_config import plain_reading
 from sft_play.models.base_parts import copy_processors, keep_untrained, write_config

@@ -6,8 +6,8 @@ program answers when somebody types that name.
 
 from __future__ import annotations
 
-from sft_play.config.foreign_keys import ADVICE, SAME_SETTING
 from sft_play.config.schema import settings
+from sft_play.config.unknown import ADVICE, SAME_SETTING
 from tools.docs.tables import table
 
 PROGRAMS = ("Axolotl", "LLaMA-Factory", "TRL and PEFT", "Unsloth")

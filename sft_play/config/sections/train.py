@@ -25,18 +25,9 @@ def _strategy_name(value: Any) -> Any:
     return "no" if value is False or value in ("off", "none", "false") else value
 
 
-def _tracker_names(value: Any) -> Any:
-    """Return a list: of one name, of names with commas between them, or of none."""
-    if value in (None, False, "none", "no", "off", ["none"]):
-        return []
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",")]
-    return value
-
-
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Trackers = Annotated[list[Tracker], BeforeValidator(_tracker_names)]
-Metrics = Annotated[list[str], BeforeValidator(metrics.names_of)]
+Trackers = Annotated[list[Tracker], BeforeValidator(metrics.list_names)]
+Metrics = Annotated[list[str], BeforeValidator(metrics.list_names)]
 EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
 
 
@@ -308,8 +299,8 @@ class TrainSection(Section):
     )
     eval_do_concat_batches: bool = Field(
         False,
-        description="Score an evaluation's answers as one list, not batch by batch; the scores are "
-        "equal.",
+        description="Taken for configs that have it: answers are scored one by one, so the scores "
+        "are equal.",
     )
     eval_accumulation_steps: PositiveInt | None = Field(
         None,
