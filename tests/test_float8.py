@@ -10,6 +10,7 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.models.expert_quantization import in_float32
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.float8 import products
 from sft_play.models.float8.format import FLOAT8, LARGEST
@@ -50,7 +51,7 @@ def float8_linear(out_features: int = 48, in_features: int = 32) -> tuple[Float8
     with torch.no_grad():
         linear.weight.copy_(numbers(out_features, in_features))
     layer = Float8Linear.of(linear, quantise(linear.weight.detach()))
-    return layer, layer.as_plain(torch.float32)
+    return layer, in_float32(nn.ModuleList([layer]))[0]
 
 
 # The quantiser

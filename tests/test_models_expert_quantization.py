@@ -23,8 +23,7 @@ from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.experts.install import find_experts
 from sft_play.models.load import load_base
-from sft_play.models.packed import PackedWeights, packed_weights
-from sft_play.models.parameters import count_parameters
+from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))

@@ -30,12 +30,10 @@ from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.masking import mask_secrets
-from sft_play.models.base_parts import copy_processors
+from sft_play.models.base_files import copy_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
-from sft_play.models.merging import CannotStream, Merge, merge_files
-from sft_play.models.merging_whole import merge_whole
-from sft_play.models.rounding import quantization_of
+from sft_play.models.merging import CannotStream, Merge, merge_files, merge_whole, quantization_of
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
-from sft_play.models.packed import dtype_name, log_packed
+from sft_play.models.parameters import dtype_name, log_packed
 
 
 def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:

@@ -31,7 +31,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import empty_twin, towers_of
 from sft_play.models.experts import (
     expert_weights,
     is_expert_weight,
@@ -116,13 +116,17 @@ def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
     return packed._quantize(weight.device)
 
 
+def unpack(packed: Params4bit) -> Tensor:
+    """Return a packed weight in the type that it had."""
+    return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
+
+
 def packed_names(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> set[str]:
     """Return the names of the parameters that a 4-bit model of this kind packs.
 
     The model may have adapters and no weights.
     """
-    with torch.device("meta"):
-        empty = type(model)(copy.deepcopy(model.config))
+    empty = empty_twin(model)
     names = {
         weight.name
         for weight in expert_weights(empty)
@@ -153,7 +157,7 @@ class _Unpacked(nn.Module):
 
     @torch.no_grad()
     def forward(self, packed: Params4bit) -> Tensor:
-        return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
+        return unpack(packed)
 
 
 class _WithAdapter(nn.Module):
@@ -200,20 +204,16 @@ def in_float32(module: nn.Module) -> nn.Module:
         vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
         for name, linear in child.named_children():
             if isinstance(linear, Linear4bit):
-                setattr(child, name, _unpacked(linear))
+                weight = unpack(linear.weight).float()
             elif isinstance(linear, Float8Linear):
-                setattr(child, name, linear.as_plain(torch.float32))
+                weight = linear.dequantised_weight(torch.float32)
+            else:
+                continue
+            plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+            plain.bias = linear.bias
+            setattr(child, name, plain)
     return copied.float()
-
-
-def _unpacked(linear: Linear4bit) -> nn.Linear:
-    """Return a linear layer with unpacked weights."""
-    packed = linear.weight
-    weight = bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
-    plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
-    plain.weight = nn.Parameter(weight.float(), requires_grad=False)
-    plain.bias = linear.bias
-    return plain
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import masking_utils
 
-from sft_play.models import fake_mixer_kernels, linear_attention, offloading
+from sft_play.models import checkpointing, fake_mixer_kernels, linear_attention
 from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.reference import attend_lengths
@@ -332,8 +332,8 @@ GPU_KERNELS = (
     Replacement(rms, "norm_forward", norm_forward),
     Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
-    Replacement(offloading.LayerOffloading, "_host_memory", host_memory),
-    Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
+    Replacement(checkpointing.LayerOffloading, "_host_memory", host_memory),
+    Replacement(checkpointing.LayerOffloading, "_copy", lambda self, target, source: None),
     Replacement(mixer_kernels, "uses_fla", linear_attention.will_use_fla),
     Replacement(gated_norms, "uses_fla", linear_attention.will_use_fla),
     Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),

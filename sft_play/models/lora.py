@@ -15,8 +15,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters
 from sft_play.models.architecture import text_modules
 from sft_play.models.experts import is_named, linear_names
-from sft_play.models.float8.adapters import refuse_merging
-from sft_play.models.float8.linear import has_float8
+from sft_play.models.float8.linear import has_float8, refuse_merging
 
 
 def add_adapters(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PretrainedConfig, PreTrainedModel
@@ -279,22 +280,16 @@ class Copies:
 
     def on(self, device: torch.device, value: Any) -> Any:
         """Return a value with its tensors on a device; caches of generation stay as they are."""
-        if isinstance(value, Tensor):
-            return self._tensor(device, value)
-        if type(value) in (tuple, list):
-            return type(value)(self.on(device, part) for part in value)
-        if type(value) is dict:
-            return {name: self.on(device, part) for name, part in value.items()}
-        return value
+        return recursively_apply(self._copy, value, device)
 
-    def _tensor(self, device: torch.device, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         documents = getattr(tensor, "documents", None)
         if is_unmasked(tensor) and documents is None:
             return tensor
         if documents is not None:
             if documents.boundaries.device == device:
                 return tensor
-            boundaries = self._tensor(device, documents.boundaries)
+            boundaries = self._copy(documents.boundaries, device)
             return unmasked(documents._replace(boundaries=boundaries))
         if tensor.device == device:
             return tensor

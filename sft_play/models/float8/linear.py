@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -46,13 +48,6 @@ class Float8Linear(nn.Linear):
     def dequantised_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) that the layer computes with."""
         return Quantised(self.weight, self.weight_scale).dequantised(dtype)
-
-    def as_plain(self, dtype: torch.dtype) -> nn.Linear:
-        """Return a plain linear with the dequantised weight."""
-        plain = nn.Linear(self.in_features, self.out_features, device="meta")
-        plain.weight = nn.Parameter(self.dequantised_weight(dtype), requires_grad=False)
-        plain.bias = self.bias
-        return plain
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device, but keep the types: half() would make nonsense of both."""
@@ -101,3 +96,21 @@ def is_float8(module: nn.Module) -> bool:
 def has_float8(model: nn.Module) -> bool:
     """Return whether a model has a float8 weight."""
     return any(parameter.dtype == FLOAT8 for parameter in model.parameters())
+
+
+class Float8LoraLinear(PeftLinear):
+    """PEFT's LoRA linear, which refuses to merge."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: e4m3 would round most of an adapter away. Raises: ValueError."""
+        raise ValueError(
+            "an adapter cannot be merged into float8 weights, which would round it away; "
+            "`make merge` merges it into 16-bit ones"
+        )
+
+
+def refuse_merging(model: PeftModel) -> None:
+    """Make PEFT's linears over float8 weights refuse to merge."""
+    for module in model.modules():
+        if type(module) is PeftLinear and is_float8(module):
+            module.__class__ = Float8LoraLinear

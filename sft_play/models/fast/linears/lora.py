@@ -37,10 +37,9 @@ from sft_play.models.fast.linears.products import (
     project,
 )
 from sft_play.models.fast.setup import is_training
-from sft_play.models.float8.adapters import Float8LoraLinear
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import take
-from sft_play.models.float8.linear import Float8Linear
+from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
