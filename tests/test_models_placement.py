@@ -34,7 +34,7 @@ def devices_of(base: Path, device_map: Any, gpus: int = 2, **settings: Any) -> d
     config = Config.model_validate(
         {"model": {"name": str(base), "device_map": device_map}, **settings}
     )
-    found = placement.device_map_of(config, process, AutoConfig.from_pretrained(base))
+    found = placement.resolve_device_map(config, process, AutoConfig.from_pretrained(base))
     return {
         name: place.type if place.index is None else place.index for name, place in found.items()
     }

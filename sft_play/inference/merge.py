@@ -33,7 +33,13 @@ from sft_play.masking import mask_secrets
 from sft_play.models.base_files import copy_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
-from sft_play.models.merging import CannotStream, Merge, merge_files, merge_whole, quantization_of
+from sft_play.models.merging import (
+    CannotStream,
+    Merge,
+    merge_files,
+    merge_whole,
+    training_quantization,
+)
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts
@@ -116,7 +122,7 @@ def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candid
     reference = Reference.read(folder.evaluation) or reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
     compute_dtype = DTYPES[precision(config)]
-    quantization = quantization_of(config, compute_dtype)
+    quantization = training_quantization(config, compute_dtype)
     if quantization is not None:
         words, how = quantization
         base_dtype = weight_dtype(config, compute_dtype)

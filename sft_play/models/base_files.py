@@ -131,7 +131,7 @@ def write_config(
     write_json(target / CONFIG_NAME, values)
 
 
-def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
+def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
     """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
 
     They are those of towers, and those that the model's class does not load; of a quantised base

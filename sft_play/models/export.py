@@ -17,13 +17,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from sft_play.data.render import IGNORE_INDEX, stop_ids
+from sft_play.data.rows import Json
 from sft_play.data.store import Split
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.files import read_json, write_json, write_text
@@ -244,8 +244,8 @@ def _complete_config(path: Path, trust_remote_code: bool) -> None:
         write_json(path, config)
 
 
-def _older_keys(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _older_keys(config: Json) -> Json:
+    found: Json = {}
     if "dtype" in config:
         found["torch_dtype"] = config["dtype"]
     rope = config.get("rope_parameters") or {}
@@ -260,7 +260,7 @@ def _older_keys(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _as_read(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+def _as_read(path: Path, trust_remote_code: bool) -> Json:
     read = AutoConfig.from_pretrained(path.parent, trust_remote_code=trust_remote_code).to_dict()
     return {name: value for name, value in read.items() if not name.startswith("_")}
 

@@ -92,7 +92,7 @@ def load_model(
         elif has_float8(base):
             leave_to_each_rank(model)
     if is_fsdp:
-        sharding.bring_what_is_whole(model, process)
+        sharding.move_undivided(model, process)
     sharding.start(base, process)
     placement.move_inputs(base)
     install_fused_kernels(model, config, process, zero_stage)
@@ -155,7 +155,7 @@ def load_base(
         options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
     options |= _packed_as(config, process, stored, found, quantization)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
-    devices = placement.device_map_of(config, process, stored, most_layers)
+    devices = placement.resolve_device_map(config, process, stored, most_layers)
     if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
     if zero_stage < 3:

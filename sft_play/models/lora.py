@@ -1,5 +1,6 @@
 """LoRA adapters through PEFT, over frozen base weights."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -56,8 +57,8 @@ def add_adapters(
         adapters.layers_to_transform = sorted(set(lora.layers_to_transform))
         adapters.target_modules = _target_names(model, lora)
     if lora.modules_to_save:
-        adapters.modules_to_save = _modules_named(model, lora.modules_to_save)
-        adapters.ensure_weight_tying = _is_tied(model) and _names_a_matrix(model, adapters)
+        adapters.modules_to_save = _find_modules(model, lora.modules_to_save)
+        adapters.ensure_weight_tying = _is_tied(model) and _trains_a_matrix(model, adapters)
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
     adapted = expert_adapters.add_adapters(model, adapters)
@@ -130,7 +131,7 @@ def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     return sorted(names)
 
 
-def _modules_named(model: nn.Module, wanted: list[str]) -> list[str]:
+def _find_modules(model: nn.Module, wanted: list[str]) -> list[str]:
     """Return the full names of the modules to train whole.
 
     PEFT would take every module whose name ends alike: input_layernorm for norm.
@@ -169,7 +170,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _names_a_matrix(model: PreTrainedModel, adapters: LoraConfig) -> bool:
+def _trains_a_matrix(model: PreTrainedModel, adapters: LoraConfig) -> bool:
     """Return whether embedding or output head are trained whole."""
     matrices = (model.get_input_embeddings(), model.get_output_embeddings())
     return any(model.get_submodule(name) in matrices for name in adapters.modules_to_save)
@@ -200,24 +201,20 @@ def _train_modules_in_float32(model: PeftModel) -> None:
         for trained in module.modules_to_save.values():
             trained.to(torch.float32)
             if dtype != torch.float32:
-                casts = _InputAndOutputCasts(dtype)
-                trained.register_forward_pre_hook(casts.cast_input)
-                trained.register_forward_hook(casts.cast_output)
+                trained.register_forward_pre_hook(_cast_input)
+                trained.register_forward_hook(functools.partial(_cast_output, dtype))
 
 
-class _InputAndOutputCasts:
-    """Forward hooks of a module whose weights have another dtype than the model around it."""
+def _cast_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast a floating-point input to the dtype of the module's weights."""
+    x, *others = args
+    if x.is_floating_point():
+        x = x.to(next(module.parameters()).dtype)
+    return (x, *others)
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype  # of the model around it
 
-    def cast_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cast a floating-point input to the dtype of the module's weights."""
-        x, *others = args
-        if x.is_floating_point():
-            x = x.to(next(module.parameters()).dtype)
-        return (x, *others)
-
-    def cast_output(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Cast the output to the dtype of the model."""
-        return output.to(self.dtype)
+def _cast_output(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """Cast the output to the dtype of the model around it."""
+    return output.to(dtype)

@@ -30,8 +30,8 @@ from sft_play.models import bnb
 from sft_play.models.architecture import empty_model, empty_twin
 from sft_play.models.base_files import (
     base_tensors,
-    keep_untrained,
     plain_dtype,
+    restore_untrained,
     stored_config,
     stored_format,
     write_config,
@@ -60,7 +60,8 @@ class Skeleton:
     model: PreTrainedModel
     changes: dict[str, Change]  # by the name of the changed parameter
     deltas: dict[str, Callable[[], Tensor]]  # of experts' parameters: what is added
-    head_unties: bool  # the output head changed, and was the embedding before
+    embedding: str  # the name of its weight
+    untied_head: str | None  # that of an output head that changed, and was the embedding before
     pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the latest deltas
 
 
@@ -82,7 +83,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
     """
     tensors = base_tensors(merge.config)
     skeleton = build_skeleton(merge)
-    sources = sources_of(skeleton, tensors)
+    sources = match_tensors(skeleton, tensors)
     packed: set[str] = set()
     if merge.quantization is not None:
         packed = quantised_names(skeleton.model, merge.quantization)
@@ -102,14 +103,15 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
         elif parameter in skeleton.changes:
             merged = skeleton.changes[parameter](in_float32(merged))
         writer.add(name, merged.to(dtype))
-        if skeleton.head_unties and parameter == embedding_name(skeleton.model):
-            head = head_name(skeleton.model)
+        head = skeleton.untied_head
+        if head is not None and parameter == skeleton.embedding:
             writer.add(head, skeleton.changes[head](in_float32(tensor)).to(dtype))
     writer.close()
     dtype = merge.dtype
     if dtype is None and len(writer.float_types) == 1:
         (dtype,) = writer.float_types
-    write_config(merge.config, skeleton.model, target, dtype, skeleton.head_unties)
+    unties = skeleton.untied_head is not None
+    write_config(merge.config, skeleton.model, target, dtype, unties)
     return skeleton.model
 
 
@@ -135,7 +137,7 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
         merged = merged.to(merge.dtype)
     merged.save_pretrained(target)
     write_config(merge.config, merged, target, merge.dtype, unties=False)
-    keep_untrained(merge.config, merged, target)
+    restore_untrained(merge.config, merged, target)
     return merged
 
 
@@ -156,14 +158,16 @@ def build_skeleton(merge: Merge) -> Skeleton:
     is_tied = model.config.get_text_config().tie_word_embeddings
     adapted = load_adapter(model, merge.adapter)
     refuse_missing(adapted, merge.adapter)
-    changes, deltas = changes_of(adapted)
-    head = head_name(model)
-    head_unties = False
+    changes, deltas = find_changes(adapted)
+    embedding = _weight_name(model, model.get_input_embeddings())
+    head = _weight_name(model, model.get_output_embeddings())
+    untied_head = None
     if is_tied and head in changes:
-        head_unties = isinstance(_module(adapted, head), LoraLayer)
-        if not head_unties:
+        if isinstance(model.get_output_embeddings(), LoraLayer):
+            untied_head = head
+        else:
             del changes[head]  # written as the embedding
-    return Skeleton(model, changes, deltas, head_unties)
+    return Skeleton(model, changes, deltas, embedding, untied_head)
 
 
 def without_memory(model: PreTrainedModel) -> None:
@@ -194,7 +198,7 @@ def refuse_missing(adapted: PeftModel, folder: Path) -> None:
         )
 
 
-def changes_of(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:
+def find_changes(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:
     """Return what an adapter does to each parameter of its base."""
     changes: dict[str, Change] = {}
     deltas: dict[str, Callable[[], Tensor]] = {}
@@ -213,7 +217,7 @@ def changes_of(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callabl
     return changes, deltas
 
 
-def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
+def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
     """Return the model's parameter by the name of each tensor of the base.
 
     Raises: CannotStream where a changed parameter is not there as such.
@@ -224,14 +228,12 @@ def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> di
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
         # a base may store as one what transformers saves in pieces, such as Qwen3.5's experts
-        pieces = {name: parameter} | _in_files(skeleton.model, name, parameter)
+        pieces = {name: parameter} | _as_saved(skeleton.model, name, parameter)
         for piece, tensor in pieces.items():
             if shapes.get(piece) == tuple(tensor.shape):
                 sources[piece] = name
     known = set(sources.values())
-    wanted = {*skeleton.changes, *skeleton.deltas}
-    if skeleton.head_unties:
-        wanted -= {head_name(skeleton.model)}
+    wanted = {*skeleton.changes, *skeleton.deltas} - {skeleton.untied_head}
     missing = sorted(wanted - known)
     if missing:
         raise CannotStream(f"{missing[0]} is not in the base's files by itself")
@@ -241,16 +243,6 @@ def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> di
 def in_float32(tensor: Tensor) -> Tensor:
     """Return a copy in float32: PEFT adds to the tensor that it is given."""
     return tensor.to(torch.float32, copy=True)
-
-
-def head_name(model: PreTrainedModel) -> str:
-    """Return the name of the output head's weight."""
-    return f"{_name_of(model, model.get_output_embeddings())}.weight"
-
-
-def embedding_name(model: PreTrainedModel) -> str:
-    """Return the name of the embedding's weight."""
-    return f"{_name_of(model, model.get_input_embeddings())}.weight"
 
 
 def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
@@ -294,11 +286,11 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
         while len(kept) > 1:  # a layer's experts are two parameters
             kept.pop(next(iter(kept)))
         delta = skeleton.deltas[parameter]().detach().float()
-        kept[parameter] = {parameter: delta} | _in_files(skeleton.model, parameter, delta)
+        kept[parameter] = {parameter: delta} | _as_saved(skeleton.model, parameter, delta)
     return kept[parameter]
 
 
-def _in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a parameter as transformers saves it: under another name, or in pieces."""
     if getattr(model, "_weight_conversions", None) is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -323,18 +315,18 @@ def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
     return named
 
 
-def _module(adapted: PeftModel, weight_name: str) -> nn.Module:
-    return adapted.base_model.model.get_submodule(weight_name.removesuffix(".weight"))
-
-
-def _name_of(model: PreTrainedModel, wanted: nn.Module | None) -> str:
+def _weight_name(model: PreTrainedModel, wanted: nn.Module | None) -> str | None:
+    """Return the name of a module's weight without its adapter; None for no module."""
     for name, module in model.named_modules():
         if module is wanted:
-            return name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
-    return ""
+            plain = name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
+            return f"{plain}.weight"
+    return None
 
 
-def quantization_of(config: Config, compute_dtype: torch.dtype) -> tuple[str, Quantization] | None:
+def training_quantization(
+    config: Config, compute_dtype: torch.dtype
+) -> tuple[str, Quantization] | None:
     """Return how a run's base was quantised, in words and as a config; None if it was not.
 
     A base whose files are in 4 bits was trained as it is stored.

@@ -160,7 +160,7 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 @torch.no_grad()
-def bring_what_is_whole(model: nn.Module, process: Process) -> None:
+def move_undivided(model: nn.Module, process: Process) -> None:
     """Move what FSDP does not divide to this rank's device, where it was loaded to the host.
 
     Those are buffers, and adapters that PEFT has put beside their weights.
