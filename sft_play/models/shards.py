@@ -16,7 +16,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.plan.base_model import INDEX
 from sft_play.runs.files import write_json
 
 SHARD_BYTES = 1 << 30
