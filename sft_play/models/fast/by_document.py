@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-def forward_by_document(
-    module: nn.Module, lengths: list[int], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward method on each document, and join what it returns.
 
     Of a tensor of tokens a document's part is (1, its tokens, ...), and of a mask

@@ -1,9 +1,10 @@
 """A model to install fused kernels on, and how it will be trained."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
@@ -130,6 +131,12 @@ def current_gpu_of(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
 def is_training(module: nn.Module) -> bool:
     """Return whether a forward pass belongs to a training step; fused code runs only there."""
     return module.training and torch.is_grad_enabled()
+
+
+def fuse(modules: Iterable[nn.Module], function: Callable[..., Any]) -> None:
+    """Set a function as the forward method of modules."""
+    for module in modules:
+        module.forward = MethodType(function, module)
 
 
 def is_fused(module: nn.Module, function: Callable[..., Any]) -> bool:

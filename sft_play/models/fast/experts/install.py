@@ -6,8 +6,6 @@ a module once for each adapted parameter; the outermost wrapper gets the fused f
 Evaluation and generation run it too: PEFT's wrappers build all adapted weights in every call.
 """
 
-from types import MethodType
-
 import torch
 from bitsandbytes.nn import Params4bit
 from peft.tuners.lora.layer import ParamWrapper
@@ -25,7 +23,7 @@ from sft_play.models.fast.experts.products import (
 )
 from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.models.partitioned import is_missing
 from sft_play.plan.fast import ZERO_3
 
@@ -58,9 +56,10 @@ def install_experts(setup: TrainingSetup) -> int:
         raise Unsupported(reasons[0])
     for reason in dict.fromkeys(reasons):
         setup.left_out.append(f"{reasons.count(reason)} of {len(modules)}: {reason}")
-    agreed = prove(candidates, lambda module: fused_forward(module, setup.has_values), setup)
-    for module in agreed:
-        module.forward = fused_forward(module, setup.has_values)
+    for module in candidates:
+        bind_gate(module, setup.has_values)
+    agreed = prove(candidates, experts_forward, setup)
+    fuse(agreed, experts_forward)
     return len(agreed)
 
 
@@ -161,10 +160,9 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
     return None
 
 
-def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
-    """Return the fused forward method of experts, or of the outermost wrapper around them."""
+def bind_gate(module: nn.Module, has_values: bool = True) -> None:
+    """Set the gate that `experts_forward` reads of experts, or of the outermost wrapper."""
     module.fused_gate = gate_of(unwrap(module)[1], has_values)
-    return MethodType(experts_forward, module)
 
 
 def experts_forward(

@@ -1,9 +1,5 @@
 """Find the MLPs and linears of a decoder, and install their fused functions."""
 
-from collections.abc import Callable
-from types import MethodType
-from typing import Any
-
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -13,7 +9,7 @@ from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear, why
 from sft_play.models.fast.linears.mlp import lora_mlp
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import GatedMlp, gated_mlp_of, is_linear
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused, is_training
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
 
 
 def install_mlp(setup: TrainingSetup) -> int:
@@ -28,9 +24,9 @@ def install_mlp(setup: TrainingSetup) -> int:
         return 0
     if not modules:
         raise Unsupported("no gated MLP with SiLU or GELU (tanh)")
-    agreed = prove(modules, _mlp_forward_of, setup)
+    agreed = prove(modules, mlp_forward, setup)
+    fuse(agreed, mlp_forward)
     for module in agreed:
-        module.forward = _mlp_forward_of(module)
         setup.taken.update(child for child in module.children() if is_linear(child))
     return len(agreed)
 
@@ -41,10 +37,6 @@ def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
     module.fused_roles = roles
     module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
     module.down_linear = LinearGroup(getattr(module, roles.down))
-
-
-def _mlp_forward_of(module: nn.Module) -> Callable[..., Any]:
-    return MethodType(mlp_forward, module)
 
 
 def why_mlp_linears_not_fusable(setup: TrainingSetup) -> str | None:
