@@ -25,6 +25,13 @@ class Documents(NamedTuple):
     boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
     longest: int  # tokens of the longest document
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keywords by which transformers' models are told of documents."""
+        boundaries, longest = self
+        named = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+        return {**named, "max_length_q": longest, "max_length_k": longest}
+
     def on(self, device: torch.device) -> "Documents":
         """Return the same documents with their boundaries on a device."""
         return Documents(self.boundaries.to(device), self.longest)

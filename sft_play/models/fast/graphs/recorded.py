@@ -124,10 +124,8 @@ class StaticInputs:
             arguments["position_ids"] = self.position_ids
         documents = None
         if self.boundaries is not None:
-            longest = self.shape.longest
-            documents = Documents(self.boundaries, longest)
-            arguments |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
-            arguments |= {"max_length_q": longest, "max_length_k": longest}
+            documents = Documents(self.boundaries, self.shape.longest)
+            arguments |= documents.arguments
         return {**arguments, "attention_mask": unmasked(documents)}
 
 

@@ -8,9 +8,7 @@ exact for any mixer. Mixers that call known kernels run once over all documents,
 Legend: B rows, T tokens of a row.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,9 +18,8 @@ from sft_play.models.fast.attention.masks import is_unmasked
 from sft_play.models.fast.by_document import first_tensor, forward_by_document, unflatten
 from sft_play.models.fast.documents import PackedDocuments
 from sft_play.models.fast.mixers.kernels import documents_of_call, rebound
-from sft_play.models.fast.setup import is_training
-
-Forward = Callable[..., Any]
+from sft_play.models.fast.proof import Forward
+from sft_play.models.fast.setup import fuse, is_training
 
 # What a layer tells attention about documents. A mixer's own code that reads them would reset
 # where it should not, or reset one of its two states.
@@ -41,7 +38,7 @@ def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = Tr
     """Make a mixer start anew at each document of the batches in `packed`."""
     fast = rebound(type(module).forward) if is_fast else None
     module.mixer_state = MixerState(packed, fast)
-    module.forward = MethodType(mixer_forward, module)
+    fuse([module], mixer_forward)
 
 
 def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -59,25 +56,21 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if batch is None:
         with documents_of_call(None):
             return (state.fast or own)(self, *args, **kwargs)
-    return forward_packed(self, state.packed, state.fast, args, kwargs)
+    return forward_packed(state.packed, state.fast, self, *args, **kwargs)
 
 
 def forward_packed(
-    module: nn.Module,
-    packed: PackedDocuments,
-    fast: Forward | None,
-    args: tuple,
-    kwargs: dict[str, Any],
+    packed: PackedDocuments, fast: Forward | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a mixer over the documents of a packed batch, and return what its own forward would.
 
-    All documents in one call of `fast`, or one after another where it is None.
+    All documents in one call of `fast`, or one after another if it is None.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     if fast is None:
         lengths = packed.batch.lengths
         with packed.hidden():  # from mixers within this one
-            return forward_by_document(module, lengths, args, kwargs)
+            return forward_by_document(lengths, module, *args, **kwargs)
     hidden = first_tensor(args, kwargs)
     rows, tokens = hidden.shape[:2]
     flat_args = tuple(_flatten(value, rows, tokens) for value in args)

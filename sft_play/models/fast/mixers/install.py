@@ -7,25 +7,19 @@ tokens of another.
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.capture import as_it_was, kinds_of
+from sft_play.models.fast.capture import as_it_was
 from sft_play.models.fast.documents import PackedDocuments, watch_documents
-from sft_play.models.fast.mixers.find import (
-    ModuleCall,
-    find_mixers,
-    is_hidden,
-    leaks,
-    likely_mixers,
-    tokens_of,
-)
-from sft_play.models.fast.mixers.forward import Forward, forward_packed, install_mixer
+from sft_play.models.fast.mixers.find import find_mixers, leaks, likely_mixers
+from sft_play.models.fast.mixers.forward import forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
 from sft_play.models.fast.mixers.kernels import rebound
 from sft_play.models.fast.mixers.tuning import tune_kernels
+from sft_play.models.fast.proof import TOLERANCES, Forward, Result, Trial
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.linear_attention import torch_code, why_no_fla
 
@@ -35,10 +29,6 @@ WITHOUT_FLA = (
     "%s: transformers computes linear attention and state spaces in plain torch, many times slower"
 )
 MAX_PASSES = 3  # a module around a mixer may keep a state of its own
-# Largest relative difference, in the Euclidean norm, of outputs and of gradients
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
-TOLERANCE_ON_GPU = 5e-3  # float32: the kernels multiply in TensorFloat-32
-TOLERANCE_IN_16_BITS = 5e-2
 MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared with that
 
 
@@ -81,37 +71,29 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
 
 def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
     """Reset mixers from the innermost outwards, until no module leaks."""
-    kinds = kinds_of(setup.decoder, setup.base.config.get_text_config())
     for _ in range(MAX_PASSES):
-        found = find_mixers(setup.decoder, kinds, setup.gathered)
+        found = find_mixers(setup)
         if not found:
             return
-        for call in found:
-            alike = [module for module in kinds if kinds[module] == kinds[call.module]]
-            with setup.gathered(call.module):
-                _install_kind(alike, call, packed, use_kernels, setup.process.is_main)
-    name = type(found[0].module).__name__
+        for trial, alike in found:
+            with setup.gathered(trial.module):
+                _install_kind(alike, trial, packed, use_kernels)
+    name = type(found[0][0].module).__name__
     raise Unsupported(f"{name} keeps a state across documents")
 
 
 def _install_kind(
-    alike: list[nn.Module],
-    call: ModuleCall,
-    packed: PackedDocuments,
-    use_kernels: bool,
-    says: bool,
+    alike: list[nn.Module], trial: Trial, packed: PackedDocuments, use_kernels: bool
 ) -> None:
-    """Install mixers of one kind, by what the one of a call does.
-
-    `says` is whether this rank shows progress.
-    """
-    name = type(call.module).__name__
-    fast = rebound(type(call.module).forward) if use_kernels else None
+    """Install mixers of one kind, by what the one of a trial does."""
+    name = type(trial.module).__name__
+    fast = rebound(type(trial.module).forward) if use_kernels else None
     is_fast = fast is not None
     if fast is not None:
-        tune_kernels(call, fast, packed, says)
-        difference = _difference_in_one_call(call, packed)
-        is_fast = difference <= _tolerance(call)
+        tune_kernels(trial, fast, packed)
+        own, found = _results(trial, packed, fast)
+        difference = _largest_difference(own, found)
+        is_fast = difference <= _tolerance(own)
         if not is_fast:
             logger.warning(
                 "%s: packed documents in one call differ by %.2g; it runs them one by one",
@@ -122,7 +104,7 @@ def _install_kind(
         install_mixer(module, packed, is_fast)
     try:
         with torch_code(not is_fast):
-            does_leak = leaks(call)
+            does_leak = leaks(trial)
     except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of documents
         raise
     except RuntimeError as error:
@@ -132,45 +114,36 @@ def _install_kind(
         raise Unsupported(f"{name} keeps a state across documents")
 
 
-def _difference_in_one_call(call: ModuleCall, packed: PackedDocuments) -> float:
-    """Return how far all documents in one call are from one after another, relative."""
-    fast = rebound(type(call.module).forward)
-    expected, *expected_gradients = _output_and_gradients(call, packed, None)
-    found, *found_gradients = _output_and_gradients(call, packed, fast)
-    differences = [(found - expected).norm() / expected.norm()]
+def _results(trial: Trial, packed: PackedDocuments, fast: Forward) -> tuple[Result, Result]:
+    """Return what a mixer computes one document after another, and for all of them in one call."""
+    with torch_code():
+        own = trial.run(partial(forward_packed, packed, None))
+    with torch_code(False):
+        return own, trial.run(partial(forward_packed, packed, fast))
+
+
+def _largest_difference(own: Result, found: Result) -> float:
+    """Return the largest relative difference of output and gradients, in the Euclidean norm."""
+    sizes = {
+        name: tensor.float().norm() for name, tensor in own.tensors.items() if tensor is not None
+    }
+    output = sizes.pop("output")
+    differences = [_distance(own, found, "output") / output]
     # a gradient that is nearly zero, such as that of a decay, is rounding
-    least = MIN_GRADIENT * max(gradient.norm() for gradient in expected_gradients)
-    for one, two in zip(found_gradients, expected_gradients, strict=True):
-        differences.append((one - two).norm() / two.norm().clamp(min=least))
+    least = MIN_GRADIENT * max(sizes.values())
+    for name, size in sizes.items():
+        differences.append(_distance(own, found, name) / size.clamp(min=least))
     return max(differences).item()
 
 
-def _output_and_gradients(
-    call: ModuleCall, packed: PackedDocuments, fast: Forward | None
-) -> list[Tensor]:
-    """Return a mixer's output and the gradients of its input and trained weights, in float32."""
-    trained = [p for p in call.module.parameters() if p.requires_grad]
-    with torch.enable_grad(), torch_code(fast is None):
-        args = tuple(_leaf(value) for value in call.args)
-        kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
-        hidden = next(value for value in (*args, *kwargs.values()) if is_hidden(value))
-        output = tokens_of(forward_packed(call.module, packed, fast, args, kwargs))
-        direction = torch.linspace(-1, 1, output.numel(), device=output.device)
-        loss = (output.float().flatten() * direction).sum()
-        gradients = torch.autograd.grad(loss, [hidden, *trained], allow_unused=True)
-    found = [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
-    return [tensor.float() for tensor in found]
+def _distance(own: Result, found: Result, name: str) -> Tensor:
+    return (found.tensors[name].float() - own.tensors[name].float()).norm()
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if is_hidden(value) else value
-
-
-def _tolerance(call: ModuleCall) -> float:
-    hidden = next(value for value in (*call.args, *call.kwargs.values()) if is_hidden(value))
-    if hidden.dtype.itemsize == 2:
-        return TOLERANCE_IN_16_BITS
-    return TOLERANCE_ON_GPU if hidden.is_cuda else TOLERANCE[hidden.dtype]
+def _tolerance(own: Result) -> float:
+    """Return how far results may be apart: on a GPU kernels multiply float32 in TensorFloat-32."""
+    is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
+    return TOLERANCES[torch.float16 if is_rounded else own.dtype]
 
 
 def _counted(decoder: nn.Module) -> Mixers:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sft_play.models.fast.capture import LENGTHS, Call
 from sft_play.models.fast.documents import DocumentBatch, Documents, PackedDocuments
-from sft_play.models.fast.mixers.find import LENGTHS, ModuleCall
-from sft_play.models.fast.mixers.forward import Forward, forward_packed
+from sft_play.models.fast.mixers.find import hidden_states
+from sft_play.models.fast.mixers.forward import forward_packed
+from sft_play.models.fast.proof import Forward, Trial
 from sft_play.models.linear_attention import torch_code, uses_fla
 from sft_play.progress import Stage, watched
 
@@ -20,22 +22,19 @@ TUNED_DOCUMENT = 512  # tokens of each document
 TITLE = "tuning the kernels of linear attention for this GPU, which a later run finds on disk"
 
 
-def tune_kernels(call: ModuleCall, fast: Forward, packed: PackedDocuments, says: bool) -> None:
-    """Run a mixer's fast code forward and backward on TUNED_TOKENS, if its kernels need tuning.
-
-    `says` is whether this rank shows that it takes long.
-    """
+def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
+    """Run a mixer's fast code forward and backward on TUNED_TOKENS, if its kernels need tuning."""
     with torch_code(False):
-        if not uses_fla(next(call.module.parameters())):
+        if not uses_fla(next(trial.module.parameters())):
             return
-        args, kwargs = tiled(call.args), tiled(call.kwargs)
-        hidden = next(value for value in (*args, *kwargs.values()) if is_long(value))
+        call = Call(tiled(trial.call.args), tiled(trial.call.kwargs))
+        hidden = hidden_states(call, TUNED_TOKENS)
         before = packed.batch
         packed.batch = _documents(hidden.device)
         try:
-            with watched(Stage(TITLE), says), torch.enable_grad():
+            with watched(Stage(TITLE), trial.process.is_main), torch.enable_grad():
                 hidden.requires_grad_()
-                output = forward_packed(call.module, packed, fast, args, kwargs)
+                output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
                 mixed = output[0] if isinstance(output, tuple) else output
                 torch.autograd.grad(mixed.float().sum(), hidden)
         finally:
@@ -53,12 +52,6 @@ def tiled(value: Any) -> Any:
         return value
     indices = torch.arange(TUNED_TOKENS, device=value.device) % tokens
     return value.detach().index_select(1, indices)
-
-
-def is_long(value: Any) -> bool:
-    """Return whether a value has features of each of TUNED_TOKENS."""
-    is_features = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3
-    return is_features and value.shape[:2] == (1, TUNED_TOKENS)
 
 
 def _documents(device: torch.device) -> DocumentBatch:
