@@ -16,10 +16,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sft_play.models.fast.experts import function as experts_function
-from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import install as experts_module
 from sft_play.models.fast.experts import products as experts_products
-from sft_play.models.fast.experts.gates import ClampedGlu, FusedGlu, OwnGate
+from sft_play.models.fast.experts.function import ClampedGlu, FusedGlu, OwnGate
 from sft_play.models.fast.experts.install import (
     bind_gate,
     experts_forward,

@@ -14,7 +14,7 @@ from test_fast_experts import (
 from tiny_models import GPU_SIZES
 from torch import Tensor
 
-from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts.products import Routing, sort_by_expert, sum_choices, take_tokens
 
 pytestmark = [

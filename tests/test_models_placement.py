@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import placement
-from sft_play.models.fast.attention.masks import unmasked
-from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.documents import Documents, unmasked
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 

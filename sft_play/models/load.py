@@ -31,7 +31,7 @@ from sft_play.models.base_files import (
 )
 from sft_play.models.expert_quantization import packing_experts
 from sft_play.models.export import savable_generation_config
-from sft_play.models.fast.attention.interface import keep_soft_caps
+from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.float8.loading import (

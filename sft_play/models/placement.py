@@ -27,7 +27,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_of, empty_model
-from sft_play.models.fast.attention.masks import is_unmasked, unmasked
+from sft_play.models.fast.documents import is_unmasked, unmasked
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
 from sft_play.plan.placement import places_by_rule

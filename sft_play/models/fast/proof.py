@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sft_play.models.expert_quantization import in_float32
-from sft_play.models.fast.by_document import forward_by_document
 from sft_play.models.fast.capture import (
     PACKED,
     PLAIN,
@@ -33,6 +32,7 @@ from sft_play.models.fast.capture import (
     as_it_was,
     shape_of,
 )
+from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognise import MISFITS
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
 from sft_play.models.float8.linear import has_float8

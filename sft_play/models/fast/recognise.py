@@ -20,7 +20,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from sft_play.models.fast.attention.rope import rotate_reference
+from sft_play.models.fast.attention.reference import rotate_reference
 from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
 from sft_play.models.fast.norms.residual import LayerRoles, Reference
 from sft_play.models.fast.norms.rms import NormKind, epsilon

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.models.fast.attention.forward import attention_forward, projections
-from sft_play.models.fast.attention.interface import implementations, use_interface
-from sft_play.models.fast.attention.masks import remove_mask, unmasked
-from sft_play.models.fast.by_document import first_tensor
+from sft_play.models.fast.attention.forward import (
+    attention_forward,
+    implementations,
+    projections,
+    remove_mask,
+    use_interface,
+)
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
+from sft_play.models.fast.documents import first_tensor, unmasked
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import own_code, prove
 from sft_play.models.fast.recognise import (

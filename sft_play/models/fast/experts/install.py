@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sft_play.models.experts import packed_weight, true_shape
-from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction
-from sft_play.models.fast.experts.gates import gate_of
+from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
 from sft_play.models.fast.experts.products import (
     ROW_BYTES,
     ExpertLinear,

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.data.packing import padded_width
-from sft_play.models.fast.attention.masks import is_unmasked, unmasked
-from sft_play.models.fast.documents import Documents, named_documents
+from sft_play.models.fast.documents import Documents, is_unmasked, named_documents, unmasked
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there

@@ -23,23 +23,20 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.linears.adapter_gradients import (
-    adapter_gradients,
-    rank_and_output_gradients,
-)
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
+    adapter_gradients,
     adapters_in,
     flatten_tokens,
     input_gradient,
     project,
+    rank_and_output_gradients,
 )
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.handover import take
-from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear
+from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 

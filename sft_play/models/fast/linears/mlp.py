@@ -14,11 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.adapter_gradients import (
-    adapter_gradients,
-    cast,
-    rank_and_output_gradients,
-)
 from sft_play.models.fast.linears.glu import (
     backward_with_adapter,
     forward_with_adapter,
@@ -31,13 +26,16 @@ from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
+    adapter_gradients,
     adapters_in,
+    cast,
     flatten_tokens,
     input_gradient,
     project,
+    rank_and_output_gradients,
 )
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.handover import take
+from sft_play.models.float8.linear import take
 
 
 def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activation) -> Tensor:

@@ -14,9 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from sft_play.models.fast.attention.masks import is_unmasked
-from sft_play.models.fast.by_document import first_tensor, forward_by_document, unflatten
-from sft_play.models.fast.documents import PackedDocuments
+from sft_play.models.fast.documents import (
+    PackedDocuments,
+    first_tensor,
+    forward_by_document,
+    is_unmasked,
+    unflatten,
+)
 from sft_play.models.fast.mixers.kernels import documents_of_call, rebound
 from sft_play.models.fast.proof import Forward
 from sft_play.models.fast.setup import fuse, is_training

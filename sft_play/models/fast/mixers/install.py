@@ -1,29 +1,170 @@
 """Find the token mixers of a decoder that keep a state, and make them start at each document.
 
+Which modules keep a state is measured, by no name: a few documents go through the decoder as one
+packed row. A module leaks if its output for the later documents changes with what it gets for the
+first. The innermost modules that leak are the mixers to reset. Linears and norms cannot leak, and
+attention leaks only if its mask ignores documents.
+
 Each kind of mixer proves itself before it is used: in one call over packed documents it must give
 the outputs and gradients that it gives document by document, and no document may change with the
-tokens of another.
+tokens of another. Before that its kernels are tuned on as many tokens as a step has: Triton times
+the variants of a kernel when it is first called, and stores the fastest for every later size, on
+disk too. A proof on a few tokens would choose for those.
+
+Legend: T tokens of the row.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.capture import as_it_was
-from sft_play.models.fast.documents import PackedDocuments, watch_documents
-from sft_play.models.fast.mixers.find import find_mixers, leaks, likely_mixers
+from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
+from sft_play.models.fast.documents import (
+    DocumentBatch,
+    Documents,
+    PackedDocuments,
+    watch_documents,
+)
 from sft_play.models.fast.mixers.forward import forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
 from sft_play.models.fast.mixers.kernels import rebound
-from sft_play.models.fast.mixers.tuning import tune_kernels
 from sft_play.models.fast.proof import TOLERANCES, Forward, Result, Trial
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
-from sft_play.models.linear_attention import torch_code, why_no_fla
+from sft_play.models.linear_attention import torch_code, uses_fla, why_no_fla
+from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)
+
+# Share of the change of the first document's output that counts as a leak. Rounding that depends on
+# the other tokens of a batch, as in experts, is far below, and a state is above.
+MIN_LEAK = 0.01
+
+
+def find_mixers(setup: TrainingSetup) -> list[tuple[Trial, list[nn.Module]]]:
+    """Return one call of each kind of module that keeps a state across documents, and that kind.
+
+    The decoder is in evaluation mode: dropout would look like a leak.
+    """
+    inputs = capture(setup.base, setup.process, names_documents=True)
+    leaking: dict[int, Trial] = {}
+    for kind, sample in inputs.samples.items():
+        trial = Trial(sample.module, sample.calls[PACKED], setup.process, mixes_tokens=False)
+        with setup.gathered(sample.module):
+            if leaks(trial):
+                leaking[kind] = trial
+    innermost: list[tuple[Trial, list[nn.Module]]] = []
+    for kind, trial in leaking.items():
+        inner = {inputs.kinds[child] for child in trial.module.modules()} - {kind}
+        if not inner & leaking.keys():
+            alike = [module for module, other in inputs.kinds.items() if other == kind]
+            innermost.append((trial, alike))
+    return innermost
+
+
+def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the modules that look as if they kept a state, where nothing can be measured.
+
+    They call kernels that are known to keep one, or have a convolution over tokens.
+    """
+    found: list[nn.Module] = []
+    for module in decoder.modules():
+        has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if has_convolution or rebound(type(module).forward) is not None:
+            found.append(module)
+    return found
+
+
+@torch.no_grad()
+def leaks(trial: Trial) -> bool:
+    """Return whether the later documents of a call read the first."""
+    call = trial.call
+    if hidden_states(call) is None:
+        return False
+    before = tokens_of(trial.module(*call.args, **call.kwargs))
+    if before is None:
+        return False
+    other = with_other_first_document(call)
+    change = (tokens_of(trial.module(*other.args, **other.kwargs)) - before).abs().float()
+    first = change[:, : LENGTHS[0]].max()
+    later = change[:, LENGTHS[0] :].max()
+    return bool(later > MIN_LEAK * first)
+
+
+def with_other_first_document(call: Call) -> Call:
+    """Return a call with other hidden states for the first document."""
+    hidden = hidden_states(call)
+    changed = hidden.clone()
+    changed[:, : LENGTHS[0]] = -hidden[:, : LENGTHS[0]].flip(1)
+    args = tuple(changed if value is hidden else value for value in call.args)
+    kwargs = {name: changed if value is hidden else value for name, value in call.kwargs.items()}
+    return Call(args, kwargs)
+
+
+def hidden_states(call: Call, tokens: int = sum(LENGTHS)) -> Tensor | None:
+    """Return the first argument that has features of each token of the row."""
+    values = (*call.args, *call.kwargs.values())
+    return next((value for value in values if is_hidden(value, tokens)), None)
+
+
+def is_hidden(value: Any, tokens: int = sum(LENGTHS)) -> bool:
+    """Return whether a value has features of each token of the row: (1, T, features...)."""
+    is_features = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3
+    return is_features and value.shape[:2] == (1, tokens)
+
+
+def tokens_of(output: Any) -> Tensor | None:
+    """Return the first tensor of an output that has features of each token."""
+    values: Iterable[Any] = output if isinstance(output, tuple) else (output,)
+    return next((value for value in values if is_hidden(value)), None)
+
+
+TUNED_TOKENS = 8192
+TUNED_DOCUMENT = 512  # tokens of each document
+TITLE = "tuning the kernels of linear attention for this GPU, which a later run finds on disk"
+
+
+def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
+    """Run a mixer's fast code forward and backward on TUNED_TOKENS, if its kernels need tuning."""
+    with torch_code(False):
+        if not uses_fla(next(trial.module.parameters())):
+            return
+        call = Call(tiled(trial.call.args), tiled(trial.call.kwargs))
+        hidden = hidden_states(call, TUNED_TOKENS)
+        before = packed.batch
+        packed.batch = _documents(hidden.device)
+        try:
+            with watched(Stage(TITLE), trial.process.is_main), torch.enable_grad():
+                hidden.requires_grad_()
+                output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
+                mixed = output[0] if isinstance(output, tuple) else output
+                torch.autograd.grad(mixed.float().sum(), hidden)
+        finally:
+            packed.batch = before
+
+
+def tiled(value: Any) -> Any:
+    """Return the arguments of a call with their tokens repeated to TUNED_TOKENS."""
+    if isinstance(value, tuple | list):
+        return type(value)(tiled(item) for item in value)
+    if isinstance(value, dict):
+        return {name: tiled(item) for name, item in value.items()}
+    tokens = sum(LENGTHS)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
+        return value
+    indices = torch.arange(TUNED_TOKENS, device=value.device) % tokens
+    return value.detach().index_select(1, indices)
+
+
+def _documents(device: torch.device) -> DocumentBatch:
+    boundaries = torch.arange(0, TUNED_TOKENS + 1, TUNED_DOCUMENT, dtype=torch.int32, device=device)
+    lengths = [TUNED_DOCUMENT] * (TUNED_TOKENS // TUNED_DOCUMENT)
+    return DocumentBatch(Documents(boundaries, TUNED_DOCUMENT), lengths)
+
 
 WITHOUT_FLA = (
     "%s: transformers computes linear attention and state spaces in plain torch, many times slower"
