@@ -39,6 +39,7 @@ from sft_play.models.experts import (
     routing_linears,
 )
 from sft_play.models.float8.linear import Float8Linear
+from sft_play.models.sharding import run_within
 
 BNB = "bitsandbytes_4bit"  # transformers' name of the quantizer
 # bitsandbytes counts the weights of a tensor in 32 bits
@@ -146,7 +147,8 @@ def unpack_on_access(model: nn.Module) -> None:
         parameter = module._parameters.get(weight.parameter_name)
         if isinstance(parameter, Params4bit):
             if not parametrize.is_parametrized(module):
-                _cache_in_forward(module)
+                # once in a forward pass, not at every access
+                vars(module)[CACHE_HOOKS] = run_within(module, parametrize.cached)
             parametrize.register_parametrization(
                 module, weight.parameter_name, _Unpacked(), unsafe=True
             )
@@ -243,28 +245,6 @@ def _factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:
     if wrapper._did_swap_in_out_features:
         return b, a
     return a.transpose(1, 2), b.transpose(1, 2)
-
-
-def _cache_in_forward(module: nn.Module) -> None:
-    """Unpack each parameter once in a forward pass of the module, not at every access.
-
-    The hook behind the pass runs in any case: checkpointing leaves its second pass by an exception.
-    """
-    caches: list[contextlib.AbstractContextManager] = []
-
-    def begin(module: nn.Module, args: Any) -> None:
-        caches.append(parametrize.cached())
-        caches[-1].__enter__()
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if caches:
-            caches.pop().__exit__(None, None, None)
-
-    hooks = [
-        module.register_forward_pre_hook(begin),
-        module.register_forward_hook(end, always_call=True),
-    ]
-    vars(module)[CACHE_HOOKS] = hooks
 
 
 def _is_packable(module: nn.Module, name: str) -> bool:

@@ -3,9 +3,10 @@
 A table of learned positions, as GPT-2 and OPT have it, ends: after it there is nothing.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError, DataError
 from sft_play.models.base_files import stored_config
+from sft_play.models.sharding import run_within
 from sft_play.plan.rope import stretch
 from sft_play.runs.files import read_json, write_json
 
@@ -79,22 +81,17 @@ def keep_angles_exact(model: nn.Module) -> None:
     """
     for module in model.modules():
         if any(name.endswith("inv_freq") for name in module._buffers):
-            _FullPrecision().hook(module)
+            run_within(module, _full_precision)
 
 
-class _FullPrecision:
-    """Full precision of float32 products while a module runs."""
-
-    def hook(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, *_: Any) -> None:
-        self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-
-    def _leave(self, *_: Any) -> None:
-        torch.set_float32_matmul_precision(self.before)
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def with_stretched_rope(stored: PretrainedConfig, model: ModelSection) -> PretrainedConfig:
