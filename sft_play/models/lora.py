@@ -32,9 +32,9 @@ def add_adapters(
     Raises: ConfigError when a setting names a layer, a module or a token that the model lacks.
     """
     lora = config.tuning.lora
-    chooses_targets = expert_adapters.chooses_targets(model)
-    if not chooses_targets:
-        _check_dense_targets(model, lora)
+    if lora.layers_to_transform is not None:
+        _check_layers(model, lora.layers_to_transform)
+    targets = expert_adapters.choose_targets(model, lora)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adapters = LoraConfig(
@@ -48,10 +48,7 @@ def add_adapters(
         init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
         bias="none",
     )
-    if lora.layers_to_transform is not None:
-        _check_layers(model, lora.layers_to_transform)
-    if chooses_targets:
-        targets = expert_adapters.choose_targets(model, lora)
+    if expert_adapters.names_targets(model):
         adapters = expert_adapters.adapter_config(model, targets, adapters)
     elif lora.layers_to_transform is not None:
         adapters.layers_to_transform = sorted(set(lora.layers_to_transform))
@@ -83,30 +80,6 @@ def trainable_token_ids(config: Config) -> list[int]:
             f"{', '.join(unknown)}; write tokens as its tokenizer.json has them"
         )
     return sorted({vocabulary[token] for token in tokens})
-
-
-def _check_dense_targets(model: nn.Module, lora: LoraSection) -> None:
-    """Raise ConfigError for targets that a model without experts lacks."""
-    if lora.experts == "per_expert":
-        raise ConfigError(
-            "tuning.lora.experts=per_expert: the model has no experts; set TUNING_LORA_EXPERTS=auto"
-        )
-    if isinstance(lora.target_modules, list):
-        _check_targets(model, lora.target_modules)
-
-
-def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears = linear_names(model)
-    unknown = []
-    for target in targets:
-        if not any(is_named(name, [target]) for name in linears):
-            unknown.append(target)
-    if unknown:
-        known = sorted({name.rpartition(".")[2] for name in linears})
-        raise ConfigError(
-            f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; "
-            f"it has {', '.join(known)}"
-        )
 
 
 def _check_layers(model: PreTrainedModel, layers: list[int]) -> None:
