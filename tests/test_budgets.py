@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.data.collate import labelled
 from sft_play.models.fast.install import install_fused_kernels
-from sft_play.models.fast.linears.copies import copy_adapters_at_once
+from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.process import Process
 

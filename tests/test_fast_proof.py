@@ -17,7 +17,7 @@ from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import _unmasked, bind_attention
 from sft_play.models.fast.capture import Call
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.linears import install as linear_install
+from sft_play.models.fast.linears import mlp as linear_install
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.proof import Result, Trial, difference, own_code, prove
 from sft_play.models.fast.recognise import (

@@ -10,7 +10,7 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.expert_quantization import in_float32
+from sft_play.models.bnb import in_float32
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.float8 import quantise as products
 from sft_play.models.float8.format import FLOAT8, LARGEST

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import LoraSection
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import towers_of
-from sft_play.models.expert_quantization import unpack_with_adapter
+from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
     ExpertWeight,
     expert_weights,

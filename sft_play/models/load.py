@@ -29,7 +29,7 @@ from sft_play.models.base_files import (
     stored_config,
     stored_format,
 )
-from sft_play.models.expert_quantization import packing_experts
+from sft_play.models.bnb import packing_experts
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels

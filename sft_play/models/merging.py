@@ -36,8 +36,8 @@ from sft_play.models.base_files import (
     stored_format,
     write_config,
 )
+from sft_play.models.bnb import pack, packed_names, unpack
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
-from sft_play.models.expert_quantization import pack, packed_names, unpack
 from sft_play.models.float8.loading import Float8Config, float8_candidates
 from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, loading_options

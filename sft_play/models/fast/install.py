@@ -20,7 +20,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import partitioned
 from sft_play.models.fast.attention.install import install_attention, reads_rows
 from sft_play.models.fast.experts.install import install_experts
-from sft_play.models.fast.linears.install import (
+from sft_play.models.fast.linears.mlp import (
     install_linears,
     install_mlp,
     why_mlp_linears_not_fusable,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sft_play.models.expert_quantization import in_float32
+from sft_play.models.bnb import in_float32
 from sft_play.models.fast.capture import (
     PACKED,
     PLAIN,

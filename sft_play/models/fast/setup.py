@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
@@ -126,6 +126,14 @@ def current_gpu_of(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     if device is None or device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """Return x in the dtype of products: that of autocast if it is on, else its own."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def is_training(module: nn.Module) -> bool:

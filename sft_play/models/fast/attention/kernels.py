@@ -28,6 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import Scoring, attend_lengths, attend_rows
 from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.setup import to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
 FLASH_HEAD_STEP = 8  # and their number is a multiple of this
@@ -183,18 +184,7 @@ def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
         f"{query.shape[0]} packed tokens of {query.shape[1:].numel()} features; "
         "set a smaller TRAIN_BATCH_SIZE or a smaller MODEL_MAX_SEQ_LEN"
     )
-    if not torch.is_autocast_enabled(query.device.type):
-        return query, key, value
-    dtype = _dtype_in_kernels(query)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _dtype_in_kernels(query: Tensor) -> torch.dtype:
-    """Return autocast's dtype where it is on, else that of the queries."""
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return query.dtype
+    return to_compute_dtype(query), to_compute_dtype(key), to_compute_dtype(value)
 
 
 def attend_with_sinks(

@@ -21,7 +21,7 @@ from sft_play.models.fast.loss.linear_cross_entropy import (
     fused_linear_cross_entropy,
     head_formula_of,
 )
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of, to_compute_dtype
 from sft_play.models.sharding import device_of
 from sft_play.plan.fast import TRAINED_TOKENS, ZERO_3
 
@@ -49,11 +49,8 @@ class FusedHead:
         hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
         if self.formula.scale != 1.0:
             hidden = hidden * self.formula.scale
-        weight = self.head.weight  # (V, H)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden = hidden.to(dtype)
-            weight = weight.to(dtype)
+        hidden = to_compute_dtype(hidden)
+        weight = to_compute_dtype(self.head.weight)  # (V, H)
         if self._tokens_of_rows is not None:
             self._nll = self._nll_of_rows(hidden, weight, targets)
             return self._nll.sum().reshape(1, 1, 1)
