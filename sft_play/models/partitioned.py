@@ -40,11 +40,6 @@ def is_missing(parameter: Tensor) -> bool:
     return is_partitioned(parameter) and not hasattr(parameter, "is_gathered_with_layer")
 
 
-def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter; of a divided one that of the whole."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def gather_with_layer(layer: nn.Module) -> None:
     """Let DeepSpeed gather all weights of a layer before the layer runs, and in its backward pass.
 

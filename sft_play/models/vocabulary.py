@@ -23,7 +23,7 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -80,13 +80,6 @@ class Matrix:
             return total / self.rows
 
 
-class VocabularyMatrices(NamedTuple):
-    """The matrices on disk that have a row for each token; None for one that is not there."""
-
-    embedding: Matrix | None
-    head: Matrix | None  # None also if the head is tied to the embedding
-
-
 def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) -> None:
     """Check that every token of the data, and padding, has a row that is or will be trained.
 
@@ -115,8 +108,11 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
         ) from error
 
 
-def find_matrices(config: Config) -> VocabularyMatrices:
-    """Return the embedding and the output head of a model's safetensors files."""
+def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
+    """Return the embedding and the output head of a model's safetensors files.
+
+    They have a row for each token; None for one that is not there, or is tied to the other.
+    """
     files = tensor_files(config)
     embedding = _find_matrix(files, EMBEDDINGS)
     if embedding is None:
@@ -125,7 +121,7 @@ def find_matrices(config: Config) -> VocabularyMatrices:
             "whether its rows are trained was not looked at",
             config.model.name,
         )
-    return VocabularyMatrices(embedding, _find_matrix(files, HEADS))
+    return embedding, _find_matrix(files, HEADS)
 
 
 def _find_matrix(files: dict[str, Path], modules: Collection[str]) -> Matrix | None:

@@ -1,8 +1,9 @@
 """Fused functions with the results of PEFT's and transformers' modules, in less memory and time.
 
 Each part of a model has a room: `attention`, `experts`, `linears`, `loss`, `mixers` and `norms`.
-A room's `install` finds the modules of its part and gives them their fused forward methods. Its
-other modules have the formula first, then a reference in torch, then the kernel if there is one.
+An `install_` function of each finds the modules of its part and gives them their fused forward
+methods. Its other modules have the formula first, then a reference in torch, then the kernel if
+there is one.
 All rooms use what is next to them:
 
     install      installs one part after the other on a loaded model: begin here

@@ -18,8 +18,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_play.models.architecture import decoder_of
+from sft_play.models.experts import true_shape
 from sft_play.models.fast.documents import Documents
-from sft_play.models.partitioned import full_shape
 from sft_play.models.sharding import device_of
 from sft_play.process import Process
 
@@ -107,7 +107,7 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
     """Return what is known of a module's own parameters without their values."""
     found = []
     for name, parameter in module.named_parameters(recurse=False):
-        form = (name, full_shape(parameter), parameter.dtype, parameter.requires_grad)
+        form = (name, true_shape(parameter), parameter.dtype, parameter.requires_grad)
         found.append(form)
     return tuple(found)
 

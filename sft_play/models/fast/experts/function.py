@@ -21,7 +21,6 @@ of y, the output of the inner linear (2 I, or I without a gate).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +47,6 @@ from sft_play.models.partitioned import gathered
 GateGradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Gate(Protocol):
-    """The elementwise part of an expert, forward and backward."""
-
-    def forward(self, y: Tensor) -> Tensor:
-        """Return h (S, I) of y (S, F)."""
-
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
-        """Return the gradients of y (S, F) and of the weights (S,) in float32, and h (S, I).
-
-        `dh` (S, I) is without the routing weights (S,) and may be overwritten.
-        """
-
-
 @dataclass(frozen=True)
 class FusedGlu:
     """act(g) u, all features of the gate before those of up."""
@@ -68,9 +54,14 @@ class FusedGlu:
     activation: Activation
 
     def forward(self, y: Tensor) -> Tensor:
+        """Return h (S, I) of y (S, F)."""
         return glu_forward(*y.chunk(2, dim=-1), self.activation)
 
     def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+        """Return the gradients of y (S, F) and of the weights (S,) in float32, and h (S, I).
+
+        `dh` (S, I) is without the routing weights (S,) and may be overwritten.
+        """
         return fused_glu_backward(dh, y, weights, self.activation)
 
 
@@ -105,6 +96,9 @@ class OwnGate:
         weighted = dh.mul_(weights.unsqueeze(-1).to(dh.dtype))
         (dy,) = torch.autograd.grad(h, y, weighted)
         return dy, dweights, h.detach()
+
+
+Gate = FusedGlu | ClampedGlu | OwnGate  # the elementwise part of an expert, forward and backward
 
 
 def gate_of(experts: nn.Module, has_values: bool = True) -> Gate:

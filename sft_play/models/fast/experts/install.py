@@ -20,9 +20,9 @@ from sft_play.models.fast.experts.products import (
     sort_by_expert,
     without_sentinels,
 )
-from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
+from sft_play.models.fast.linears.lora import active_adapters, why_hooked
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
 from sft_play.plan.fast import ZERO_3
 
@@ -129,7 +129,7 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
 def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:
     if wrapper.disable_adapters or wrapper.merged:
         return "adapters disabled or merged"
-    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    active = active_adapters(wrapper)
     if len(active) > 1:
         return f"{len(active)} active adapters"
     if wrapper.num_experts == 1:
@@ -194,7 +194,7 @@ def _split(
     count = true_shape(weight)[0]
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     for wrapper in wrappers:
-        active = [key for key in wrapper.active_adapters if key in wrapper.lora_A]
+        active = active_adapters(wrapper)
         if wrapper.parameter_name != name or not active:
             continue
         scale = wrapper.scaling[active[0]]

@@ -110,12 +110,17 @@ def why_not_fusable(module: nn.Module) -> str | None:
     return _why_base_not_fusable(module)
 
 
+def active_adapters(module: LoraLayer) -> list[str]:
+    """Return the names of the adapters of a module that are switched on."""
+    return [name for name in module.active_adapters if name in module.lora_A]
+
+
 def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
     if not isinstance(module, PeftLinear | PeftLinear4bit):
         return f"adapters on a {type(module.base_layer).__name__}"
     if module.disable_adapters or module.merged:
         return "adapters disabled or merged"
-    active = [name for name in module.active_adapters if name in module.lora_A]
+    active = active_adapters(module)
     if len(active) > 1:
         return f"{len(active)} active adapters"
     for name in active:
@@ -218,8 +223,8 @@ def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
     for module in modules:
         base = getattr(module, "base_layer", module)
         a, b, scale = None, None, 0.0
-        for name in getattr(module, "active_adapters", ()):  # one at most, as was checked
-            if name in module.lora_A:
+        if isinstance(module, LoraLayer):
+            for name in active_adapters(module):  # one at most, as was checked
                 a, b = module.lora_A[name].weight, module.lora_B[name].weight
                 scale = module.scaling[name]
         rank = 0 if a is None else len(a)

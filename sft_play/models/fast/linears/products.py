@@ -31,27 +31,6 @@ from sft_play.models.partitioned import gathered
 from sft_play.plan.needs import HOPPER
 
 
-def float8_output(
-    x: Quantised, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Return y (N, out) in `dtype`, without an adapter's part."""
-    y = product(x, weight, scales, dtype)
-    return y if bias is None else y.add_(bias)
-
-
-def add_input_gradient(
-    dx: Tensor | None, dy: Tensor, weight: Tensor, scales: Tensor, known: Quantised | None
-) -> Tensor:
-    """Return dx (N, in), with the part of dy (N, out) added to it.
-
-    `known` is dy in float8, where the kernel that computed it has quantised it.
-    """
-    if known is None:
-        known = quantise(dy, scales)
-    part = input_product(known, weight, dy.dtype)
-    return part if dx is None else dx.add_(part)
-
-
 class FrozenLinear(NamedTuple):
     """The frozen part of a LoRA linear, or of a linear without an adapter."""
 
@@ -140,7 +119,9 @@ def project(
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
         if linear.row_scales is not None:
             quantised = quantise(flat) if quantised is None else quantised
-            y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
+            y = product(quantised, linear.weight, linear.row_scales, x.dtype)
+            if bias is not None:
+                y.add_(bias)
             if b is not None:
                 y.addmm_(xa[:, linear.columns], b.t(), alpha=linear.scale)
             # no view: a model may add to what it gets in place
@@ -181,7 +162,10 @@ def input_gradient(
     dx = None if du is None or is_float8 else du @ adapters.a
     for grad, linear, quantised in zip(dy, linears, known, strict=True):
         if linear.row_scales is not None:
-            dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales, quantised)
+            if quantised is None:
+                quantised = quantise(grad, linear.row_scales)
+            part = input_product(quantised, linear.weight, grad.dtype)
+            dx = part if dx is None else dx.add_(part)
             continue
         with gathered([linear.weight]) if linear.is_partitioned else contextlib.nullcontext():
             weight = dequantize(linear.weight, grad.dtype)
