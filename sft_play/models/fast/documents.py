@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+# The keywords by which transformers' models are told of documents
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
 
 
@@ -35,10 +37,9 @@ class Documents(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keywords by which transformers' models are told of documents."""
+        """The arguments by which transformers' models are told of them."""
         boundaries, longest = self
-        named = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-        return {**named, "max_length_q": longest, "max_length_k": longest}
+        return dict(zip(BOUNDARIES, (boundaries, boundaries, longest, longest), strict=True))
 
     def on(self, device: torch.device) -> "Documents":
         """Return the same documents with their boundaries on a device."""

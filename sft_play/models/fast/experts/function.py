@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from transformers.integrations.moe import _default_apply_gate
 
 from sft_play.models.fast.experts.products import (
@@ -109,19 +108,13 @@ def gate_of(experts: nn.Module, has_values: bool = True) -> Gate:
     if not experts.has_gate:
         return OwnGate(experts.act_fn)
     if experts.is_concatenated and type(experts)._apply_gate is _default_apply_gate:
-        activation = _activation(experts.act_fn)
+        activation = activation_of(experts.act_fn)
         if activation is not None:
             return FusedGlu(activation)
     clamped = _clamped_glu(experts)
     if clamped is not None and (not has_values or _computes(experts, clamped)):
         return clamped
     return OwnGate(experts._apply_gate)
-
-
-def _activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    if function is functional.silu:
-        return "silu"
-    return activation_of(function) if isinstance(function, nn.Module) else None
 
 
 def _clamped_glu(experts: nn.Module) -> ClampedGlu | None:

@@ -15,7 +15,13 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.data.packing import padded_width
-from sft_play.models.fast.documents import Documents, is_unmasked, named_documents, unmasked
+from sft_play.models.fast.documents import (
+    BOUNDARIES,
+    Documents,
+    is_unmasked,
+    named_documents,
+    unmasked,
+)
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
@@ -72,8 +78,7 @@ def readable_call(
     most_tokens: int | None = None,
 ) -> DecoderCall | None:
     """Return a decoder's arguments as a call, None where something else is among them."""
-    known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
-    known |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    known = {"input_ids", "position_ids", "attention_mask", "use_cache", *BOUNDARIES}
     others = [value for name, value in kwargs.items() if name not in known]
     if args or kwargs.get("use_cache") or any(value is not None for value in others):
         return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sft_play.models.fast.documents import (
+    BOUNDARIES,
     PackedDocuments,
     first_tensor,
     forward_by_document,
@@ -27,7 +28,7 @@ from sft_play.models.fast.setup import fuse, is_training
 
 # What a layer tells attention about documents. A mixer's own code that reads them would reset
 # where it should not, or reset one of its two states.
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+LEFT_OUT = (*BOUNDARIES, "seq_idx")
 
 
 @dataclass
@@ -53,7 +54,8 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: MixerState = self.mixer_state
     batch = state.packed.batch
     own = type(self).forward
-    kwargs = {name: _mask(value) for name, value in kwargs.items()}
+    # the mask of a batch that needs none
+    kwargs = {name: None if is_unmasked(value) else value for name, value in kwargs.items()}
     is_plain = batch is None and not is_training(self)
     if is_plain or _has_cache(args, kwargs):
         return own(self, *args, **kwargs)
@@ -70,7 +72,7 @@ def forward_packed(
 
     All documents in one call of `fast`, or one after another if it is None.
     """
-    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    kwargs = {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
     if fast is None:
         lengths = packed.batch.lengths
         with packed.hidden():  # from mixers within this one
@@ -82,11 +84,6 @@ def forward_packed(
     with documents_of_call(packed.batch.on(hidden.device)):
         output = fast(module, *flat_args, **flat_kwargs)
     return unflatten(output, rows, tokens)
-
-
-def _mask(value: Any) -> Any:
-    """Return None for the mask of a batch that needs none."""
-    return None if is_unmasked(value) else value
 
 
 def _has_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
