@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.attention.interface import keep_soft_caps
+from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import (
     install_fused_kernels,
     takes_one_row,

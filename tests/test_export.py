@@ -31,7 +31,7 @@ from sft_play.inference import exported as inference_parity
 from sft_play.inference.export import export_run, what_vllm_does_not_serve
 from sft_play.inference.exported import answered, parity_rows
 from sft_play.inference.load import TrainedModel
-from sft_play.models.older_readers import plain_template, write_for_older_readers
+from sft_play.models.export import plain_template, write_for_older_readers
 from sft_play.plan.launch import free_port
 from sft_play.process import Process
 from sft_play.runs import exports, seal

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 
 from interpreted_kernels import interpreted
 
-from sft_play.models.fast.linears import adapter_gradients, adapter_kernels
+from sft_play.models.fast.linears import adapter_kernels
+from sft_play.models.fast.linears import products as adapter_gradients
 from sft_play.models.fast.linears.products import Adapters, FrozenLinear
 
 SCALE = 2.5

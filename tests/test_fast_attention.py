@@ -10,15 +10,11 @@ from torch.nn.attention import flex_attention as torch_flex
 from sft_play.models.fast.attention import flex as attention_flex
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention import kernels as attention_kernels
-from sft_play.models.fast.attention import (
-    rope,
-)
-from sft_play.models.fast.attention import sinks as attention_sinks
 from sft_play.models.fast.attention.flex import attend_flex
+from sft_play.models.fast.attention.forward import remove_mask
 from sft_play.models.fast.attention.kernels import attend
-from sft_play.models.fast.attention.masks import UNMASKED, is_unmasked, remove_mask, unmasked
-from sft_play.models.fast.attention.reference import Scoring
-from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.attention.reference import Scoring, apply_rotary
+from sft_play.models.fast.documents import UNMASKED, Documents, is_unmasked, unmasked
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
 SAME = 1e-6  # tolerance of float32 sums in another order
@@ -233,13 +229,13 @@ def test_sinks_are_added_to_flash_attention_forward_and_backward(
     key_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels are for GPUs: their definitions stand in for them."""
-    monkeypatch.setattr(attention_sinks, "flash_forward", flash_forward)
-    monkeypatch.setattr(attention_sinks, "flash_backward", flash_backward)
+    monkeypatch.setattr(attention_kernels, "flash_forward", flash_forward)
+    monkeypatch.setattr(attention_kernels, "flash_backward", flash_backward)
     scoring = Scoring(0.3, window, None, SINKS)
     documents, numbers = documents_of(*PACKED)
     of = inputs(key_heads)
     padded = (tensor.flatten(0, 1) for tensor in of)
-    found = attention_sinks.attend_with_sinks(*padded, scoring, documents)
+    found = attention_kernels.attend_with_sinks(*padded, scoring, documents)
     expected = written_out(*of, scoring, numbers)
     assert gap(found.unflatten(0, (ROWS, TOKENS)), expected, leaves(of, scoring)) <= 2 * SAME
 
@@ -288,7 +284,7 @@ def test_positions_are_rotated_as_transformers_does(rotated: int) -> None:
         query.transpose(1, 2), key.transpose(1, 2), angles.cos(), angles.sin()
     )
     for one, two in zip(
-        rope.apply_rotary(query, key, angles.cos(), angles.sin()), expected, strict=True
+        apply_rotary(query, key, angles.cos(), angles.sin()), expected, strict=True
     ):
         assert torch.equal(one, two.transpose(1, 2))
 

@@ -9,9 +9,9 @@ from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sft_play.models.fast.attention import interface as attention_interface
-from sft_play.models.fast.attention.interface import keep_soft_caps, use_interface
-from sft_play.models.fast.attention.masks import UNMASKED, remove_mask
+from sft_play.models.fast.attention import forward as attention_interface
+from sft_play.models.fast.attention.forward import keep_soft_caps, remove_mask, use_interface
+from sft_play.models.fast.documents import UNMASKED
 
 ROWS, TOKENS = 2, 24
 LENGTHS = (9, 15, 3, 17, 4)  # documents of two rows

@@ -8,8 +8,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears.copies import AdapterCopies, copy_adapters_at_once, groups_of
-from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear
+from sft_play.models.fast.linears.lora import (
+    AdapterCopies,
+    LinearGroup,
+    copy_adapters_at_once,
+    fuse_lora_linear,
+    groups_of,
+)
 from sft_play.models.fast.setup import base_model_of
 
 

@@ -1,6 +1,7 @@
 """Fused experts compute what transformers' experts with PEFT's wrappers compute, and save less."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import NamedTuple
 
 import pytest
@@ -15,13 +16,14 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sft_play.models.fast.experts import function as experts_function
-from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import install as experts_module
 from sft_play.models.fast.experts import products as experts_products
-from sft_play.models.fast.experts.gates import ClampedGlu, FusedGlu, OwnGate
+from sft_play.models.fast.experts.function import ClampedGlu, FusedGlu, OwnGate
 from sft_play.models.fast.experts.install import (
+    bind_gate,
+    experts_forward,
     find_experts,
-    fused_forward,
     inner_name,
     is_experts,
     unwrap,
@@ -326,6 +328,12 @@ def _halves_one_after_another(original: Callable) -> Callable:
         return original(torch.stack(y.chunk(2, dim=-1), dim=-1).flatten(-2), alpha, limit)
 
     return forward
+
+
+def fused_forward(experts: nn.Module) -> Callable[..., Tensor]:
+    """Return the fused forward method of experts, which is not installed."""
+    bind_gate(experts)
+    return MethodType(experts_forward, experts)
 
 
 MUTANTS = {

@@ -31,7 +31,7 @@ from sft_play.models import lora
 from sft_play.models.architecture import decoder_of
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.install import counts_tokens, reads_rows
-from sft_play.models.fast.attention.masks import UNMASKED
+from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,

@@ -16,15 +16,13 @@ from torch.nn import functional
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast import by_document
-from sft_play.models.fast.attention.masks import UNMASKED
-from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.documents import DocumentBatch, Documents, PackedDocuments
-from sft_play.models.fast.mixers import gated_norms, tuning
+from sft_play.models.fast import documents as by_document
+from sft_play.models.fast.capture import LENGTHS
+from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents, PackedDocuments
+from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
-from sft_play.models.fast.mixers.find import LENGTHS, find_mixers, likely_mixers
-from sft_play.models.fast.mixers.install import install_mixers
+from sft_play.models.fast.mixers.install import find_mixers, install_mixers, likely_mixers
 from sft_play.models.fast.norms.rms import epsilon
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
 from sft_play.process import Process
@@ -93,9 +91,13 @@ def lora_model(model_type: str) -> Any:
     return adapted(tiny_model(model_type), settings("lora"))
 
 
-def install(model: Any, zero_stage: int = 0, use_kernels: bool = True) -> mixer_install.Mixers:
+def setup_of(model: Any, zero_stage: int = 0, use_kernels: bool = True) -> TrainingSetup:
     config = Config.model_validate({"train": {"fast_path": "auto" if use_kernels else False}})
-    return install_mixers(TrainingSetup(model, config, Process.alone(CPU), zero_stage))
+    return TrainingSetup(model, config, Process.alone(CPU), zero_stage)
+
+
+def install(model: Any, zero_stage: int = 0, use_kernels: bool = True) -> mixer_install.Mixers:
+    return install_mixers(setup_of(model, zero_stage, use_kernels))
 
 
 def first_mixer(model: nn.Module) -> nn.Module:
@@ -198,17 +200,17 @@ def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The functions of a CPU stand for kernels that a GPU tunes when they are first called."""
-    monkeypatch.setattr(tuning, "uses_fla", lambda tensor: True)
-    monkeypatch.setattr(tuning, "TUNED_TOKENS", 96)
-    monkeypatch.setattr(tuning, "TUNED_DOCUMENT", 32)
+    monkeypatch.setattr(mixer_install, "uses_fla", lambda tensor: True)
+    monkeypatch.setattr(mixer_install, "TUNED_TOKENS", 96)
+    monkeypatch.setattr(mixer_install, "TUNED_DOCUMENT", 32)
     lengths: list[list[int]] = []
-    forward_packed = tuning.forward_packed
+    forward_packed = mixer_install.forward_packed
 
-    def noted(module: nn.Module, packed: PackedDocuments, *arguments: Any) -> Any:
+    def noted(packed: PackedDocuments, *args: Any, **kwargs: Any) -> Any:
         lengths.append(packed.batch.lengths)
-        return forward_packed(module, packed, *arguments)
+        return forward_packed(packed, *args, **kwargs)
 
-    monkeypatch.setattr(tuning, "forward_packed", noted)
+    monkeypatch.setattr(mixer_install, "forward_packed", noted)
     model = lora_model(model_type)
     alone = step_alone(model)
     assert install(model).in_one_call
@@ -237,8 +239,7 @@ def test_where_nothing_can_be_measured_the_same_mixers_look_likely(model_type: s
 def test_a_model_of_attention_alone_has_no_mixer() -> None:
     model = tiny_model("llama")
     install(model)
-    decoder = model.get_decoder()
-    assert find_mixers(decoder, kinds_of(decoder, model.config)) == []
+    assert find_mixers(setup_of(model)) == []
     assert model.training, "the search leaves the model as it was"
 
 

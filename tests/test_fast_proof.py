@@ -1,7 +1,6 @@
 """Fused code that computes something else is caught before it is installed."""
 
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import peft
@@ -17,11 +16,10 @@ from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import _unmasked, bind_attention
 from sft_play.models.fast.capture import Call
-from sft_play.models.fast.comparison import Result, Trial, difference, is_rounding
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.linears import install as linear_install
+from sft_play.models.fast.linears import mlp as linear_install
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.proof import prove
+from sft_play.models.fast.proof import Result, Trial, difference, own_code, prove
 from sft_play.models.fast.recognise import (
     AttentionKind,
     attention_kind_of,
@@ -95,18 +93,15 @@ class Mutant:
     def __init__(self, name: str):
         self.name = name
 
-    def __call__(self, module: nn.Module) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            state = dict(vars(module))
-            children = dict(module._modules)
-            try:
-                self.change(module)
-                return attention.attention_forward(module, *args, **kwargs)
-            finally:
-                vars(module).update(state)
-                vars(module)["_modules"] = children
-
-        return forward
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = dict(vars(module))
+        children = dict(module._modules)
+        try:
+            self.change(module)
+            return attention.attention_forward(module, *args, **kwargs)
+        finally:
+            vars(module).update(state)
+            vars(module)["_modules"] = children
 
     def change(self, module: nn.Module) -> None:
         if self.name == "scale":
@@ -141,9 +136,7 @@ def test_a_mutant_of_attention_is_caught(model_type: str, mutant: str, dtype: to
         assert module.attention_kind.rotates
     if "window" in mutant:
         modules = [module for module in modules if module.sliding_window]
-    right = prove(
-        modules, lambda m: MethodType(attention.attention_forward, m), setup, _unmasked(setup)
-    )
+    right = prove(modules, attention.attention_forward, setup, _unmasked(setup))
     assert right == modules
     with pytest.raises(Unsupported, match="computes something else"):
         prove(modules, Mutant(mutant), setup, _unmasked(setup))
@@ -156,11 +149,11 @@ def test_a_mutant_of_an_mlp_is_caught() -> None:
         roles = gated_mlp_of(module)
         assert (roles.gate, roles.up, roles.down) == ("gate_proj", "up_proj", "down_proj")
         linear_install.bind_mlp(module, roles)
-    assert prove(modules, lambda m: MethodType(linear_install.mlp_forward, m), setup) == modules
+    assert prove(modules, linear_install.mlp_forward, setup) == modules
     for module in modules:
         module.fused_roles = type(roles)("gate_proj", "up_proj", "down_proj", "gelu_tanh")
     with pytest.raises(Unsupported, match="LlamaMLP computes something else"):
-        prove(modules, lambda m: MethodType(linear_install.mlp_forward, m), setup)
+        prove(modules, linear_install.mlp_forward, setup)
 
 
 def test_fused_code_that_finds_no_memory_is_not_taken_for_one_that_is_called_otherwise() -> None:
@@ -171,7 +164,7 @@ def test_fused_code_that_finds_no_memory_is_not_taken_for_one_that_is_called_oth
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        prove(modules, lambda m: refuse, setup)
+        prove(modules, refuse, setup)
 
 
 @pytest.mark.parametrize("mutant", ["offset", "multiplier"])
@@ -187,7 +180,7 @@ def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
     for layer in layers:
         layer.fused_roles = layer_roles_of(layer, norms)
         assert layer.fused_roles.multiplier == layer.residual_multiplier != 1.0
-    assert prove(layers, lambda m: MethodType(residual.layer_forward, m), setup) == layers
+    assert prove(layers, residual.layer_forward, setup) == layers
     for layer in layers:
         if mutant == "offset":
             kind = layer.input_layernorm.norm_kind
@@ -198,7 +191,7 @@ def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
             flags = (roles.is_tuple1, roles.is_tuple2, 1.0, roles.arguments, roles.passes_more)
             layer.fused_roles = residual.LayerRoles(*names, *flags)
     with pytest.raises(Unsupported, match="GraniteDecoderLayer computes something else"):
-        prove(layers, lambda m: MethodType(residual.layer_forward, m), setup)
+        prove(layers, residual.layer_forward, setup)
 
 
 @pytest.mark.parametrize(
@@ -316,12 +309,12 @@ def test_a_token_that_rounding_sends_to_another_expert_is_no_difference() -> Non
     # a decoder layer is given integers too, which are no choice
     call = Call((torch.randn(64, 8),), {"position_ids": torch.arange(64)[None]})
     trial = Trial(Routed(), call, Process.alone(torch.device("cpu")), False)
-    own = trial.run(lambda module: module.forward)
+    own = trial.run(own_code)
     assert [value.shape for value in own.choices] == [(64, 1)]
     trial.module.noise = 1.0
-    again = trial.run(lambda module: module.forward, choices=own.choices)
+    again = trial.run(own_code, choices=own.choices)
     assert difference(own, again) is None
-    assert difference(own, trial.run(lambda module: module.forward)) is not None
+    assert difference(own, trial.run(own_code)) is not None
 
 
 def result_of(output: torch.Tensor, reach: bool = True) -> Result:
@@ -336,10 +329,10 @@ def test_fused_code_may_round_as_much_as_its_own() -> None:
     right = result_of(exact)
     rounded = result_of(exact + 0.2 * own)
     assert difference(rounded, result_of(exact + 0.2 * other)) is not None
-    assert is_rounding(rounded, result_of(exact + 0.2 * other), right)
-    assert not is_rounding(rounded, result_of(exact + 0.5 * other), right)
-    assert not is_rounding(rounded, result_of(exact, reach=False), right)
-    assert not is_rounding(right, result_of(exact + 0.2 * other), right)
+    assert difference(rounded, result_of(exact + 0.2 * other), right) is None
+    assert difference(rounded, result_of(exact + 0.5 * other), right) is not None
+    assert difference(rounded, result_of(exact, reach=False), right) is not None
+    assert difference(right, result_of(exact + 0.2 * other), right) is not None
 
 
 def test_the_model_that_ships_is_fused_in_16_bits() -> None:

@@ -10,11 +10,11 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.models.bnb import in_float32
 from sft_play.models.fast.linears import products as linear_products
-from sft_play.models.float8 import products
+from sft_play.models.float8 import quantise as products
 from sft_play.models.float8.format import FLOAT8, LARGEST
-from sft_play.models.float8.handover import hand_over, take
-from sft_play.models.float8.linear import Float8Linear, is_float8
+from sft_play.models.float8.linear import Float8Linear, hand_over, is_float8, take
 from sft_play.models.float8.loading import float8_config
 from sft_play.models.float8.quantise import quantise, quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, load_model
@@ -50,7 +50,7 @@ def float8_linear(out_features: int = 48, in_features: int = 32) -> tuple[Float8
     with torch.no_grad():
         linear.weight.copy_(numbers(out_features, in_features))
     layer = Float8Linear.of(linear, quantise(linear.weight.detach()))
-    return layer, layer.as_plain(torch.float32)
+    return layer, in_float32(nn.ModuleList([layer]))[0]
 
 
 # The quantiser

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from sft_play.models.fast.linears.adapter_gradients import fit_one_pass, rank_and_output_gradients
-from sft_play.models.fast.linears.products import Adapters, FrozenLinear
+from sft_play.models.fast.linears.products import (
+    Adapters,
+    FrozenLinear,
+    fit_one_pass,
+    rank_and_output_gradients,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,12 +2,19 @@
 
 import pytest
 import torch
-from test_fast_experts import EXPERTS, hidden_size, largest_difference, own, run, some_experts
+from test_fast_experts import (
+    EXPERTS,
+    fused_forward,
+    hidden_size,
+    largest_difference,
+    own,
+    run,
+    some_experts,
+)
 from tiny_models import GPU_SIZES
 from torch import Tensor
 
-from sft_play.models.fast.experts import gates as experts_gates
-from sft_play.models.fast.experts.install import fused_forward
+from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts.products import Routing, sort_by_expert, sum_choices, take_tokens
 
 pytestmark = [

@@ -5,7 +5,7 @@ import torch
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.linears import glu
-from sft_play.models.float8 import products
+from sft_play.models.float8 import quantise as products
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantise import quantise, quantise_reference, quantise_weight
@@ -136,7 +136,7 @@ def test_the_mlps_kernels_quantise_what_their_references_do(activation, features
 @pytest.mark.parametrize("features", [100, 4096, 8192])
 def test_a_norm_quantises_what_it_computes(features) -> None:
     from sft_play.models.fast.norms import residual_kernels
-    from sft_play.models.fast.norms.rms import LLAMA
+    from sft_play.models.fast.norms.residual import LLAMA
 
     x, stream = (numbers(33, features) for _ in range(2))
     weight = torch.rand(features, device=GPU, dtype=torch.bfloat16)

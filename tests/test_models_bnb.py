@@ -8,7 +8,7 @@ from transformers import BitsAndBytesConfig
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models import bnb
-from sft_play.models.expert_quantization import pack
+from sft_play.models.bnb import pack
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 

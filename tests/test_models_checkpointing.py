@@ -11,8 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from sft_play.models import checkpointing
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.offloading import IN_FLIGHT, LayerOffloading, Offloaded
+from sft_play.models.checkpointing import IN_FLIGHT, LayerOffloading, Offloaded, checkpoint_layers
 
 CPU = torch.device("cpu")
 LAYERS = 4

@@ -16,15 +16,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models import expert_quantization, lora
+from sft_play.models import bnb, lora
 from sft_play.models.architecture import towers_of
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
 from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.experts.install import find_experts
 from sft_play.models.load import load_base
-from sft_play.models.packed import PackedWeights, packed_weights
-from sft_play.models.parameters import count_parameters
+from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
@@ -104,7 +103,7 @@ def test_a_copy_in_float32_has_the_unpacked_values_and_the_adapters(tmp_path: Pa
     plain = with_adapters(plain_copy(packed, base), config_of(base, "lora"))
     adapted = with_adapters(packed, config_of(base))
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    copied = expert_quantization.in_float32(adapted)
+    copied = bnb.in_float32(adapted)
     weights = [parameter for parameter in copied.parameters() if not parameter.requires_grad]
     assert {weight.dtype for weight in weights} == {torch.float32}
     outputs = [model(input_ids=IDS, labels=IDS) for model in (copied, plain)]
@@ -195,6 +194,6 @@ def test_mxfp4_experts_are_dequantised_for_lora_and_packed_again_for_qlora(
 def test_experts_in_4_bits_are_refused_under_zero3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_quantization, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(bnb, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ConfigError, match="ZeRO-3 cannot share out experts in 4 bits"):
         load_base(config_of(base_of(tmp_path, "mixtral")), CPU)

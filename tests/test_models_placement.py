@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import placement
-from sft_play.models.fast.attention.masks import unmasked
-from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.documents import Documents, unmasked
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 
@@ -34,7 +33,7 @@ def devices_of(base: Path, device_map: Any, gpus: int = 2, **settings: Any) -> d
     config = Config.model_validate(
         {"model": {"name": str(base), "device_map": device_map}, **settings}
     )
-    found = placement.device_map_of(config, process, AutoConfig.from_pretrained(base))
+    found = placement.resolve_device_map(config, process, AutoConfig.from_pretrained(base))
     return {
         name: place.type if place.index is None else place.index for name, place in found.items()
     }

@@ -96,7 +96,7 @@ def test_pinned_memory_is_taken_in_powers_of_two(tokens: int, rounded_up: int) -
 
 
 def test_the_inputs_in_flight_are_those_of_the_code() -> None:
-    from sft_play.models.offloading import IN_FLIGHT
+    from sft_play.models.checkpointing import IN_FLIGHT
 
     assert OFFLOADS_IN_FLIGHT == IN_FLIGHT
 

@@ -22,13 +22,12 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models import checkpointing, fake_kernels, offloading
-from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models import checkpointing, fake_kernels
+from sft_play.models.checkpointing import LayerOffloading, checkpoint_layers
 from sft_play.models.fake_model import build_on_meta, materialize
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
-from sft_play.models.offloading import LayerOffloading
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import (
     OPTIMIZERS,
@@ -119,7 +118,7 @@ def test_a_trace_does_not_count_what_is_offloaded(
     folder_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpointing, "LayerOffloading", lambda: LayerOffloading(min_bytes=1))
-    monkeypatch.setattr(offloading, "IN_FLIGHT", 0)
+    monkeypatch.setattr(checkpointing, "IN_FLIGHT", 0)
     kept = []
     for is_on in (False, True):
         step = step_for(folder_of("llama"), layers=2, activation_offloading=is_on)

@@ -84,7 +84,7 @@ ELSEWHERE = {
     "packing": "build.build_trainer",
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
-    "activation_offloading": "plan.inputs, models.offloading",
+    "activation_offloading": "plan.inputs, models.checkpointing",
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",
     "cuda_graphs": "models.fast.graphs",

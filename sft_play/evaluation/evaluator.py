@@ -39,7 +39,7 @@ from sft_play.evaluation.scores import (
     Scores,
     score_answers,
 )
-from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.models.sharding import resharding
 from sft_play.process import Process
@@ -154,7 +154,7 @@ class Evaluator:
         targets = inputs.pop("targets")
         inputs["use_cache"] = False
         if is_loss_fused(model):
-            return fused_nll_of_rows(model, inputs, (positions, targets), batch.tokens)
+            return fused_nll(model, model, inputs, positions, targets, batch.tokens)
         return nll_of_rows(model(**inputs).logits, labels)
 
     def answers(self, model: torch.nn.Module) -> list[Answer]:

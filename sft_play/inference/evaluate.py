@@ -29,7 +29,7 @@ from sft_play.inference.load import (
     updated,
 )
 from sft_play.models.export import read_stops, trained_stops
-from sft_play.models.packed import dtype_name
+from sft_play.models.parameters import dtype_name
 from sft_play.plan import sources
 from sft_play.plan.model_shape import shape_of
 from sft_play.runs.answer_file import Place

@@ -18,10 +18,10 @@ from sft_play.inference.exported import (
 )
 from sft_play.inference.merge import refuse_other_adapter
 from sft_play.models import bnb
-from sft_play.models.base_config import plain_reading
+from sft_play.models.base_files import plain_reading
+from sft_play.models.export import complete_tokenizer
 from sft_play.models.load import weight_dtype
-from sft_play.models.older_readers import complete_tokenizer
-from sft_play.models.packed import dtype_name
+from sft_play.models.parameters import dtype_name
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of

@@ -28,8 +28,7 @@ from sft_play.evaluation.reopened import Reference, Reopened, checked_prompts, r
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import TrainedModel, checked_weights, load_run, updated
 from sft_play.inference.merge import merge_run, publish, reference_of, stranger_of
-from sft_play.models.export import read_stops, saved_stops
-from sft_play.models.older_readers import write_for_older_readers
+from sft_play.models.export import read_stops, saved_stops, write_for_older_readers
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
 from sft_play.runs import exports, seal, stamp

@@ -29,12 +29,16 @@ from sft_play.evaluation.reopened import Folder, Reference, Reopened, make_refer
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.masking import mask_secrets
-from sft_play.models.base_parts import copy_processors
+from sft_play.models.base_files import copy_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
-from sft_play.models.merging import CannotStream, Merge, merge_files
-from sft_play.models.merging_whole import merge_whole
-from sft_play.models.rounding import quantization_of
+from sft_play.models.merging import (
+    CannotStream,
+    Merge,
+    merge_files,
+    merge_whole,
+    training_quantization,
+)
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts
@@ -117,7 +121,7 @@ def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candid
     reference = Reference.read(folder.evaluation) or reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
     compute_dtype = DTYPES[precision(config)]
-    quantization = quantization_of(config, compute_dtype)
+    quantization = training_quantization(config, compute_dtype)
     if quantization is not None:
         words, how = quantization
         base_dtype = weight_dtype(config, compute_dtype)

@@ -101,7 +101,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     while found is not model and _has_head(found):
         inside = found.get_decoder()
         if inside is found:
-            inside = next((part for part in found.children() if _is_model(part)), found)
+            models = (part for part in found.children() if isinstance(part, PreTrainedModel))
+            inside = next(models, found)
         model, found = found, inside
     return found
 
@@ -209,12 +210,8 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return longest
 
 
-def _is_model(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel)
-
-
 def _has_head(module: nn.Module) -> bool:
-    return _is_model(module) and module.get_output_embeddings() is not None
+    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
 
 
 def _apart(

@@ -1,17 +1,48 @@
-"""bitsandbytes: 4-bit base weights, on GPUs and on CPUs."""
+"""bitsandbytes: 4-bit base weights, those of experts too, on GPUs and on CPUs.
 
+transformers packs linear layers alone, and leaves the experts, most of the weights, in 16 bits
+without a word. Here they are packed too, one parameter at a time on its device, so that no more
+than one of them is ever there in 16 bits.
+
+A packed parameter is a `Params4bit` whose quant_state has the 3-D shape; `experts.packed_weight`
+finds it. Code that reads the parameter by its name gets it in 16 bits: torch's parametrization
+unpacks it, once in a forward pass. Fused kernels unpack it themselves.
+"""
+
+import contextlib
 import copy
+from collections.abc import Iterator
+from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from bitsandbytes import functional as bnb_functional
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
-from torch import Tensor
-from transformers import BitsAndBytesConfig, PretrainedConfig
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.config.schema import Config
-from sft_play.errors import EnvironmentFault
-from sft_play.models.packed import dtype_name, log_packed
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.models.architecture import empty_twin, towers_of
+from sft_play.models.experts import (
+    expert_weights,
+    is_expert_weight,
+    packed_weight,
+    routing_linears,
+)
+from sft_play.models.float8.linear import Float8Linear
+from sft_play.models.parameters import dtype_name, log_packed
+from sft_play.models.sharding import run_within
 
 
 def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:
@@ -114,3 +145,214 @@ def is_unpacked_rightly(weight: Params4bit) -> bool:
     state = copy.copy(weight.quant_state)
     state.shape = torch.Size([unpacked.numel()])
     return torch.equal(unpacked.flatten(), dequantize_4bit(flat, state).flatten())
+
+
+BNB = "bitsandbytes_4bit"  # transformers' name of the quantizer
+# bitsandbytes counts the weights of a tensor in 32 bits
+MAX_WEIGHTS = 2**31 - 1
+CACHE_HOOKS = "unpacking_cache_hooks"  # attribute of a module whose packed weights are read by name
+
+
+class ExpertQuantizer(Bnb4BitHfQuantizer):
+    """transformers' 4-bit quantizer, which packs 3-D experts too and leaves routers alone."""
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """Return whether a parameter is stored in 4 bits."""
+        module, name = get_module_from_name(model, param_name)
+        if _is_packable(module, name):
+            return not self.pre_quantized
+        return super().param_needs_quantization(model, param_name, **kwargs)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that packs a parameter."""
+        return _PackWeights(self)
+
+    def _process_model_before_weight_loading(self, model: nn.Module, *args: Any, **kwargs: Any):
+        if expert_weights(model) and is_deepspeed_zero3_enabled():
+            raise ConfigError(
+                "tuning.mode=qlora: ZeRO-3 cannot share out experts in 4 bits; set "
+                "TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp"
+            )
+        self.whole = [*sorted(routing_linears(model)), *towers_of(model)]
+        if self.pre_quantized:
+            self.whole = []  # its config.json says what is in 16 bits
+        super()._process_model_before_weight_loading(model, *args, **kwargs)
+
+    def get_modules_to_not_convert(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Return the names of the modules that stay in 16 bits: head, routers and towers."""
+        return [*super().get_modules_to_not_convert(*args, **kwargs), *self.whole]
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        unpack_on_access(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+class _PackWeights(Bnb4bitQuantize):
+    """Pack the weights of linear layers and of experts."""
+
+    def convert(
+        self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return the tensors by name, packed where they are weights of linears or experts."""
+        packed: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            if _is_packable(*get_module_from_name(model, name)):
+                packed[name] = pack(tensor, self.hf_quantizer.quantization_config)
+            else:
+                packed |= super().convert({name: tensor}, model=model, **kwargs)
+        return packed
+
+
+@contextlib.contextmanager
+def packing_experts() -> Iterator[None]:
+    """Let `from_pretrained` pack experts in this context."""
+    with patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: ExpertQuantizer}):
+        yield
+
+
+def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
+    """Return a weight of any shape in 4 bits, on its device."""
+    packed = Params4bit(
+        weight.detach(),
+        requires_grad=False,
+        compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type,
+        quant_storage=quantization.bnb_4bit_quant_storage,
+    )
+    return packed._quantize(weight.device)
+
+
+def unpack(packed: Params4bit) -> Tensor:
+    """Return a packed weight in the type that it had."""
+    return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
+
+
+def packed_names(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> set[str]:
+    """Return the names of the parameters that a 4-bit model of this kind packs.
+
+    The model may have adapters and no weights.
+    """
+    empty = empty_twin(model)
+    names = {
+        weight.name
+        for weight in expert_weights(empty)
+        if _is_packable(empty.get_submodule(weight.module_name), weight.parameter_name)
+    }
+    ExpertQuantizer(quantization, pre_quantized=False).preprocess_model(empty, device_map=None)
+    for name, module in empty.named_modules():
+        if isinstance(module, Linear4bit):
+            names.add(f"{name}.weight")
+    return names
+
+
+def unpack_on_access(model: nn.Module) -> None:
+    """Let every packed parameter be read in 16 bits by its name."""
+    for weight in expert_weights(model):
+        module = model.get_submodule(weight.module_name)
+        parameter = module._parameters.get(weight.parameter_name)
+        if isinstance(parameter, Params4bit):
+            if not parametrize.is_parametrized(module):
+                # once in a forward pass, not at every access
+                vars(module)[CACHE_HOOKS] = run_within(module, parametrize.cached)
+            parametrize.register_parametrization(
+                module, weight.parameter_name, _Unpacked(), unsafe=True
+            )
+
+
+class _Unpacked(nn.Module):
+    """The parametrization of a packed parameter."""
+
+    @torch.no_grad()
+    def forward(self, packed: Params4bit) -> Tensor:
+        return unpack(packed)
+
+
+class _WithAdapter(nn.Module):
+    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert."""
+
+    def __init__(self, wrapper: ParamWrapper, adapter: str):
+        super().__init__()
+        self.factors = _factors(wrapper, adapter)
+        self.scaling = wrapper.scaling[adapter]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        left, right = (factor.to(weight.dtype) for factor in self.factors)
+        with torch.autocast(weight.device.type, enabled=False):
+            return torch.baddbmm(weight, left, right, alpha=self.scaling)
+
+
+def unpack_with_adapter(wrapper: ParamWrapper) -> None:
+    """Let PEFT's wrapper add its adapter to a packed parameter in its own forward pass.
+
+    PEFT 0.21 does not find its parametrization behind another one, and would leave one more at
+    every pass. It also unpacks the weight several times where once is enough.
+    """
+    experts = wrapper.get_base_layer()
+    if packed_weight(experts, wrapper.parameter_name) is None:
+        return
+    wrapper._activate_lora = MethodType(_activate_lora, wrapper)
+    for hook in vars(experts).pop(CACHE_HOOKS, ()):
+        hook.remove()  # the wrapper has a cache of its own, and hooks would keep it from fusing
+
+
+@torch.no_grad()
+def in_float32(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, which may have adapters, with every weight in float32.
+
+    4-bit weights are unpacked: those of experts, and those of linear layers. So are float8 ones.
+    """
+    copied = copy.deepcopy(module)
+    for child in list(copied.modules()):
+        for name in list(getattr(child, "parametrizations", ())):
+            if packed_weight(child, name) is not None:
+                weight = getattr(child, name).float()
+                parametrize.remove_parametrizations(child, name, leave_parametrized=False)
+                child._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
+        for name, linear in child.named_children():
+            if isinstance(linear, Linear4bit):
+                weight = unpack(linear.weight).float()
+            elif isinstance(linear, Float8Linear):
+                weight = linear.dequantised_weight(torch.float32)
+            else:
+                continue
+            plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+            plain.bias = linear.bias
+            setattr(child, name, plain)
+    return copied.float()
+
+
+@contextlib.contextmanager
+def _activate_lora(self: ParamWrapper, active_adapters: list[str]) -> Iterator[None]:
+    steps = self.get_base_layer().parametrizations[self.parameter_name]
+    unpacked = len(steps)
+    for adapter in active_adapters:
+        if adapter in self.lora_A:
+            steps.append(_WithAdapter(self, adapter))
+    try:
+        with parametrize.cached():
+            yield
+    finally:
+        del steps[unpacked:]
+
+
+def _factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:
+    """Return the factors of an adapter's change of the weight, in the weight's layout.
+
+    (experts, out, r) and (experts, r, in), or (experts, in, r) and (experts, r, out).
+    """
+    experts = wrapper.num_experts
+    a = wrapper.lora_A[adapter].weight  # (experts * r, in)
+    b = wrapper.lora_B[adapter].weight  # (out, r * experts)
+    a = a.reshape(experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    if wrapper._did_swap_in_out_features:
+        return b, a
+    return a.transpose(1, 2), b.transpose(1, 2)
+
+
+def _is_packable(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters.get(name)
+    return is_expert_weight(module, parameter) and parameter.numel() <= MAX_WEIGHTS

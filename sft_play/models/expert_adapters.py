@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import LoraSection
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import towers_of
-from sft_play.models.expert_quantization import unpack_with_adapter
+from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
     ExpertWeight,
     expert_weights,
@@ -48,14 +48,14 @@ ADAPTER = "default"  # PEFT's name of the one adapter
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """What gets adapters in a model with experts."""
+    """What gets adapters in a model."""
 
     linears: tuple[str, ...]  # full names of linear layers
     experts: tuple[ExpertWeight, ...]
 
 
-def chooses_targets(model: PreTrainedModel) -> bool:
-    """Return whether targets are chosen here: beside experts, towers, what PEFT cannot adapt."""
+def names_targets(model: PreTrainedModel) -> bool:
+    """Return whether PEFT would find others: next to experts, towers, what it cannot adapt."""
     return bool(
         expert_weights(model)
         or routing_linears(model)
@@ -212,8 +212,9 @@ def _source(module_class: type[nn.Module]) -> str:
 def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
     weights = expert_weights(model)
     if lora.experts == "per_expert" and not weights:
+        form = " in 3-D parameters" if routing_linears(model) else ""
         raise ConfigError(
-            "tuning.lora.experts=per_expert: the model has no experts in 3-D parameters; set "
+            f"tuning.lora.experts=per_expert: the model has no experts{form}; set "
             "TUNING_LORA_EXPERTS=auto"
         )
     if lora.experts == "none":
@@ -235,10 +236,11 @@ def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> 
         if target not in fused_parts and not any(is_named(name, [target]) for name in chosen)
     ]
     if unknown:
-        names = [*linear_names(model), *(weight.name for weight in expert_weights(model))]
-        known = sorted({name.rpartition(".")[2] for name in names})
+        experts = [weight.name for weight in expert_weights(model)]
+        nor_experts = " and no experts' parameter" if experts else ""
+        known = sorted({name.rpartition(".")[2] for name in (*linear_names(model), *experts)})
         raise ConfigError(
-            "tuning.lora.target_modules: the model has no linear layer and no experts' parameter "
+            f"tuning.lora.target_modules: the model has no linear layer{nor_experts} "
             f"{', '.join(unknown)}; it has {', '.join(known)}"
         )
 

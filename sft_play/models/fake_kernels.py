@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import masking_utils
 
-from sft_play.models import fake_mixer_kernels, linear_attention, offloading
+from sft_play.models import checkpointing, fake_mixer_kernels, linear_attention
 from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.experts import function as experts_function
-from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import products as experts_products
-from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
+from sft_play.models.fast.linears import glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
@@ -227,7 +227,7 @@ def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None 
 
 
 def gate_forward(y: Tensor, *_: Any) -> Tensor:
-    """`experts.gates.clamped_glu_forward`: allocates only its output."""
+    """`experts.function.clamped_glu_forward`: allocates only its output."""
     return y.new_empty(len(y), y.shape[1] // 2)
 
 
@@ -256,12 +256,12 @@ def quantise(x: Tensor, *_: Any) -> Quantised:
 
 
 def float8_product(x: Quantised, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`float8.products.product`: allocates only its output."""
+    """`float8.quantise.product`: allocates only its output."""
     return x.scales.new_empty(len(x.scales), len(weight), dtype=dtype)
 
 
 def float8_input_product(dy: Quantised, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`float8.products.input_product`: allocates its output, and a transposed weight."""
+    """`float8.quantise.input_product`: allocates its output, and a transposed weight."""
     transposed = torch.empty_like(weight)
     dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
     del transposed
@@ -311,7 +311,7 @@ GPU_KERNELS = (
     Replacement(glu, "glu_forward", glu_forward),
     Replacement(glu, "glu_backward", glu_backward),
     # what a Hopper GPU's own kernels keep is no more
-    Replacement(adapter_gradients, "is_hopper", lambda device: False),
+    Replacement(linear_products, "is_hopper", lambda device: False),
     Replacement(glu, "is_hopper", lambda device: False),
     Replacement(mlp, "glu_forward_float8", glu_forward_float8),
     Replacement(mlp, "glu_backward_float8", glu_backward_float8),
@@ -332,8 +332,8 @@ GPU_KERNELS = (
     Replacement(rms, "norm_forward", norm_forward),
     Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
-    Replacement(offloading.LayerOffloading, "_host_memory", host_memory),
-    Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
+    Replacement(checkpointing.LayerOffloading, "_host_memory", host_memory),
+    Replacement(checkpointing.LayerOffloading, "_copy", lambda self, target, source: None),
     Replacement(mixer_kernels, "uses_fla", linear_attention.will_use_fla),
     Replacement(gated_norms, "uses_fla", linear_attention.will_use_fla),
     Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),

@@ -16,9 +16,9 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import empty_model
-from sft_play.models.expert_quantization import ExpertQuantizer, pack
+from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
-from sft_play.models.fast.attention.interface import keep_soft_caps
+from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
 from sft_play.models.load import loading_options, weight_dtype
 from sft_play.plan.model_shape import known_config

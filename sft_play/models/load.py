@@ -6,7 +6,8 @@ Code after this module works with a transformers model and need not know the bac
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -23,14 +24,14 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
-from sft_play.models.base_config import (
+from sft_play.models.base_files import (
     reading_stored,
     stored_config,
     stored_format,
 )
-from sft_play.models.expert_quantization import packing_experts
+from sft_play.models.bnb import packing_experts
 from sft_play.models.export import savable_generation_config
-from sft_play.models.fast.attention.interface import keep_soft_caps
+from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.float8.loading import (
@@ -39,9 +40,7 @@ from sft_play.models.float8.loading import (
     quantising_to_float8,
 )
 from sft_play.models.linear_attention import bind_by_device
-from sft_play.models.positions import refuse_longer_rows
-from sft_play.models.rope import keep_angles_exact, with_stretched_rope
-from sft_play.models.unused_tensors import refuse_unaccounted
+from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs
 from sft_play.process import Process
@@ -51,6 +50,16 @@ logger = logging.getLogger(__name__)
 
 SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
 MISMATCHED = "ignore_mismatched_sizes"  # of transformers' error where shapes differ
+# tensors of a checkpoint that a model may leave unused; any other is an error
+MAY_BE_UNUSED = {
+    r"(^|\.)(mtp|nextn|mtp_[a-z]+|eagle[a-z_]*)\.": "layers that predict further tokens",
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$": "buffers that the class computes",
+    r"(^|\.)position_ids$": "a buffer that the class computes",
+    r"\.(attn|attention|self_attention)\.(bias|masked_bias)$": "masks of GPT-2 and GPT-NeoX",
+    r"^(v_head|value_head)\.": "the value head of a model trained by PPO",
+    r"\.[kvq]_scale$": "scales of a quantised key-value cache",
+}
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def load_model(
@@ -83,7 +92,7 @@ def load_model(
         elif has_float8(base):
             leave_to_each_rank(model)
     if is_fsdp:
-        sharding.bring_what_is_whole(model, process)
+        sharding.move_undivided(model, process)
     sharding.start(base, process)
     placement.move_inputs(base)
     install_fused_kernels(model, config, process, zero_stage)
@@ -146,7 +155,7 @@ def load_base(
         options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
     options |= _packed_as(config, process, stored, found, quantization)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
-    devices = placement.device_map_of(config, process, stored, most_layers)
+    devices = placement.resolve_device_map(config, process, stored, most_layers)
     if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
     if zero_stage < 3:
@@ -274,6 +283,37 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
         ) from error
     refuse_unaccounted(name, model, loading_info)
     return model
+
+
+def refuse_unaccounted(
+    name: str, model: PreTrainedModel, loading_info: Mapping[str, Iterable[str]]
+) -> None:
+    """Raise EnvironmentFault for parameters that no file holds, and for tensors without a use.
+
+    transformers would fill the first with random numbers, and leave out the others.
+    """
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise EnvironmentFault(
+            f"model.name={name}: {len(missing)} tensors are not in its weight files, "
+            f"{missing[0]} first; get the model again"
+        )
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    unused = sorted(key for key in loading_info["unexpected_keys"] if not _has_reason(key, layers))
+    if unused:
+        raise EnvironmentFault(
+            f"model.name={name}: {len(unused)} tensors of its weight files belong to no parameter "
+            f"of {type(model).__name__}, {unused[0]} first; get the model again, or set MODEL_NAME "
+            "to the one that its config.json describes"
+        )
+
+
+def _has_reason(key: str, layers: int | None) -> bool:
+    """Return whether a tensor may be unused; DeepSeek's MTP layers are those behind the last."""
+    found = LAYER.search(key)
+    if found and layers is not None and int(found[1]) >= layers:
+        return True
+    return any(re.search(pattern, key) for pattern in MAY_BE_UNUSED)
 
 
 def _has_experts(stored: PretrainedConfig | None) -> bool:

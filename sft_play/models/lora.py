@@ -1,5 +1,6 @@
 """LoRA adapters through PEFT, over frozen base weights."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters
 from sft_play.models.architecture import text_modules
 from sft_play.models.experts import is_named, linear_names
-from sft_play.models.float8.adapters import refuse_merging
-from sft_play.models.float8.linear import has_float8
+from sft_play.models.float8.linear import has_float8, refuse_merging
 
 
 def add_adapters(
@@ -32,9 +32,9 @@ def add_adapters(
     Raises: ConfigError when a setting names a layer, a module or a token that the model lacks.
     """
     lora = config.tuning.lora
-    chooses_targets = expert_adapters.chooses_targets(model)
-    if not chooses_targets:
-        _check_dense_targets(model, lora)
+    if lora.layers_to_transform is not None:
+        _check_layers(model, lora.layers_to_transform)
+    targets = expert_adapters.choose_targets(model, lora)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adapters = LoraConfig(
@@ -48,17 +48,14 @@ def add_adapters(
         init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
         bias="none",
     )
-    if lora.layers_to_transform is not None:
-        _check_layers(model, lora.layers_to_transform)
-    if chooses_targets:
-        targets = expert_adapters.choose_targets(model, lora)
+    if expert_adapters.names_targets(model):
         adapters = expert_adapters.adapter_config(model, targets, adapters)
     elif lora.layers_to_transform is not None:
         adapters.layers_to_transform = sorted(set(lora.layers_to_transform))
         adapters.target_modules = _target_names(model, lora)
     if lora.modules_to_save:
-        adapters.modules_to_save = _modules_named(model, lora.modules_to_save)
-        adapters.ensure_weight_tying = _is_tied(model) and _names_a_matrix(model, adapters)
+        adapters.modules_to_save = _find_modules(model, lora.modules_to_save)
+        adapters.ensure_weight_tying = _is_tied(model) and _trains_a_matrix(model, adapters)
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
     adapted = expert_adapters.add_adapters(model, adapters)
@@ -85,30 +82,6 @@ def trainable_token_ids(config: Config) -> list[int]:
     return sorted({vocabulary[token] for token in tokens})
 
 
-def _check_dense_targets(model: nn.Module, lora: LoraSection) -> None:
-    """Raise ConfigError for targets that a model without experts lacks."""
-    if lora.experts == "per_expert":
-        raise ConfigError(
-            "tuning.lora.experts=per_expert: the model has no experts; set TUNING_LORA_EXPERTS=auto"
-        )
-    if isinstance(lora.target_modules, list):
-        _check_targets(model, lora.target_modules)
-
-
-def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears = linear_names(model)
-    unknown = []
-    for target in targets:
-        if not any(is_named(name, [target]) for name in linears):
-            unknown.append(target)
-    if unknown:
-        known = sorted({name.rpartition(".")[2] for name in linears})
-        raise ConfigError(
-            f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; "
-            f"it has {', '.join(known)}"
-        )
-
-
 def _check_layers(model: PreTrainedModel, layers: list[int]) -> None:
     count = model.config.get_text_config().num_hidden_layers
     unknown = [str(layer) for layer in layers if layer >= count]
@@ -131,7 +104,7 @@ def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     return sorted(names)
 
 
-def _modules_named(model: nn.Module, wanted: list[str]) -> list[str]:
+def _find_modules(model: nn.Module, wanted: list[str]) -> list[str]:
     """Return the full names of the modules to train whole.
 
     PEFT would take every module whose name ends alike: input_layernorm for norm.
@@ -170,7 +143,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _names_a_matrix(model: PreTrainedModel, adapters: LoraConfig) -> bool:
+def _trains_a_matrix(model: PreTrainedModel, adapters: LoraConfig) -> bool:
     """Return whether embedding or output head are trained whole."""
     matrices = (model.get_input_embeddings(), model.get_output_embeddings())
     return any(model.get_submodule(name) in matrices for name in adapters.modules_to_save)
@@ -201,24 +174,20 @@ def _train_modules_in_float32(model: PeftModel) -> None:
         for trained in module.modules_to_save.values():
             trained.to(torch.float32)
             if dtype != torch.float32:
-                casts = _InputAndOutputCasts(dtype)
-                trained.register_forward_pre_hook(casts.cast_input)
-                trained.register_forward_hook(casts.cast_output)
+                trained.register_forward_pre_hook(_cast_input)
+                trained.register_forward_hook(functools.partial(_cast_output, dtype))
 
 
-class _InputAndOutputCasts:
-    """Forward hooks of a module whose weights have another dtype than the model around it."""
+def _cast_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast a floating-point input to the dtype of the module's weights."""
+    x, *others = args
+    if x.is_floating_point():
+        x = x.to(next(module.parameters()).dtype)
+    return (x, *others)
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype  # of the model around it
 
-    def cast_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cast a floating-point input to the dtype of the module's weights."""
-        x, *others = args
-        if x.is_floating_point():
-            x = x.to(next(module.parameters()).dtype)
-        return (x, *others)
-
-    def cast_output(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Cast the output to the dtype of the model."""
-        return output.to(self.dtype)
+def _cast_output(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """Cast the output to the dtype of the model around it."""
+    return output.to(dtype)

@@ -1,13 +1,16 @@
-"""Merge an adapter into its base, a tensor at a time: read, changed, written.
+"""Merge an adapter into its base: tensor by tensor, or in memory where that is not possible.
 
-The model and its adapter are built without weights. PEFT's own layers compute each merged weight,
-in float32, from the tensor that is read; every other tensor is copied. So the memory is that of one
-shard and the adapter, whatever the size of the base.
+Tensor by tensor, the model and its adapter are built without weights. PEFT's layers compute each
+merged weight, in float32, from the tensor that is read; every other tensor is copied. So the memory
+is that of one shard and the adapter, whatever the size of the base.
+
+An adapter that was trained over a quantised base may be merged into that base as training computed
+with it: rounded to 4 bits or to float8, and unpacked again.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,21 +20,32 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.models.architecture import empty_model
-from sft_play.models.base_config import base_tensors, plain_dtype, stored_config
-from sft_play.models.base_parts import write_config
+from sft_play.models import bnb
+from sft_play.models.architecture import empty_model, empty_twin
+from sft_play.models.base_files import (
+    base_tensors,
+    plain_dtype,
+    restore_untrained,
+    stored_config,
+    stored_format,
+    write_config,
+)
+from sft_play.models.bnb import pack, packed_names, unpack
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
-from sft_play.models.load import loading_options
-from sft_play.models.rounding import Quantization, quantised_names, rounded
+from sft_play.models.float8.loading import Float8Config, float8_candidates
+from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
+from sft_play.models.load import load_base, loading_options
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored
+from sft_play.process import Process
 
+Quantization = BitsAndBytesConfig | Float8Config
 Change = Callable[[Tensor], Tensor]  # of a weight in float32
 
 
@@ -46,7 +60,9 @@ class Skeleton:
     model: PreTrainedModel
     changes: dict[str, Change]  # by the name of the changed parameter
     deltas: dict[str, Callable[[], Tensor]]  # of experts' parameters: what is added
-    head_unties: bool  # the output head changed, and was the embedding before
+    embedding: str  # the name of its weight
+    untied_head: str | None  # that of an output head that changed, and was the embedding before
+    pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the latest deltas
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
     """
     tensors = base_tensors(merge.config)
     skeleton = build_skeleton(merge)
-    sources = sources_of(skeleton, tensors)
+    sources = match_tensors(skeleton, tensors)
     packed: set[str] = set()
     if merge.quantization is not None:
         packed = quantised_names(skeleton.model, merge.quantization)
@@ -87,13 +103,42 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
         elif parameter in skeleton.changes:
             merged = skeleton.changes[parameter](in_float32(merged))
         writer.add(name, merged.to(dtype))
-        if skeleton.head_unties and parameter == embedding_name(skeleton.model):
-            head = head_name(skeleton.model)
+        head = skeleton.untied_head
+        if head is not None and parameter == skeleton.embedding:
             writer.add(head, skeleton.changes[head](in_float32(tensor)).to(dtype))
     writer.close()
-    dtype = merge.dtype or _dtype_of_files(target)
-    write_config(merge.config, skeleton.model, target, dtype, skeleton.head_unties)
+    dtype = merge.dtype
+    if dtype is None and len(writer.float_types) == 1:
+        (dtype,) = writer.float_types
+    unties = skeleton.untied_head is not None
+    write_config(merge.config, skeleton.model, target, dtype, unties)
     return skeleton.model
+
+
+@torch.no_grad()
+def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
+    """Merge in memory; write the merged model to `target` and return it.
+
+    For bases whose files have other tensors than the model, such as experts in MXFP4.
+    """
+    plain = {"mode": "lora", "base_dtype": "auto"}
+    lora = merge.config.tuning.model_copy(update=plain)
+    # weights are summed here, and attention computes nothing
+    model = merge.config.model.model_copy(update={"attn_implementation": "auto"})
+    unquantised = merge.config.model_copy(update={"tuning": lora, "model": model})
+    base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
+    if merge.quantization is not None:
+        for name in quantised_names(base, merge.quantization):
+            weight = base.get_parameter(name)
+            packed = rounded(weight.data.to(merge.base_dtype), merge.quantization)
+            weight.data = packed.to(weight.dtype)
+    merged = load_adapter(base, merge.adapter).merge_and_unload(safe_merge=True)
+    if merge.dtype is not None:
+        merged = merged.to(merge.dtype)
+    merged.save_pretrained(target)
+    write_config(merge.config, merged, target, merge.dtype, unties=False)
+    restore_untrained(merge.config, merged, target)
+    return merged
 
 
 def build_skeleton(merge: Merge) -> Skeleton:
@@ -113,14 +158,16 @@ def build_skeleton(merge: Merge) -> Skeleton:
     is_tied = model.config.get_text_config().tie_word_embeddings
     adapted = load_adapter(model, merge.adapter)
     refuse_missing(adapted, merge.adapter)
-    changes, deltas = changes_of(adapted)
-    head = head_name(model)
-    head_unties = False
+    changes, deltas = find_changes(adapted)
+    embedding = _weight_name(model, model.get_input_embeddings())
+    head = _weight_name(model, model.get_output_embeddings())
+    untied_head = None
     if is_tied and head in changes:
-        head_unties = isinstance(_module(adapted, head), LoraLayer)
-        if not head_unties:
+        if isinstance(model.get_output_embeddings(), LoraLayer):
+            untied_head = head
+        else:
             del changes[head]  # written as the embedding
-    return Skeleton(model, changes, deltas, head_unties)
+    return Skeleton(model, changes, deltas, embedding, untied_head)
 
 
 def without_memory(model: PreTrainedModel) -> None:
@@ -151,7 +198,7 @@ def refuse_missing(adapted: PeftModel, folder: Path) -> None:
         )
 
 
-def changes_of(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:
+def find_changes(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:
     """Return what an adapter does to each parameter of its base."""
     changes: dict[str, Change] = {}
     deltas: dict[str, Callable[[], Tensor]] = {}
@@ -170,7 +217,7 @@ def changes_of(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callabl
     return changes, deltas
 
 
-def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
+def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
     """Return the model's parameter by the name of each tensor of the base.
 
     Raises: CannotStream where a changed parameter is not there as such.
@@ -181,14 +228,12 @@ def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> di
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
         # a base may store as one what transformers saves in pieces, such as Qwen3.5's experts
-        pieces = {name: parameter} | _in_files(skeleton.model, name, parameter)
+        pieces = {name: parameter} | _as_saved(skeleton.model, name, parameter)
         for piece, tensor in pieces.items():
             if shapes.get(piece) == tuple(tensor.shape):
                 sources[piece] = name
     known = set(sources.values())
-    wanted = {*skeleton.changes, *skeleton.deltas}
-    if skeleton.head_unties:
-        wanted -= {head_name(skeleton.model)}
+    wanted = {*skeleton.changes, *skeleton.deltas} - {skeleton.untied_head}
     missing = sorted(wanted - known)
     if missing:
         raise CannotStream(f"{missing[0]} is not in the base's files by itself")
@@ -198,16 +243,6 @@ def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> di
 def in_float32(tensor: Tensor) -> Tensor:
     """Return a copy in float32: PEFT adds to the tensor that it is given."""
     return tensor.to(torch.float32, copy=True)
-
-
-def head_name(model: PreTrainedModel) -> str:
-    """Return the name of the output head's weight."""
-    return f"{_name_of(model, model.get_output_embeddings())}.weight"
-
-
-def embedding_name(model: PreTrainedModel) -> str:
-    """Return the name of the embedding's weight."""
-    return f"{_name_of(model, model.get_input_embeddings())}.weight"
 
 
 def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
@@ -245,17 +280,17 @@ def _replaced(trained: Tensor, name: str, weight: Tensor) -> Tensor:
 
 
 def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
-    """Return what is added to each tensor of a parameter that is in several; the last is kept."""
-    kept = vars(skeleton).setdefault("pieces", {})
+    """Return what is added to each tensor of a parameter, which files may store in several."""
+    kept = skeleton.pieces
     if parameter not in kept:
         while len(kept) > 1:  # a layer's experts are two parameters
             kept.pop(next(iter(kept)))
         delta = skeleton.deltas[parameter]().detach().float()
-        kept[parameter] = {parameter: delta} | _in_files(skeleton.model, parameter, delta)
+        kept[parameter] = {parameter: delta} | _as_saved(skeleton.model, parameter, delta)
     return kept[parameter]
 
 
-def _in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a parameter as transformers saves it: under another name, or in pieces."""
     if getattr(model, "_weight_conversions", None) is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -280,26 +315,48 @@ def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
     return named
 
 
-def _dtype_of_files(target: Path) -> torch.dtype | None:
-    """Return the one floating-point type of the written tensors, None for several."""
-    found = {
-        dtype for path in target.glob("*.safetensors") for dtype in _float_types(path) if dtype
-    }
-    return found.pop() if len(found) == 1 else None
-
-
-def _float_types(path: Path) -> set[torch.dtype | None]:
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    with safe_open(path, framework="pt") as file:
-        return {names.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-
-
-def _module(adapted: PeftModel, weight_name: str) -> nn.Module:
-    return adapted.base_model.model.get_submodule(weight_name.removesuffix(".weight"))
-
-
-def _name_of(model: PreTrainedModel, wanted: nn.Module | None) -> str:
+def _weight_name(model: PreTrainedModel, wanted: nn.Module | None) -> str | None:
+    """Return the name of a module's weight without its adapter; None for no module."""
     for name, module in model.named_modules():
         if module is wanted:
-            return name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
-    return ""
+            plain = name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
+            return f"{plain}.weight"
+    return None
+
+
+def training_quantization(
+    config: Config, compute_dtype: torch.dtype
+) -> tuple[str, Quantization] | None:
+    """Return how a run's base was quantised, in words and as a config; None if it was not.
+
+    A base whose files are in 4 bits was trained as it is stored.
+    """
+    found = stored_format(config, stored_config(config))
+    if found is not None and found.way == "packed":
+        return None
+    if config.tuning.mode == "qlora":
+        return "rounded to 4 bits", bnb.quantization_config(config, compute_dtype)
+    if config.tuning.has_float8_base:
+        return "rounded to float8", Float8Config()
+    return None
+
+
+def quantised_names(model: PreTrainedModel, quantization: Quantization) -> set[str]:
+    """Return the names of the parameters that are quantised in a model of this kind.
+
+    The model may have adapters and no weights.
+    """
+    if isinstance(quantization, BitsAndBytesConfig):
+        return packed_names(model, quantization)
+    return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantised}
+
+
+def rounded(weight: Tensor, quantization: Quantization) -> Tensor:
+    """Return a weight as a quantised base computes with it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(quantization, BitsAndBytesConfig):
+        return unpack(pack(weight.to(device), quantization)).to(weight.device)
+    found = quantise_weight(weight)
+    if why_not_quantised(weight, found) is not None:
+        return weight
+    return found.dequantised(torch.float32)

@@ -12,14 +12,15 @@ Until DeepSpeed's engine is there, nothing gathers weights: `gathered` and `gath
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from bitsandbytes.nn import Params4bit
 from torch import Tensor, nn
 
-from sft_play.models.sharding import outermost_layers
+from sft_play.models.sharding import outermost_layers, run_within
 
 FREED = "NOT_AVAILABLE"  # DeepSpeed's ZeroParamStatus of a weight that is not gathered
 
@@ -37,11 +38,6 @@ def is_gatherable(parameter: Tensor) -> bool:
 def is_missing(parameter: Tensor) -> bool:
     """Return whether a parameter is gathered with its own module alone, and not with its layer."""
     return is_partitioned(parameter) and not hasattr(parameter, "is_gathered_with_layer")
-
-
-def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter; of a divided one that of the whole."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def gather_with_layer(layer: nn.Module) -> None:
@@ -71,11 +67,13 @@ def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
     if not freed:
         yield
         return
-    freed[0].all_gather(param_list=freed)
+    with torch.no_grad():
+        freed[0].all_gather(param_list=freed)
     try:
         yield
     finally:
-        freed[0].partition(param_list=freed)
+        with torch.no_grad():
+            freed[0].partition(param_list=freed)
 
 
 def _is_freed(parameter: Tensor) -> bool:
@@ -109,26 +107,9 @@ def gathering_layers(model: nn.Module) -> Iterator[None]:
     for layer in outermost_layers(model):
         parameters = [each for each in layer.parameters() if is_partitioned(each)]
         if parameters:
-            hooks += _gathering_hooks(layer, parameters)
+            hooks += run_within(layer, partial(gathered, parameters))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _gathering_hooks(layer: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Any]:
-    running = contextlib.ExitStack()
-
-    @torch.no_grad()
-    def enter(*_: Any) -> None:
-        running.enter_context(gathered(parameters))
-
-    @torch.no_grad()
-    def leave(*_: Any) -> None:
-        running.close()
-
-    return [
-        layer.register_forward_pre_hook(enter),
-        layer.register_forward_hook(leave, always_call=True),
-    ]

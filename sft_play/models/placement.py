@@ -7,15 +7,18 @@ backward pass follows the same way back by itself.
 """
 
 import difflib
+import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,7 +27,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_of, empty_model
-from sft_play.models.fast.attention.masks import is_unmasked, unmasked
+from sft_play.models.fast.documents import is_unmasked, unmasked
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
 from sft_play.plan.placement import places_by_rule
@@ -43,7 +46,7 @@ class Block(NamedTuple):
     is_layer: bool = False
 
 
-def device_map_of(
+def resolve_device_map(
     config: Config, process: Process, stored: PretrainedConfig | None, most_layers: int = 0
 ) -> DeviceMap:
     """Return the device of each block of a run's base model, {"": device} where it has one.
@@ -63,7 +66,7 @@ def device_map_of(
             f"model.device_map: {type(model).__name__} has no layers that could be placed one by "
             "one; set MODEL_DEVICE_MAP=null"
         )
-    if _names_what_is_here(wanted, process):
+    if _names_usable_devices(wanted, process):
         devices = _devices_by_name(blocks, wanted, model)
     else:
         rule = "balanced" if isinstance(wanted, dict) else wanted
@@ -76,10 +79,10 @@ def _is_placed(wanted: MapRule | ModuleDevices | None, process: Process) -> bool
     """Return whether a map means more than the process's one device."""
     if wanted is None or process.world_size > 1:
         return False
-    return len(process.devices) > 1 or _names_what_is_here(wanted, process)
+    return len(process.devices) > 1 or _names_usable_devices(wanted, process)
 
 
-def _names_what_is_here(wanted: MapRule | ModuleDevices, process: Process) -> bool:
+def _names_usable_devices(wanted: MapRule | ModuleDevices, process: Process) -> bool:
     """Return whether a mapping's devices are this process's; a run may be used on other ones."""
     if not isinstance(wanted, dict):
         return False
@@ -222,53 +225,46 @@ def move_inputs(model: PreTrainedModel) -> None:
         handle.remove()
     copies = Copies()
     first = model.get_input_embeddings().weight.device
-    hooks = [model.register_forward_pre_hook(_mover(first, copies), with_kwargs=True)]
-    for root in dict.fromkeys((model, decoder_of(model))):
-        hooks.append(root.register_forward_hook(_returner(first), always_call=True))
     modules = dict(model.named_modules())
     placed = [(modules[name], devices[name]) for name in devices if name in modules]
-    for module, device in placed:
-        hook = _mover(device, copies)
-        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    hooks: list[RemovableHandle] = []
+    for module, device in [(model, first), *placed]:
+        move = functools.partial(_move_inputs, device, copies)
+        hooks.append(module.register_forward_pre_hook(move, with_kwargs=True))
+    for root in dict.fromkeys((model, decoder_of(model))):
+        return_to_first = functools.partial(_return_to, first)
+        hooks.append(root.register_forward_hook(return_to_first, always_call=True))
     layers = [part for part in placed if isinstance(part[0], GradientCheckpointingLayer)]
     for (layer, device), (_, following) in itertools.pairwise(layers):
         if following != device:
-            hooks.append(layer.register_forward_hook(_sender(following, copies)))
+            send = functools.partial(_send_output, following, copies)
+            hooks.append(layer.register_forward_hook(send))
     model.placement_hooks = hooks
 
 
-def _mover(device: torch.device, copies: "Copies") -> Callable[..., tuple[tuple, dict[str, Any]]]:
-    """Return a forward pre-hook that moves a module's inputs to its device."""
-
-    def move(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        moved = {name: copies.on(device, value) for name, value in kwargs.items()}
-        return copies.on(device, args), moved
-
-    return move
+def _move_inputs(
+    device: torch.device, copies: "Copies", module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict]:
+    """Move a module's inputs to its device, before its forward pass."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return copies.on(device, args), copies.on(device, kwargs)
 
 
-def _sender(device: torch.device, copies: "Copies") -> Callable[..., Any]:
-    """Return a forward hook that moves what a layer returns to the device of the next one.
+def _send_output(
+    device: torch.device, copies: "Copies", module: nn.Module, args: tuple, output: Any
+) -> Any:
+    """Move what a layer returns to the device of the next one.
 
-    A checkpointed layer keeps the random state of its arguments' devices, for its dropout.
+    A checkpointed layer stores the random state of its arguments' devices, for its dropout.
     """
-
-    def send(module: nn.Module, args: tuple, output: Any) -> Any:
-        return copies.on(device, output)
-
-    return send
+    return copies.on(device, output)
 
 
-def _returner(device: torch.device) -> Callable[..., None]:
-    """Return a forward hook that makes the model's first GPU the current one again."""
-
-    def come_back(module: nn.Module, args: tuple, output: Any) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    return come_back
+def _return_to(device: torch.device, module: nn.Module, args: tuple, output: Any) -> None:
+    """Make the model's first GPU the current one again, after a forward pass."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class Copies:
@@ -279,22 +275,16 @@ class Copies:
 
     def on(self, device: torch.device, value: Any) -> Any:
         """Return a value with its tensors on a device; caches of generation stay as they are."""
-        if isinstance(value, Tensor):
-            return self._tensor(device, value)
-        if type(value) in (tuple, list):
-            return type(value)(self.on(device, part) for part in value)
-        if type(value) is dict:
-            return {name: self.on(device, part) for name, part in value.items()}
-        return value
+        return recursively_apply(self._copy, value, device)
 
-    def _tensor(self, device: torch.device, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         documents = getattr(tensor, "documents", None)
         if is_unmasked(tensor) and documents is None:
             return tensor
         if documents is not None:
             if documents.boundaries.device == device:
                 return tensor
-            boundaries = self._tensor(device, documents.boundaries)
+            boundaries = self._copy(documents.boundaries, device)
             return unmasked(documents._replace(boundaries=boundaries))
         if tensor.device == device:
             return tensor

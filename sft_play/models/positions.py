@@ -1,12 +1,26 @@
-"""Tables of learned positions, as GPT-2 and OPT have them: behind their end there is nothing."""
+"""Positions of a base: a table of learned ones, or a rope, stretched and with exact angles.
 
+A table of learned positions, as GPT-2 and OPT have it, ends: after it there is nothing.
+"""
+
+import contextlib
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from torch import nn
+from transformers import PretrainedConfig
 
+from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError, DataError
+from sft_play.models.base_files import stored_config
+from sft_play.models.sharding import run_within
+from sft_play.plan.rope import stretch
+from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
+
 OFFSETS = (0, 2)  # rows of a table before position 0: OPT's has two
 
 
@@ -56,3 +70,69 @@ def room_for_answer(model: nn.Module, prompt_tokens: int, limit: int) -> int:
         *(prompt_tokens, room, limit, positions),
     )
     return room
+
+
+def keep_angles_exact(model: nn.Module) -> None:
+    """Let rotary modules compute their angles in float32, whatever other products are rounded to.
+
+    An angle is a position times a frequency, which transformers computes as a matrix product. Where
+    TF32 is allowed, as in 16-bit runs, a GPU may round both to 11 bits: positions over 2,048 become
+    others (seen on a B200: transformers issue 48428).
+    """
+    for module in model.modules():
+        if any(name.endswith("inv_freq") for name in module._buffers):
+            run_within(module, _full_precision)
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def with_stretched_rope(stored: PretrainedConfig, model: ModelSection) -> PretrainedConfig:
+    """Return the config of a base's files with its rope stretched.
+
+    Raises: ConfigError for a base without a rope, or with one for each kind of layer.
+    """
+    wanted = model.rope_scaling
+    text = stored.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if not rope:
+        raise ConfigError(
+            f"model.rope_scaling.rope_type={wanted.rope_type}: {stored.model_type} has no rotary "
+            "positions to stretch; set MODEL_ROPE_SCALING_ROPE_TYPE=null"
+        )
+    stretched = stretch(rope, text.max_position_embeddings, wanted)
+    text.rope_parameters = stretched.parameters
+    text.max_position_embeddings = stretched.max_position_embeddings
+    logger.info(
+        "rope %s factor=%g: %d tokens of the base become %d",
+        wanted.rope_type,
+        wanted.factor,
+        stretched.original,
+        stretched.positions,
+    )
+    return stored
+
+
+def write_rope_beside_adapter(config: Config, trained: PretrainedConfig, folder: Path) -> None:
+    """Write config.json into an adapter's folder where the base's own has another rope.
+
+    The folder's README.md loads it. transformers takes the folder for a whole model then, and finds
+    no weights: without the file it would load the base with its own rope, without a word.
+    """
+    if config.tuning.mode == "full" or not config.model.rope_scaling.rope_type:
+        return
+    trained.save_pretrained(folder)
+    path = folder / "config.json"
+    values = read_json(path)
+    values.pop("quantization_config", None)  # how the base was loaded, not what it is
+    stored = getattr(stored_config(config), "quantization_config", None)
+    if stored is not None:
+        values["quantization_config"] = stored
+    write_json(path, values)

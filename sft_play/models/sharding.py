@@ -17,7 +17,7 @@ in the backward pass, so fused kernels need to know nothing of this.
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, core_model_loading
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -148,6 +149,27 @@ def divide_packed(model: PreTrainedModel, process: Process, offloads: bool = Fal
                 vars(whole).update(packed[module, name])
 
 
+def run_within(
+    module: nn.Module, context: Callable[[], contextlib.AbstractContextManager]
+) -> list[RemovableHandle]:
+    """Let a module's forward passes run inside a context; return the hooks.
+
+    It is left in any case: checkpointing leaves its second pass by an exception.
+    """
+    running = contextlib.ExitStack()
+
+    def enter(*_: Any) -> None:
+        running.enter_context(context())
+
+    def leave(*_: Any) -> None:
+        running.close()
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
 def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of all stacks of a model, vision parts included."""
     found: list[GradientCheckpointingLayer] = []
@@ -160,7 +182,7 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 @torch.no_grad()
-def bring_what_is_whole(model: nn.Module, process: Process) -> None:
+def move_undivided(model: nn.Module, process: Process) -> None:
     """Move what FSDP does not divide to this rank's device, where it was loaded to the host.
 
     Those are buffers, and adapters that PEFT has put beside their weights.

@@ -1,17 +1,21 @@
 """Weight files, tensor by tensor: the memory is that of one shard, whatever the model's size."""
 
-from collections.abc import Mapping
+import functools
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.plan.base_model import INDEX
 from sft_play.runs.files import write_json
 
 SHARD_BYTES = 1 << 30
@@ -25,6 +29,7 @@ class ShardWriter:
     folder: Path
     names: list[list[str]] = field(default_factory=list)  # of the tensors of each written file
     total: int = 0
+    float_types: set[torch.dtype] = field(default_factory=set)  # of the tensors
     _held: dict[str, Tensor] = field(default_factory=dict)
     _bytes: int = 0
 
@@ -34,6 +39,8 @@ class ShardWriter:
             torch.isfinite(part).all() for part in tensor.flatten().split(CHECKED_AT_A_TIME)
         ):
             raise CheckpointError(f"{name}: the merged weight holds NaN or infinity")
+        if tensor.is_floating_point():
+            self.float_types.add(tensor.dtype)
         size = tensor.nbytes
         if self._held and self._bytes + size > SHARD_BYTES:
             self._flush()
@@ -47,12 +54,14 @@ class ShardWriter:
         where: dict[str, str] = {}
         for number, names in enumerate(self.names, 1):
             name = f"model-{number:05d}-of-{count:05d}.safetensors"
-            name = "model.safetensors" if count == 1 else name
+            name = SAFE_WEIGHTS_NAME if count == 1 else name
             self._part(number).rename(self.folder / name)
             where.update(dict.fromkeys(names, name))
         if count > 1:
             metadata = {"total_size": self.total}
-            write_json(self.folder / INDEX, {"metadata": metadata, "weight_map": where})
+            write_json(
+                self.folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": metadata, "weight_map": where}
+            )
 
     def _flush(self) -> None:
         self.names.append(list(self._held))
@@ -101,6 +110,40 @@ class InFile:
 
     def get_dtype(self) -> str:
         return self.reader.open(self.path).get_slice(self.name).get_dtype()
+
+
+def tensor_files(config: Config) -> dict[str, Path]:
+    """Return the file of each tensor of a base that is on disk."""
+    return _files(functools.partial(_on_disk, config))
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor in a folder."""
+    return _files(lambda name: folder / name if (folder / name).is_file() else None)
+
+
+def _files(find: Callable[[str], Path | None]) -> dict[str, Path]:
+    """As in transformers, a single weight file is preferred to an index of shards."""
+    single = find(SAFE_WEIGHTS_NAME)
+    if single:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return {}
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    shards = {name: find(name) for name in set(names.values())}
+    return {tensor: shards[name] for tensor, name in names.items() if shards[name]}
+
+
+def _on_disk(config: Config, name: str) -> Path | None:
+    """Return a file of the model in its folder or in the hub's cache, None if it is not there."""
+    folder = Path(config.model.name)
+    if folder.is_dir():
+        path = folder / name
+        return path if path.is_file() else None
+    cached = try_to_load_from_cache(config.model.name, name, revision=config.model.revision)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def tensors_in(files: Mapping[str, Path]) -> dict[str, InFile]:

@@ -11,13 +11,12 @@ import torch
 from sft_play.config.backends import UNSLOTH
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
+from sft_play.models.fast.documents import BOUNDARIES
 from sft_play.process import Process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Arguments of flash attention that a `PackCollator` adds: where the documents of a batch begin
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -19,27 +19,24 @@ mean_resizing=False) cannot be told from trained ones.
 Rows are read one by one, never a whole matrix at once. Legend: V rows, D features.
 """
 
-import functools
-import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.data.splits import UsedTokens
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.models.shards import tensor_files
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +80,6 @@ class Matrix:
             return total / self.rows
 
 
-class VocabularyMatrices(NamedTuple):
-    """The matrices on disk that have a row for each token; None for one that is not there."""
-
-    embedding: Matrix | None
-    head: Matrix | None  # None also if the head is tied to the embedding
-
-
 def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) -> None:
     """Check that every token of the data, and padding, has a row that is or will be trained.
 
@@ -118,8 +108,11 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
         ) from error
 
 
-def find_matrices(config: Config) -> VocabularyMatrices:
-    """Return the embedding and the output head of a model's safetensors files."""
+def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
+    """Return the embedding and the output head of a model's safetensors files.
+
+    They have a row for each token; None for one that is not there, or is tied to the other.
+    """
     files = tensor_files(config)
     embedding = _find_matrix(files, EMBEDDINGS)
     if embedding is None:
@@ -128,41 +121,7 @@ def find_matrices(config: Config) -> VocabularyMatrices:
             "whether its rows are trained was not looked at",
             config.model.name,
         )
-    return VocabularyMatrices(embedding, _find_matrix(files, HEADS))
-
-
-def tensor_files(config: Config) -> dict[str, Path]:
-    """Return the file of each tensor of a base that is on disk."""
-    return _files(functools.partial(_on_disk, config))
-
-
-def files_in(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a folder."""
-    return _files(lambda name: folder / name if (folder / name).is_file() else None)
-
-
-def _files(find: Callable[[str], Path | None]) -> dict[str, Path]:
-    """As in transformers, a single weight file is preferred to an index of shards."""
-    single = find(SAFE_WEIGHTS_NAME)
-    if single:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    index = find(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return {}
-    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    shards = {name: find(name) for name in set(names.values())}
-    return {tensor: shards[name] for tensor, name in names.items() if shards[name]}
-
-
-def _on_disk(config: Config, name: str) -> Path | None:
-    """Return a file of the model in its folder or in the hub's cache, None if it is not there."""
-    folder = Path(config.model.name)
-    if folder.is_dir():
-        path = folder / name
-        return path if path.is_file() else None
-    cached = try_to_load_from_cache(config.model.name, name, revision=config.model.revision)
-    return Path(cached) if isinstance(cached, str) else None
+    return embedding, _find_matrix(files, HEADS)
 
 
 def _find_matrix(files: dict[str, Path], modules: Collection[str]) -> Matrix | None:

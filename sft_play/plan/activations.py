@@ -12,7 +12,7 @@ from sft_play.plan.traced import TracedStep
 # For each token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
-OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: offloading.IN_FLIGHT
+OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: checkpointing.IN_FLIGHT
 HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
 FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, behind attention and MLP
 

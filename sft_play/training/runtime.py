@@ -98,7 +98,7 @@ def allow_tf32(process: Process) -> None:
     """Allow TF32 (10 bits of mantissa) for float32 matrix products on a GPU in a 16-bit run.
 
     It affects the products that autocast leaves in float32, but for the angles of positions
-    (`rope.keep_angles_exact`). A run in float32 keeps full precision, and a CPU would round to
+    (`positions.keep_angles_exact`). A run in float32 keeps full precision, and a CPU would round to
     bfloat16 or gain nothing.
     """
     if process.device.type == "cuda" and process.compute_dtype != torch.float32:

@@ -17,13 +17,16 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reopened import Folder, Reference, make_reference, reopen
 from sft_play.models import bnb
-from sft_play.models.base_config import plain_reading
-from sft_play.models.base_parts import copy_processors, keep_untrained, write_config
+from sft_play.models.base_files import (
+    copy_processors,
+    plain_reading,
+    restore_untrained,
+    write_config,
+)
 from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
 from sft_play.models.load import weight_dtype
-from sft_play.models.packed import dtype_name
-from sft_play.models.parameters import count_parameters
-from sft_play.models.rope import write_rope_beside_adapter
+from sft_play.models.parameters import count_parameters, dtype_name
+from sft_play.models.positions import write_rope_beside_adapter
 from sft_play.models.sharding import own_part
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
@@ -98,7 +101,7 @@ def describe_weights(
     if config.tuning.mode == "full":
         dtype = weight_dtype(config, trainer.process.compute_dtype)
         write_config(config, trainer.model, staged, dtype, unties=False)
-        keep_untrained(config, trainer.model, staged)
+        restore_untrained(config, trainer.model, staged)
     copy_processors(config, staged)
     write_stops(staged, stops, tokenizer, trainer.model)
     write_rope_beside_adapter(config, trainer.model.config, staged)

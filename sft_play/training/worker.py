@@ -17,7 +17,7 @@ from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.graphs.decoder import graph_layers
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.linears.copies import copy_adapters_at_once
+from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.load import load_model
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import PlannedRun

@@ -1,8 +1,8 @@
 """Real inputs of the modules of a decoder, to prove fused code on.
 
 Modules that cannot differ form a kind: same class, attributes, shapes and children. The decoder
-runs twice on a few tokens with the model's own code, on two documents packed to one row and on an
-unpacked batch, and the inputs of the first module of each kind are kept.
+runs on a few tokens, on documents packed to one row and on an unpacked batch, and the inputs of the
+first module of each kind are stored.
 
 Legend: B rows, T tokens of a row, N documents.
 """
@@ -18,8 +18,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_play.models.architecture import decoder_of
+from sft_play.models.experts import true_shape
 from sft_play.models.fast.documents import Documents
-from sft_play.models.partitioned import full_shape
 from sft_play.models.sharding import device_of
 from sft_play.process import Process
 
@@ -27,8 +27,9 @@ Kind = int  # the number of a kind of modules
 
 PACKED = "packed"
 PLAIN = "plain"
-FIRST_DOCUMENT = 5  # tokens of the first of two packed documents
-SECOND_DOCUMENT = 19  # more where a window is longer
+# Tokens of the packed documents, some shorter than a convolution is wide; the last is longer than a
+# window
+LENGTHS = (19, 1, 3, 23)
 PAST_WINDOW = 8  # tokens of a document beyond the longest window
 SEED = 0
 # Attributes that differ from layer to layer without a difference in what is computed
@@ -106,7 +107,7 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
     """Return what is known of a module's own parameters without their values."""
     found = []
     for name, parameter in module.named_parameters(recurse=False):
-        form = (name, full_shape(parameter), parameter.dtype, parameter.requires_grad)
+        form = (name, true_shape(parameter), parameter.dtype, parameter.requires_grad)
         found.append(form)
     return tuple(found)
 
@@ -123,17 +124,27 @@ def _config_of_layer(module: nn.Module, config: PretrainedConfig) -> tuple[Any, 
     return tuple(found)
 
 
-def capture(base: PreTrainedModel, process: Process, longest_row: int | None) -> ProofInputs:
-    """Return the inputs of one module of each kind, of two runs of the decoder's own code.
+def capture(
+    base: PreTrainedModel,
+    process: Process,
+    longest_row: int | None = None,
+    names_documents: bool = False,
+) -> ProofInputs:
+    """Return the inputs of one module of each kind, of two runs of the decoder.
 
-    No row has more tokens than `longest_row`. Call it before anything is installed.
+    Documents are longer than the longest window, but not than `longest_row`. Call it before
+    anything is installed. With `names_documents` the decoder runs once, on documents of LENGTHS
+    that the batch names, as the collator does.
     """
     decoder = decoder_of(base)
     device = device_of(next(base.parameters()))  # of a trace: not the process's
     kinds = kinds_of(decoder, base.config.get_text_config())
     firsts: dict[Kind, nn.Module] = {}
     calls: dict[Kind, dict[str, Call]] = {}
-    batches, documents = _batches(base, device, longest_row)
+    window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
+    batches, documents = _batches(base, device, min(window, longest_row or window))
+    if names_documents:
+        batches = {PACKED: {**batches[PACKED], **documents.arguments}}
     for name, inputs in batches.items():
         with _recording(decoder, kinds, firsts, calls, name), as_it_was(decoder, device):
             decoder.eval()
@@ -144,15 +155,14 @@ def capture(base: PreTrainedModel, process: Process, longest_row: int | None) ->
 
 
 def _batches(
-    base: PreTrainedModel, device: torch.device, longest_row: int | None
-) -> tuple[dict[str, dict[str, Tensor]], Documents]:
-    """Return a packed row of two documents and an unpacked batch of two rows."""
-    second = SECOND_DOCUMENT
-    window = _longest_window(base)
-    if window is not None:
-        beyond = window + PAST_WINDOW
-        second = max(second, min(beyond, longest_row or beyond))
-    lengths = (FIRST_DOCUMENT, second)
+    base: PreTrainedModel, device: torch.device, least_tokens: int
+) -> tuple[dict[str, dict[str, Any]], Documents]:
+    """Return a packed row of documents and an unpacked batch of two rows.
+
+    The last document and the rows have `least_tokens` or more.
+    """
+    last = max(LENGTHS[-1], least_tokens)
+    lengths = (*LENGTHS[:-1], last)
     vocabulary = base.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(SEED)
 
@@ -161,17 +171,17 @@ def _batches(
 
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     packed = {"input_ids": draw(1, sum(lengths)), "position_ids": positions}
-    starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
-    batches = {PACKED: packed, PLAIN: {"input_ids": draw(2, second)}}
-    return batches, Documents(starts, max(lengths))
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    batches = {PACKED: packed, PLAIN: {"input_ids": draw(2, last)}}
+    return batches, Documents(starts, last)
 
 
-def _longest_window(base: PreTrainedModel) -> int | None:
+def _longest_window(base: PreTrainedModel) -> int:
     """Return the tokens of the longest sliding window or chunk that the model's config names."""
     config = base.config.get_text_config()
     names = ("sliding_window", "attention_chunk_size")
     windows = [getattr(config, name, None) for name in names]
-    return max((window for window in windows if isinstance(window, int)), default=None)
+    return max((window for window in windows if isinstance(window, int)), default=0)
 
 
 @contextlib.contextmanager
@@ -182,7 +192,7 @@ def _recording(
     calls: dict[Kind, dict[str, Call]],
     batch: str,
 ) -> Iterator[None]:
-    """Keep the calls of the first module of each kind that runs."""
+    """Store the calls of the first module of each kind that runs."""
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

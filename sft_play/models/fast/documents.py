@@ -1,9 +1,17 @@
 """Where the documents of a packed batch begin, for modules that their layer does not tell.
 
 Some models and layers pass `cu_seq_lens_q` on to their modules and others do not. Forward pre-hooks
-of the model and its decoder therefore keep the documents of the batch in one `PackedDocuments`,
+of the model and its decoder therefore store the documents of the batch in one `PackedDocuments`,
 which modules of the decoder read. Checkpointed layers that are recomputed in the backward pass read
 the same batch.
+
+For packed or padded rows transformers passes attention a (T, T) mask. The fastest kernels do not
+take one, and checking whether a mask is needed synchronizes with the GPU. Neither is necessary: the
+collator knows where documents begin, and causal attention never reads padding on the right.
+`attention.forward.remove_mask` replaces the mask with what `unmasked` returns.
+
+`forward_by_document` runs a module's own code on one document after another: exact for any module,
+and the reference that fused code over all documents at once is proved against.
 
 Legend: B rows, T tokens of a row, N documents, G groups of documents.
 """
@@ -16,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+# The keywords by which transformers' models are told of documents
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
 
 
@@ -24,6 +34,12 @@ class Documents(NamedTuple):
 
     boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
     longest: int  # tokens of the longest document
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by which transformers' models are told of them."""
+        boundaries, longest = self
+        return dict(zip(BOUNDARIES, (boundaries, boundaries, longest, longest), strict=True))
 
     def on(self, device: torch.device) -> "Documents":
         """Return the same documents with their boundaries on a device."""
@@ -178,3 +194,98 @@ def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
         model.register_forward_pre_hook(packed.enter_model, with_kwargs=True)
         model.register_forward_hook(packed.leave_model, always_call=True)
     return packed
+
+
+def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's own forward method on each document, and join what it returns.
+
+    Of a tensor of tokens a document's part is (1, its tokens, ...), and of a mask
+    (1, heads, its tokens, its tokens).
+    """
+    rows, tokens = first_tensor(args, kwargs).shape[:2]
+    outputs: list[Any] = []
+    begin = 0  # in the flattened rows
+    for length in lengths:
+        row, first = divmod(begin, tokens)
+        part = slice(first, first + length)
+        part_args = tuple(_part(value, row, part, tokens) for value in args)
+        part_kwargs = {name: _part(value, row, part, tokens) for name, value in kwargs.items()}
+        outputs.append(type(module).forward(module, *part_args, **part_kwargs))
+        begin += length
+    return unflatten(_join(outputs, lengths), rows, tokens)
+
+
+def first_tensor(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states of a call: its first tensor."""
+    values = (*args, *kwargs.values())
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _part(value: Any, row: int, part: slice, tokens: int) -> Any:
+    """Return what one document of a row needs of an argument for all of them."""
+    if isinstance(value, tuple):
+        return tuple(_part(element, row, part, tokens) for element in value)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    own_row = value[:1] if len(value) == 1 else value[row : row + 1]
+    if value.dim() == 4 and value.shape[-2:] == (tokens, tokens):  # a mask
+        return own_row[..., part, part]
+    return own_row[:, part] if value.shape[1] == tokens else value
+
+
+def unflatten(value: Any, rows: int, tokens: int) -> Any:
+    """Return tensors (1, B * T, ...) as (B, T, ...), and anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(unflatten(element, rows, tokens) for element in value)
+    if not _has_tokens(value, rows * tokens):
+        return value
+    return value.view(rows, tokens, *value.shape[2:])
+
+
+def _has_tokens(value: Any, tokens: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (1, tokens)
+
+
+def _join(outputs: list[Any], lengths: list[int]) -> Any:
+    """Return the outputs of all documents as one: tensors of tokens joined, states dropped."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_join(list(elements), lengths) for elements in zip(*outputs, strict=True))
+    if not _has_tokens(first, lengths[0]):
+        return None
+    return torch.cat(outputs, dim=1)
+
+
+# transformers passes a mask with four dimensions through; no other attention accepts these shapes
+UNMASKED = torch.empty((1, 1, 0, 0))
+PACKED_SHAPE = (1, 1, 0, 1)  # of the masks of packed batches, which carry their documents
+
+
+def unmasked(documents: Documents | None) -> Tensor:
+    """Return what `remove_mask` gives in place of a mask: UNMASKED, or one with documents.
+
+    Layers pass their mask on to their attention, and not all of them pass other arguments on.
+    """
+    if documents is None:
+        return UNMASKED
+    mask = torch.empty(PACKED_SHAPE)
+    mask.documents = documents
+    return mask
+
+
+def is_unmasked(mask: Tensor | None) -> bool:
+    """Return whether a mask is one that `unmasked` returns."""
+    return isinstance(mask, Tensor) and mask.shape in (UNMASKED.shape, PACKED_SHAPE)
+
+
+def documents_of(mask: Tensor, kwargs: dict[str, Any]) -> Documents | None:
+    """Return the documents of a batch, from `unmasked` or from transformers' keywords.
+
+    Raises: ValueError if the mask was of a packed batch and has lost them on its way.
+    """
+    documents = getattr(mask, "documents", None)
+    if documents is None:
+        documents = named_documents(kwargs)
+    if documents is None and mask.shape == PACKED_SHAPE:
+        raise ValueError("a layer has copied its mask, which told where documents begin")
+    return documents

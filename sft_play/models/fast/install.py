@@ -8,7 +8,7 @@ trained the weights; but for experts with adapters, whose own code needs a copy 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
@@ -20,7 +20,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import partitioned
 from sft_play.models.fast.attention.install import install_attention, reads_rows
 from sft_play.models.fast.experts.install import install_experts
-from sft_play.models.fast.linears.install import (
+from sft_play.models.fast.linears.mlp import (
     install_linears,
     install_mlp,
     why_mlp_linears_not_fusable,
@@ -36,6 +36,8 @@ from sft_play.process import Process
 from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)
+
+MIXERS = "mixers"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def install_fused_kernels(
     setup = TrainingSetup(model, config, process, zero_stage)
     stage = Stage("checking fused kernels against the model's own code")
     with watched(stage, process.is_main), _gathering(setup):
-        kernels = _with_mixers(setup, _install(setup))
+        kernels = _install_parts(setup)
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
         raise ConfigError(f"train.fast_path=true: {reason}; set TRAIN_FAST_PATH=auto")
@@ -94,7 +96,7 @@ def takes_one_row(model: nn.Module) -> bool:
 
 def has_mixers(model: nn.Module) -> bool:
     """Return whether modules of a model start anew at each document of a packed batch."""
-    return "mixers" in fused_kernels_of(model).on
+    return MIXERS in fused_kernels_of(model).on
 
 
 @contextlib.contextmanager
@@ -107,25 +109,27 @@ def _gathering(setup: TrainingSetup) -> Iterator[None]:
         yield
 
 
-def _install(setup: TrainingSetup) -> FusedKernels:
-    if setup.config.train.fast_path is False:
-        return FusedKernels({}, {ALL_PARTS: "train.fast_path=false"})
-    with torch_code():
-        return _install_parts(setup)
-
-
 def _install_parts(setup: TrainingSetup) -> FusedKernels:
-    """Install each part that proves itself against the model's own code."""
-    if setup.has_values or setup.is_traced:
-        _ = setup.proof_inputs  # from the model's own code: before anything is installed
-    if setup.zero_stage == 3 and setup.has_values and setup.config.tuning.mode != "full":
-        _gather_with_layers(setup)
+    """Install each part that proves itself against the model's own code.
+
+    Mixers start at each document whether or not kernels are fused.
+    """
     on: dict[str, int] = {}
     off: dict[str, str] = {}
-    for part, install in INSTALLERS.items():
+    parts = [*INSTALLERS]
+    if setup.config.train.fast_path is False:
+        off[ALL_PARTS] = "train.fast_path=false"
+        parts = [MIXERS]
+    elif setup.has_values or setup.is_traced:
+        with torch_code():
+            _ = setup.proof_inputs  # from the model's own code: before anything is installed
+        if setup.zero_stage == 3 and setup.has_values and setup.config.tuning.mode != "full":
+            _gather_with_layers(setup)
+    for part in parts:
         setup.left_out.clear()
         try:
-            count = install(setup)
+            with torch_code(part != MIXERS):
+                count = INSTALLERS[part](setup)
         except Unsupported as reason:
             off[part] = str(reason)
             continue
@@ -160,22 +164,9 @@ def _in_order(parts: dict[str, Any]) -> dict[str, Any]:
     return {part: parts[part] for part in dict.fromkeys([*names, *parts])}
 
 
-def _with_mixers(setup: TrainingSetup, kernels: FusedKernels) -> FusedKernels:
-    """Start token mixers that keep a state at each document, whether or not kernels are fused.
-
-    After attention: where that keeps documents apart, it is no such mixer.
-    """
-    try:
-        mixers = install_mixers(setup)
-    except Unsupported as reason:
-        return replace(kernels, off={**kernels.off, "mixers": str(reason)})
-    if not mixers.count:
-        return kernels
-    return replace(kernels, on={**kernels.on, "mixers": mixers.count})
-
-
 # The order matters. Experts come first: attention runs the whole decoder, in which PEFT's own code
 # builds and keeps all adapted experts. Linears are those that no part before them computes itself.
+# Mixers come last: where attention keeps documents apart, it is no mixer.
 # An installer returns how many modules it has fused: 0 where a model has none of its kind.
 INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "experts": install_experts,
@@ -184,4 +175,5 @@ INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "linears": install_linears,
     "norms": install_norms,
     "loss": install_loss,
+    MIXERS: lambda setup: install_mixers(setup).count,
 }

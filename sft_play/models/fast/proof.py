@@ -1,63 +1,90 @@
 """Proof that a fused module computes what its own code computes, before it is installed.
 
-`prove` runs the fused code of a module and its own on the inputs that `capture` has kept, on this
+`prove` runs the fused code of a module and its own on the inputs that `capture` has stored, on this
 device and in this dtype, and compares outputs and gradients. One module of each kind is run. Where
 the two differ in 16 bits, the own code in float32 decides whether that is rounding. Weights,
 gradients, training mode and random generators are left as they were.
 
 A trace has no values: there it is shown that the fused code runs, and returns tensors of the shapes
 of the module's own, so that the trace counts the bytes of the code that the run will use.
+
+Legend: B rows, T tokens of a row.
 """
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from sft_play.models.fast.by_document import forward_by_document
-from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was, shape_of
-from sft_play.models.fast.comparison import (
-    Forward,
-    Trial,
-    difference,
-    is_rounding,
+from sft_play.models.bnb import in_float32
+from sft_play.models.fast.capture import (
+    PACKED,
+    PLAIN,
+    SEED,
+    Call,
+    Kind,
+    as_it_was,
+    shape_of,
 )
+from sft_play.models.fast.documents import forward_by_document
+from sft_play.models.fast.recognise import MISFITS
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
 from sft_play.models.float8.linear import has_float8
+from sft_play.models.sharding import shallow_copy
+from sft_play.process import Process
 
-ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible beside the base weight's
+logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]  # a forward method: its first argument is the module
+Choices = list[Tensor]  # the indices that each topk chose, such as the experts of each token
+
+ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to the base weight's
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
+# Largest difference of two rows of features (of a token, of a matrix), over the root mean square
+# of all rows of the own result. Float32: sums in another order. 16 bits: fused code rounds less
+# often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
+# (bfloat16) or 2^-10 (float16); gradients pass through some ten of them.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+# How far fused code may be from float32 where its own code in 16 bits is farther than the above, in
+# errors of the own code: those of two ways to round are of one size, and not equal.
+MAX_ROUNDING = 1.5
 
 
 def prove(
     modules: Sequence[nn.Module],
-    fused: Callable[[nn.Module], Forward],
+    fused: Forward,
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None = None,
 ) -> list[nn.Module]:
     """Return the modules whose fused forward agrees with their own; one of each kind is run.
 
-    `fused` returns the fused forward method of a module without installing it. `fused_call` returns
-    the arguments of the fused forward for those of the module's own, where the two differ; it is
-    also given the batch, PACKED or PLAIN. Why modules were left out is added to `setup.left_out`.
-    A trace has no values: there see `why_not_alike`. Nor have weights in 4 bits that ZeRO-3
-    divides, and all modules are returned.
+    `fused` is the fused forward method. `fused_call` returns its arguments for those of the
+    module's own, where the two differ; it is also given the batch, PACKED or PLAIN. Why modules
+    were left out is added to `setup.left_out`. Weights in 4 bits that ZeRO-3 divides have no
+    values, and all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """
     if not setup.has_values and not setup.is_traced:
         return list(modules)
-    why_not = _why_not_proved if setup.has_values else why_not_alike
     verdicts: dict[Kind, str | None] = {}
     counts: dict[str, int] = {}
     agreed: list[nn.Module] = []
     for module in modules:
         kind = setup.proof_inputs.kinds[module]
         if kind not in verdicts:
-            verdicts[kind] = why_not(kind, fused, setup, fused_call)
+            verdicts[kind] = _why_not_proved(kind, fused, setup, fused_call)
         reason = verdicts[kind]
         if reason is None:
             agreed.append(module)
@@ -70,14 +97,20 @@ def prove(
     return agreed
 
 
+def own_code(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward method that a module has."""
+    return module.forward(*args, **kwargs)
+
+
 def _why_not_proved(
     kind: Kind,
-    fused: Callable[[nn.Module], Forward],
+    fused: Forward,
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None,
 ) -> str | None:
     """Return where the fused code of a kind of modules differs from its own, None if nowhere."""
-    sample = setup.proof_inputs.samples.get(kind)
+    inputs = setup.proof_inputs
+    sample = inputs.samples.get(kind)
     if sample is None:
         return "no token of the proof reached it"
     module = sample.module
@@ -88,71 +121,74 @@ def _why_not_proved(
         if batch == PACKED and not mixes_tokens and PLAIN in sample.calls:
             continue
         given = fused_call(call, batch) if mixes_tokens else call
-        with (
-            setup.gathered(module),
-            current_gpu_of(module),
-            as_it_was(module, setup.process.device),
-            comparable(module),
-        ):
-            module.train()
-            trial = Trial(module, call, setup.process, mixes_tokens)
-            # its own code may see across documents, where the model gives it no mask of them
-            lengths = _document_lengths(setup) if mixes_tokens and batch == PACKED else None
-            where = _where_different(trial, fused, given, lengths)
+        if setup.is_traced:
+            where = _where_misshapen(module, call, given, fused, setup)
+        else:
+            with (
+                setup.gathered(module),
+                current_gpu_of(module),
+                as_it_was(module, setup.process.device),
+                comparable(module),
+            ):
+                module.train()
+                trial = Trial(module, call, setup.process, mixes_tokens)
+                # its own code may see across documents, if the model gives it no mask of them
+                lengths = None
+                if mixes_tokens and batch == PACKED:
+                    lengths = inputs.documents.boundaries.diff().tolist()
+                where = _where_different(trial, fused, given, lengths)
         if where is not None:
             return f"{type(module).__name__} {where}"
     return None
 
 
 def _where_different(
-    trial: Trial,
-    fused: Callable[[nn.Module], Forward],
-    given: Call,
-    documents: Sequence[int] | None,
+    trial: "Trial", fused: Forward, given: Call, documents: list[int] | None
 ) -> str | None:
-    """Return where a module's fused code differs from its own, in words.
+    """Return where a module's fused code differs from its own, as text.
 
     Its own code may also be run on each of `documents` alone, which are lengths.
     """
-    own_code = _own_code
     own = trial.run(own_code)
     try:
         computed = trial.run(fused, given, own.choices)
     except torch.OutOfMemoryError:  # its own code would need as much or more
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+    except MISFITS as error:
         # recognised by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
+    code: Forward = own_code
     where = difference(own, computed)
     if where is not None and documents is not None:
-        own_code = functools.partial(_by_document, lengths=documents)
-        own = trial.run(own_code)
+        code = functools.partial(forward_by_document, documents)
+        own = trial.run(code)
         where = difference(own, computed)
     if where is None:
         return None
     # in float8 the last bit of a float32 number may decide between two that are 12 % apart
     if own.dtype.itemsize == 2 or has_float8(trial.module):
-        exact = trial.run_in_float32(own_code, own.choices)
-        if exact is not None and is_rounding(own, computed, exact):
+        exact = trial.run_in_float32(code, own.choices)
+        if exact is not None and difference(own, computed, exact) is None:
             return None
     return f"computes something else ({where})"
 
 
-def _own_code(module: nn.Module) -> Forward:
-    return module.forward
-
-
-def _by_document(module: nn.Module, lengths: Sequence[int]) -> Forward:
-    """Return the own code of a module, run on each document of one row alone."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return forward_by_document(module, lengths, args, kwargs)
-
-    return forward
-
-
-def _document_lengths(setup: TrainingSetup) -> list[int]:
-    return setup.proof_inputs.documents.boundaries.diff().tolist()
+def _where_misshapen(
+    module: nn.Module, call: Call, given: Call, fused: Forward, setup: TrainingSetup
+) -> str | None:
+    """Return how the fused code of a traced module does not stand for its own, None if it does."""
+    device = next(setup.base.parameters()).device
+    dtype = setup.process.compute_dtype
+    is_half = dtype.itemsize == 2 and not setup.zero_stage
+    with as_it_was(module, device), torch.autocast(device.type, dtype, enabled=is_half):
+        module.train()
+        try:
+            computed = shape_of(fused(module, *given.args, **given.kwargs))
+        except MISFITS as error:
+            return f"is called in another way ({type(error).__name__})"
+    if computed != call.shape:
+        return f"computes something else (shapes {call.shape} and {computed})"
+    return None
 
 
 @contextlib.contextmanager
@@ -187,36 +223,171 @@ def comparable(module: nn.Module) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def why_not_alike(
-    kind: Kind,
-    fused: Callable[[nn.Module], Callable[..., Any]],
-    setup: TrainingSetup,
-    fused_call: Callable[[Call, str], Call] | None,
-) -> str | None:
-    """Return why the fused code of a kind of modules is not used, None where it is.
+class Choosing(TorchFunctionMode):
+    """Stores the indices that each topk in a context chooses, or repeats those of another run."""
 
-    It is where it runs, with outputs of the shapes of the module's own. The arguments are those of
-    `proof.prove`.
+    def __init__(self, again: Choices | None):
+        super().__init__()
+        self.made: Choices = []
+        self._again = iter(again or ())
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, and `topk` with the choice of the other run."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return output
+        chosen = next(self._again, None)
+        if chosen is not None and chosen.shape == output.indices.shape:
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            source = args[0] if args else kwargs["input"]
+            output = torch.return_types.topk((source.gather(dim, chosen), chosen))
+        self.made.append(output.indices)
+        return output
+
+
+class Result(NamedTuple):
+    """What one run of a module computed, by name: its output and gradients."""
+
+    tensors: dict[str, Tensor | None]
+    dtype: torch.dtype  # the coarsest of output and input: what the differences are judged by
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A module and the arguments to run it with, by its own code and by fused code."""
+
+    module: nn.Module
+    call: Call
+    process: Process
+    mixes_tokens: bool
+
+    def run(
+        self, code: Forward, call: Call | None = None, choices: Choices | None = None
+    ) -> Result:
+        """Return output and gradients of a forward call, for one random gradient of its output.
+
+        `code` is a forward method, and `call` are its arguments where they are not those of the
+        module's own. `choices` of another run are made again: rounding sends a token to another
+        expert, which is no difference of the code that is compared.
+
+        The gradients are those of the input and of the trained parameters. Where a module mixes
+        tokens, those of the input for the last token of each row alone tell which tokens reach it:
+        where they are zero, to the bit, in any dtype.
+        """
+        call, inputs = _with_gradients(call or self.call)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        choosing = Choosing(choices)
+        with torch.enable_grad(), self.process.autocast(), choosing:
+            output = code(self.module, *call.args, **call.kwargs)
+            output = output if isinstance(output, Tensor) else output[0]
+        generator = torch.Generator().manual_seed(SEED)
+        weights = torch.randn(output.shape, generator=generator).to(output)
+        tensors: dict[str, Tensor | None] = {"output": output.detach()}
+        if self.mixes_tokens:
+            last = torch.zeros_like(weights)
+            last[:, -1] = weights[:, -1]
+            (of_last,) = torch.autograd.grad(output, inputs[:1], last, retain_graph=True)
+            tensors["reach of the last token"] = of_last.ne(0).any(-1)
+        sources = (*inputs, *trained.values())
+        # kernels may overwrite the gradient of the output, so nothing reads it after this pass
+        gradients = torch.autograd.grad(output, sources, weights, allow_unused=True)
+        names = [f"input {number}" for number in range(len(inputs))]
+        for name, gradient in zip([*names, *trained], gradients, strict=True):
+            tensors[f"gradient of {name}"] = gradient
+        dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return Result(tensors, coarsest, choosing.made)
+
+    def run_in_float32(self, code: Forward, choices: Choices) -> Result | None:
+        """Return the same of a float32 copy of the module, with the code of its classes alone.
+
+        None if it does not run in float32 or in the memory there is.
+        """
+        call = Call(_in_float32(self.call.args), _in_float32(self.call.kwargs))
+        process = replace(self.process, compute_dtype=torch.float32)
+        try:
+            module = in_float32(shallow_copy(self.module))
+            for child in module.modules():
+                vars(child).pop("forward", None)  # of parts that are fused already
+            return Trial(module, call, process, self.mixes_tokens).run(code, choices=choices)
+        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the code
+            raise
+        except MISFITS as error:
+            logger.debug("%s in float32: %s", type(self.module).__name__, error)
+            return None
+
+
+def _in_float32(value: Any) -> Any:
+    """Return a tensor in float32 where it is of floating point, also inside containers."""
+    if _is_floating(value):
+        return value.float()
+    if type(value) in (list, tuple):
+        return type(value)(_in_float32(item) for item in value)
+    if type(value) is dict:
+        return {name: _in_float32(item) for name, item in value.items()}
+    return value
+
+
+def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:
+    """Return a call whose inputs are copies that require a gradient, and those inputs.
+
+    They are the floating-point tensors among its positional arguments, or else the first one that
+    is passed by keyword.
     """
-    sample = setup.proof_inputs.samples.get(kind)
-    if sample is None:
-        return "no token of the proof reached it"
-    module = sample.module
-    name = type(module).__name__
-    device = next(setup.base.parameters()).device
-    dtype = setup.process.compute_dtype
-    is_half = dtype.itemsize == 2 and not setup.zero_stage
-    for batch, call in sample.calls.items():
-        # where both are called in one way, one batch shows the shapes
-        if batch == PACKED and fused_call is None and PLAIN in sample.calls:
+    args = [_leaf(value) for value in call.args]
+    leaves = [value for value in args if _is_floating(value)]
+    kwargs = dict(call.kwargs)
+    for name, value in kwargs.items():
+        if not leaves and _is_floating(value):
+            kwargs[name] = _leaf(value)
+            leaves.append(kwargs[name])
+    return Call(tuple(args), kwargs), leaves
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().clone().requires_grad_() if _is_floating(value) else value
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def difference(own: Result, fused: Result, exact: Result | None = None) -> str | None:
+    """Return the first tensor of two results that differs by more than the tolerance, as text.
+
+    With `exact`, the result of the own code in float32, both may be as far from it as rounding
+    explains.
+    """
+    for name, expected in own.tensors.items():
+        computed = fused.tensors[name]
+        right = expected if exact is None else exact.tensors[name]
+        present = [tensor for tensor in (expected, computed, right) if tensor is not None]
+        if not present:
             continue
-        given = fused_call(call, batch) if fused_call is not None else call
-        with as_it_was(module, device), torch.autocast(device.type, dtype, enabled=is_half):
-            module.train()
-            try:
-                computed = shape_of(fused(module)(*given.args, **given.kwargs))
-            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-                return f"{name} is called in another way ({type(error).__name__})"
-        if computed != call.shape:
-            return f"{name} computes something else (shapes {call.shape} and {computed})"
+        if len(present) < 3 or computed.shape != right.shape:
+            return f"{name} is there in one and not in the other"
+        if expected.dtype == torch.bool:
+            if not torch.equal(expected, computed):
+                return name
+            continue
+        allowed = TOLERANCES[own.dtype]
+        if exact is not None:
+            allowed = max(allowed, MAX_ROUNDING * relative_error(right, expected))
+        error = relative_error(right, computed)
+        if not error <= allowed:
+            return f"{name} by {error:.1e} of its size, {allowed:.0e} is allowed"
     return None
+
+
+def relative_error(expected: Tensor, computed: Tensor) -> float:
+    """Return the largest difference of two rows of features, over the root mean square of rows."""
+    wide = expected.double().reshape(-1, expected.shape[-1])
+    differences = (computed.double().reshape(wide.shape) - wide).norm(dim=-1)
+    size = wide.norm(dim=-1).square().mean().sqrt()
+    if size == 0:
+        return float(differences.max())
+    return float(differences.max() / size)

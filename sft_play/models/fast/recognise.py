@@ -20,11 +20,11 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from sft_play.models.fast.attention.rope import rotate_reference
+from sft_play.models.experts import true_shape
+from sft_play.models.fast.attention.reference import attend_rows, rotate_reference
 from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
 from sft_play.models.fast.norms.residual import LayerRoles, Reference
 from sft_play.models.fast.norms.rms import NormKind, epsilon
-from sft_play.models.partitioned import full_shape
 from sft_play.models.sharding import shallow_copy
 
 # What a class's own code may raise when it is called on children that it does not expect
@@ -158,7 +158,7 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
     weight = getattr(module, "weight", None)
     if names != ["weight"] or module._modules or not _has_epsilon(module):
         return None
-    shape = full_shape(weight)
+    shape = true_shape(weight)
     if len(shape) != 1:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input
@@ -310,7 +310,7 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
 
 
 def _weights_of(module: nn.Module) -> int:
-    return sum(math.prod(full_shape(parameter)) for parameter in module.parameters())
+    return sum(math.prod(true_shape(parameter)) for parameter in module.parameters())
 
 
 def rotates(module: nn.Module) -> bool | None:
@@ -377,10 +377,4 @@ def _attended(
     if positions is not None:
         query = rotate_reference(query, *positions)
         key = rotate_reference(key, *positions)
-    groups = query.shape[2] // key.shape[2]
-    key = key.repeat_interleave(groups, dim=2)
-    value = value.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bthd,bshd->bhts", query, key) * module.scaling
-    is_future = torch.ones(ATTENDED, ATTENDED, dtype=torch.bool, device="cpu").triu(1)
-    weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
-    return torch.einsum("bhts,bshd->bthd", weights, value).flatten(2)
+    return attend_rows(query, key, value, module.scaling).flatten(2)

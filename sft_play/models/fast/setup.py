@@ -1,14 +1,15 @@
 """A model to install fused kernels on, and how it will be trained."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
@@ -127,9 +128,23 @@ def current_gpu_of(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """Return x in the dtype of products: that of autocast if it is on, else its own."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
 def is_training(module: nn.Module) -> bool:
     """Return whether a forward pass belongs to a training step; fused code runs only there."""
     return module.training and torch.is_grad_enabled()
+
+
+def fuse(modules: Iterable[nn.Module], function: Callable[..., Any]) -> None:
+    """Set a function as the forward method of modules."""
+    for module in modules:
+        module.forward = MethodType(function, module)
 
 
 def is_fused(module: nn.Module, function: Callable[..., Any]) -> bool:

@@ -1,5 +1,9 @@
 """A linear layer whose frozen weight is in float8, and that multiplies float8 numbers.
 
+A kernel that computes what such linears read may quantise it, too. These rows travel as an
+attribute of the tensor, which modules pass on unchanged (`hand_over`). Whoever takes them removes
+them: autograd stores the tensor, and would store them with it.
+
 Legend: N tokens, `in` and `out` features.
 """
 
@@ -7,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.float8.format import FLOAT8, Quantised
-from sft_play.models.float8.products import input_product, product
-from sft_play.models.float8.quantise import quantise
+from sft_play.models.float8.quantise import input_product, product, quantise
 
 
 class Float8Linear(nn.Linear):
@@ -46,13 +51,6 @@ class Float8Linear(nn.Linear):
     def dequantised_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) that the layer computes with."""
         return Quantised(self.weight, self.weight_scale).dequantised(dtype)
-
-    def as_plain(self, dtype: torch.dtype) -> nn.Linear:
-        """Return a plain linear with the dequantised weight."""
-        plain = nn.Linear(self.in_features, self.out_features, device="meta")
-        plain.weight = nn.Parameter(self.dequantised_weight(dtype), requires_grad=False)
-        plain.bias = self.bias
-        return plain
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device, but keep the types: half() would make nonsense of both."""
@@ -101,3 +99,41 @@ def is_float8(module: nn.Module) -> bool:
 def has_float8(model: nn.Module) -> bool:
     """Return whether a model has a float8 weight."""
     return any(parameter.dtype == FLOAT8 for parameter in model.parameters())
+
+
+class Float8LoraLinear(PeftLinear):
+    """PEFT's LoRA linear, which refuses to merge."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: e4m3 would round most of an adapter away. Raises: ValueError."""
+        raise ValueError(
+            "an adapter cannot be merged into float8 weights, which would round it away; "
+            "`make merge` merges it into 16-bit ones"
+        )
+
+
+def refuse_merging(model: PeftModel) -> None:
+    """Make PEFT's linears over float8 weights refuse to merge."""
+    for module in model.modules():
+        if type(module) is PeftLinear and is_float8(module):
+            module.__class__ = Float8LoraLinear
+
+
+NAME = "rows_in_float8"
+
+
+def hand_over(x: Tensor, quantised: Quantised) -> None:
+    """Leave x (..., F) in float8 (N, F) for the linears that read it."""
+    setattr(x, NAME, quantised)
+
+
+def take(x: Tensor) -> Quantised | None:
+    """Return what was left with x, which is gone from it then; None where nothing was."""
+    return vars(x).pop(NAME, None) if hasattr(x, NAME) else None
+
+
+def reads_float8(module: nn.Module) -> bool:
+    """Return whether a linear of a module is in float8; looked up once."""
+    if "reads_float8" not in vars(module):
+        vars(module)["reads_float8"] = any(is_float8(part) for part in module.modules())
+    return vars(module)["reads_float8"]

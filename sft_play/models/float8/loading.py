@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -193,8 +194,5 @@ def leave_to_each_rank(model: nn.Module) -> None:
 @contextlib.contextmanager
 def quantising_to_float8() -> Iterator[None]:
     """Let `from_pretrained` understand Float8Config in this context."""
-    AUTO_QUANTIZER_MAPPING[METHOD] = Float8Quantizer
-    try:
+    with patch.dict(AUTO_QUANTIZER_MAPPING, {METHOD: Float8Quantizer}):
         yield
-    finally:
-        del AUTO_QUANTIZER_MAPPING[METHOD]

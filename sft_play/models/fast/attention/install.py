@@ -5,26 +5,30 @@ Packed documents may lie in one long row where no module counts the tokens befor
 
 import inspect
 from collections.abc import Callable
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from sft_play.models.fast.attention.forward import attention_forward, projections
-from sft_play.models.fast.attention.interface import implementations, use_interface
-from sft_play.models.fast.attention.masks import remove_mask, unmasked
-from sft_play.models.fast.by_document import first_tensor
+from sft_play.models.fast.attention.forward import (
+    attention_forward,
+    implementations,
+    projections,
+    remove_mask,
+    use_interface,
+)
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
+from sft_play.models.fast.documents import first_tensor, unmasked
 from sft_play.models.fast.linears.lora import LinearGroup
-from sft_play.models.fast.proof import prove
+from sft_play.models.fast.proof import own_code, prove
 from sft_play.models.fast.recognise import (
     AttentionKind,
     attention_kind_of,
     calls_attention_interface,
     is_linear,
 )
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.plan.fast import MIN_CAPABILITY, has_liger
 
 
@@ -56,8 +60,7 @@ def _install(setup: TrainingSetup) -> int:
     others = [module for module in modules if module not in whole]
     if others:
         _use_interface(setup, others)
-    for module in whole:
-        module.forward = _attention_forward_of(module)
+    fuse(whole, attention_forward)
     hook = setup.decoder.register_forward_pre_hook(remove_mask, with_kwargs=True)
     reason = _why_mask_is_read(setup)
     if reason is not None:
@@ -99,7 +102,7 @@ def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.
     for module, kind in alike.items():
         bind_attention(module, kind)
     try:
-        return set(prove(list(alike), _attention_forward_of, setup, _unmasked(setup)))
+        return set(prove(list(alike), attention_forward, setup, _unmasked(setup)))
     except Unsupported:
         return set()
     finally:
@@ -125,13 +128,9 @@ def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
         use_interface(setup.decoder)
     except ValueError as reason:
         raise Unsupported(str(reason)) from None
-    agreed = prove(modules, lambda module: module.forward, setup, _unmasked(setup))
+    agreed = prove(modules, own_code, setup, _unmasked(setup))
     if len(agreed) < len(modules):
         raise Unsupported(setup.left_out.pop())
-
-
-def _attention_forward_of(module: nn.Module) -> Callable[..., Any]:
-    return MethodType(attention_forward, module)
 
 
 def _check_attention(module: nn.Module) -> None:

@@ -1,7 +1,11 @@
-"""Attention in plain torch: what the kernels of a GPU are held against, and what a CPU runs.
+"""Attention and rotary positions in plain torch: what a CPU runs, and what kernels must equal.
+
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)  over the halves of the first R features
+
+Rotary position embeddings (RoPE) are Liger's kernel on a GPU, and the formula elsewhere.
 
 Legend: B rows, T tokens of a row, N tokens of all documents, H query heads, K key and value heads,
-D features of a head of queries and keys, V of values.
+D features of a head of queries and keys, R of them rotated, V of values.
 """
 
 from dataclasses import dataclass, replace
@@ -82,3 +86,30 @@ def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., :tokens].to(value.dtype)
     return torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2)
+
+
+def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return query (B, T, H, D) and key (B, T, K, D), rotated by cos and sin (B or 1, T, R).
+
+    On a GPU query and key are overwritten: nothing else may read them afterwards.
+    """
+    if query.is_cuda:
+        from liger_kernel.ops import LigerRopeFunction
+
+        # it takes (B, H, T, D), and transposes back to (B, T, H, D) to compute
+        rotated_query, rotated_key = LigerRopeFunction.apply(
+            query.transpose(1, 2), key.transpose(1, 2), cos, sin
+        )
+        return rotated_query.transpose(1, 2), rotated_key.transpose(1, 2)
+    return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin)
+
+
+def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return states (B, T, H, D), their first R features rotated."""
+    width = cos.shape[-1]
+    rotated = states[..., :width]
+    rest = states[..., width:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    rotated = rotated * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

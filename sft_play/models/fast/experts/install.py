@@ -6,8 +6,6 @@ a module once for each adapted parameter; the outermost wrapper gets the fused f
 Evaluation and generation run it too: PEFT's wrappers build all adapted weights in every call.
 """
 
-from types import MethodType
-
 import torch
 from bitsandbytes.nn import Params4bit
 from peft.tuners.lora.layer import ParamWrapper
@@ -15,17 +13,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sft_play.models.experts import packed_weight, true_shape
-from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction
-from sft_play.models.fast.experts.gates import gate_of
+from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
 from sft_play.models.fast.experts.products import (
     ROW_BYTES,
     ExpertLinear,
     sort_by_expert,
     without_sentinels,
 )
-from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
+from sft_play.models.fast.linears.lora import active_adapters, why_hooked
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
 from sft_play.plan.fast import ZERO_3
 
@@ -58,9 +55,10 @@ def install_experts(setup: TrainingSetup) -> int:
         raise Unsupported(reasons[0])
     for reason in dict.fromkeys(reasons):
         setup.left_out.append(f"{reasons.count(reason)} of {len(modules)}: {reason}")
-    agreed = prove(candidates, lambda module: fused_forward(module, setup.has_values), setup)
-    for module in agreed:
-        module.forward = fused_forward(module, setup.has_values)
+    for module in candidates:
+        bind_gate(module, setup.has_values)
+    agreed = prove(candidates, experts_forward, setup)
+    fuse(agreed, experts_forward)
     return len(agreed)
 
 
@@ -131,7 +129,7 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
 def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:
     if wrapper.disable_adapters or wrapper.merged:
         return "adapters disabled or merged"
-    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    active = active_adapters(wrapper)
     if len(active) > 1:
         return f"{len(active)} active adapters"
     if wrapper.num_experts == 1:
@@ -161,10 +159,9 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
     return None
 
 
-def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
-    """Return the fused forward method of experts, or of the outermost wrapper around them."""
+def bind_gate(module: nn.Module, has_values: bool = True) -> None:
+    """Set the gate that `experts_forward` reads of experts, or of the outermost wrapper."""
     module.fused_gate = gate_of(unwrap(module)[1], has_values)
-    return MethodType(experts_forward, module)
 
 
 def experts_forward(
@@ -197,7 +194,7 @@ def _split(
     count = true_shape(weight)[0]
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     for wrapper in wrappers:
-        active = [key for key in wrapper.active_adapters if key in wrapper.lora_A]
+        active = active_adapters(wrapper)
         if wrapper.parameter_name != name or not active:
             continue
         scale = wrapper.scaling[active[0]]

@@ -1,4 +1,4 @@
-"""Triton kernels of `routing` and `gates`. Imported only on a GPU.
+"""Triton kernels of `products` and `function`. Imported only on a GPU.
 
 Legend: N tokens, k experts of a token, S = N k rows, H hidden, I intermediate features.
 """
@@ -116,7 +116,7 @@ def _clamped_glu_backward(
 
 
 def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """Return the rows (S, H) of tokens x (N, H); see `routing.Routing.order`."""
+    """Return the rows (S, H) of tokens x (N, H); see `products.Routing.order`."""
     x = x.contiguous()
     features = x.shape[1]
     out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
@@ -127,7 +127,7 @@ def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
 
 
 def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sums over choices (N, H); see `routing.sum_choices`."""
+    """Return the sums over choices (N, H); see `products.sum_choices`."""
     tokens, choices = rows.shape
     features = parts[0].shape[1]
     assert all(part.is_contiguous() for part in parts), "features lie side by side"

@@ -15,8 +15,13 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.data.packing import padded_width
-from sft_play.models.fast.attention.masks import is_unmasked, unmasked
-from sft_play.models.fast.documents import Documents, named_documents
+from sft_play.models.fast.documents import (
+    BOUNDARIES,
+    Documents,
+    is_unmasked,
+    named_documents,
+    unmasked,
+)
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
@@ -73,8 +78,7 @@ def readable_call(
     most_tokens: int | None = None,
 ) -> DecoderCall | None:
     """Return a decoder's arguments as a call, None where something else is among them."""
-    known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
-    known |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    known = {"input_ids", "position_ids", "attention_mask", "use_cache", *BOUNDARIES}
     others = [value for name, value in kwargs.items() if name not in known]
     if args or kwargs.get("use_cache") or any(value is not None for value in others):
         return None
@@ -124,10 +128,8 @@ class StaticInputs:
             arguments["position_ids"] = self.position_ids
         documents = None
         if self.boundaries is not None:
-            longest = self.shape.longest
-            documents = Documents(self.boundaries, longest)
-            arguments |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
-            arguments |= {"max_length_q": longest, "max_length_k": longest}
+            documents = Documents(self.boundaries, self.shape.longest)
+            arguments |= documents.arguments
         return {**arguments, "attention_mask": unmasked(documents)}
 
 

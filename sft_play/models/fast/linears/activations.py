@@ -6,9 +6,11 @@ Both have the form act(g) = g * sigmoid(p(g)):
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import GELUTanh, SiLUActivation
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -16,9 +18,9 @@ GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 GELU_CUBE = 0.044715
 
 
-def activation_of(module: nn.Module) -> Activation | None:
-    """Return the name of an activation module, None if it is not one of the two."""
-    if isinstance(module, nn.SiLU | SiLUActivation):
+def activation_of(module: nn.Module | Callable[[Tensor], Tensor]) -> Activation | None:
+    """Return the name of an activation module or function, None if it is not one of the two."""
+    if module is functional.silu or isinstance(module, nn.SiLU | SiLUActivation):
         return "silu"
     if isinstance(module, GELUTanh):
         return "gelu_tanh"

@@ -7,7 +7,7 @@ On a GPU the kernels of `glu_kernels` run, elsewhere the reference below.
 
 The adapter of the linear that reads h has thin products: h A^T (N, r) forward, dA = dU^T h (r, I)
 backward. By itself each takes as long as reading h does. On a Hopper GPU the kernel that computes h
-has both (`glu_adapter_kernels`), for ranks of at most 16. Elsewhere they are products of their own.
+has both (`glu_adapter_kernels`), for ranks of at most 16. Elsewhere they are separate products.
 
 Legend: N tokens, I intermediate features, r rank.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
-from sft_play.models.fast.linears.adapter_gradients import LARGEST_RANK, a_gradient, is_hopper
+from sft_play.models.fast.linears.products import LARGEST_RANK, a_gradient, is_hopper
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.quantise import quantise
 

@@ -22,26 +22,25 @@ from peft.tuners.lora.bnb import Linear4bit as PeftLinear4bit
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.models.fast.linears.adapter_gradients import (
-    adapter_gradients,
-    rank_and_output_gradients,
-)
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
+    adapter_gradients,
     adapters_in,
     flatten_tokens,
     input_gradient,
     project,
+    rank_and_output_gradients,
 )
-from sft_play.models.fast.setup import is_training
-from sft_play.models.float8.adapters import Float8LoraLinear
+from sft_play.models.fast.setup import base_model_of, is_training, to_compute_dtype
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.handover import take
-from sft_play.models.float8.linear import Float8Linear
+from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
+from sft_play.models.sharding import is_divided
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 
@@ -57,7 +56,7 @@ class LinearGroup:
 
     def __init__(self, *modules: nn.Module):
         self.modules = modules
-        self.copies: Adapters | None = None  # the adapters in the dtype of products: `copies`
+        self.copies: Adapters | None = None  # the adapters in the dtype of products
         self._state: list[Any] | None = None
         self._bound: Bound | None = None
 
@@ -111,12 +110,17 @@ def why_not_fusable(module: nn.Module) -> str | None:
     return _why_base_not_fusable(module)
 
 
+def active_adapters(module: LoraLayer) -> list[str]:
+    """Return the names of the adapters of a module that are switched on."""
+    return [name for name in module.active_adapters if name in module.lora_A]
+
+
 def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
     if not isinstance(module, PeftLinear | PeftLinear4bit):
         return f"adapters on a {type(module.base_layer).__name__}"
     if module.disable_adapters or module.merged:
         return "adapters disabled or merged"
-    active = [name for name in module.active_adapters if name in module.lora_A]
+    active = active_adapters(module)
     if len(active) > 1:
         return f"{len(active)} active adapters"
     for name in active:
@@ -209,14 +213,6 @@ def fuse_lora_linear(module: LoraLayer) -> None:
     module.fused_group = LinearGroup(module)
 
 
-def to_compute_dtype(x: Tensor) -> Tensor:
-    """Return x in the dtype of products: that of autocast if it is on, else its own."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
-
-
 def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
     """Return linears with their adapters; None if one of them cannot be fused."""
     if any(why_not_fusable(module) for module in modules):
@@ -227,8 +223,8 @@ def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
     for module in modules:
         base = getattr(module, "base_layer", module)
         a, b, scale = None, None, 0.0
-        for name in getattr(module, "active_adapters", ()):  # one at most, as was checked
-            if name in module.lora_A:
+        if isinstance(module, LoraLayer):
+            for name in active_adapters(module):  # one at most, as was checked
                 a, b = module.lora_A[name].weight, module.lora_B[name].weight
                 scale = module.scaling[name]
         rank = 0 if a is None else len(a)
@@ -286,3 +282,83 @@ class LoraLinearsFunction(torch.autograd.Function):
             dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
         gradients = adapter_gradients(flatten_tokens(x), du, db, ctx.linears, ctx.adapter_dtype)
         return dx, None, None, None, *gradients
+
+
+def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
+    """Copy a model's adapters before each forward pass of its decoder in training.
+
+    Only where they are complete on one device: `wrapped`, what the trainer calls, is the model or
+    DDP.
+    """
+    decoder = decoder_of(base_model_of(model))
+    groups = [group for group in groups_of(decoder) if _is_trained_in_float32(group)]
+    are_complete = wrapped is model or isinstance(wrapped, DistributedDataParallel)
+    if not groups or not are_complete or is_divided(model):
+        return
+    copies = AdapterCopies(groups)
+    if len({adapter.device for adapter in copies.adapters}) == 1:
+        decoder.register_forward_pre_hook(copies)
+
+
+def groups_of(decoder: nn.Module) -> list[LinearGroup]:
+    """Return the groups of fused linears, in the order of modules."""
+    found = []
+    for module in decoder.modules():
+        found += [value for value in vars(module).values() if isinstance(value, LinearGroup)]
+    return found
+
+
+def _is_trained_in_float32(group: LinearGroup) -> bool:
+    bound = group.bind()
+    adapters = [] if bound is None else [each for each in bound.adapters if each is not None]
+    return bool(adapters) and all(
+        each.requires_grad and each.dtype == torch.float32 for each in adapters
+    )
+
+
+class AdapterCopies:
+    """A hook that copies the adapters of groups of linears to `LinearGroup.copies`.
+
+    Fused linears multiply in 16 bits, and adapters are trained in 32. A kernel that casts the
+    adapters of one linear is too small to keep a GPU busy: 128 of them take 2 ms of a step of 8B on
+    an H200, and a few for all adapters do the same work at once. Backward needs the copies anyway.
+    """
+
+    def __init__(self, groups: Sequence[LinearGroup]):
+        self.groups = list(groups)
+        self.adapters: list[Tensor] = []  # of each group all A, then all B
+        for group in self.groups:
+            bound = group.bind()
+            for side in (bound.adapters[0::2], bound.adapters[1::2]):
+                self.adapters += [adapter for adapter in side if adapter is not None]
+        self.copies: list[Tensor] = []
+
+    def __call__(self, decoder: nn.Module, *_: Any) -> None:
+        """Refresh the copies where adapters are multiplied in another dtype than their own."""
+        if not is_training(decoder):
+            return
+        device = self.adapters[0].device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        elif self.copies:  # products of weights in 16 bits find them without autocast, too
+            dtype = self.copies[0].dtype
+        else:
+            return
+        with torch.no_grad():
+            if not self.copies or self.copies[0].dtype != dtype:
+                self._allocate(dtype)
+            torch._foreach_copy_(self.copies, self.adapters)
+
+    def _allocate(self, dtype: torch.dtype) -> None:
+        sizes = [adapter.numel() for adapter in self.adapters]
+        flat = self.adapters[0].new_empty(sum(sizes), dtype=dtype)
+        shapes = [adapter.shape for adapter in self.adapters]
+        self.copies = [part.view(of) for part, of in zip(flat.split(sizes), shapes, strict=True)]
+        remaining = iter(self.copies)
+        for group in self.groups:
+            bound = group.bind()
+            a = [next(remaining) for each in bound.adapters[0::2] if each is not None]
+            b = [None if each is None else next(remaining) for each in bound.adapters[1::2]]
+            ranks = sum(map(len, a))  # the A of a group are neighbours in `flat`
+            stacked = a[0].as_strided((ranks, a[0].shape[1]), (a[0].shape[1], 1))
+            group.copies = Adapters(stacked, tuple(b))

@@ -1,4 +1,4 @@
-"""A gated MLP over LoRA linears as one autograd function (Unsloth: LoRA_MLP).
+"""Gated MLPs over LoRA linears as one autograd function (Unsloth: LoRA_MLP), and what is fused.
 
     y = down(h),  h = act(gate(x)) * up(x)
 
@@ -6,19 +6,19 @@ Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the ad
 h is recomputed: it is elementwise, and saving it would cost I features per token (28 KiB at 8B).
 The reference is the module's own forward over the references of `lora` and `glu`.
 
+`install_mlp` and `install_linears` find the MLPs and linears of a decoder.
+
 Legend: N tokens, I intermediate features.
 """
 
 import torch
-from torch import Tensor
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.fast.attention.forward import attention_forward
+from sft_play.models.fast.experts.install import find_experts
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.adapter_gradients import (
-    adapter_gradients,
-    cast,
-    rank_and_output_gradients,
-)
 from sft_play.models.fast.linears.glu import (
     backward_with_adapter,
     forward_with_adapter,
@@ -26,18 +26,29 @@ from sft_play.models.fast.linears.glu import (
     glu_backward_float8,
     glu_forward_float8,
 )
-from sft_play.models.fast.linears.lora import LinearGroup, to_compute_dtype
+from sft_play.models.fast.linears.lora import (
+    LinearGroup,
+    fuse_lora_linear,
+    to_compute_dtype,
+    why_not_fusable,
+)
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
+    adapter_gradients,
     adapters_in,
+    cast,
     flatten_tokens,
     input_gradient,
     project,
+    rank_and_output_gradients,
 )
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.recognise import GatedMlp, gated_mlp_of, is_linear
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.handover import take
+from sft_play.models.float8.linear import take
 
 
 def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activation) -> Tensor:
@@ -161,3 +172,87 @@ def down_backward(
         return grads, known, adapter_gradients(dh, du, db, [down], dtype)
     da = backward_with_adapter(dh, gate, up, activation, dgate, dup, du, dtype)
     return grads, None, cast([da, *db], dtype)
+
+
+def install_mlp(setup: TrainingSetup) -> int:
+    """Fuse gated MLPs, or only their elementwise part if their linears cannot be fused."""
+    modules = []
+    for module in setup.decoder.modules():
+        roles = gated_mlp_of(module)
+        if roles is not None:
+            bind_mlp(module, roles)
+            modules.append(module)
+    if not modules and find_experts(setup.decoder):
+        return 0
+    if not modules:
+        raise Unsupported("no gated MLP with SiLU or GELU (tanh)")
+    agreed = prove(modules, mlp_forward, setup)
+    fuse(agreed, mlp_forward)
+    for module in agreed:
+        setup.taken.update(child for child in module.children() if is_linear(child))
+    return len(agreed)
+
+
+def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
+    """Set what `mlp_forward` reads of a gated MLP."""
+    names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
+    module.fused_roles = roles
+    module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
+    module.down_linear = LinearGroup(getattr(module, roles.down))
+
+
+def why_mlp_linears_not_fusable(setup: TrainingSetup) -> str | None:
+    """Return why the linears of the MLPs run their own forward, None where they are fused."""
+    if setup.config.tuning.mode == "full":
+        return None  # nothing is fused into the product of a trained weight
+    for module in setup.decoder.modules():
+        if not is_fused(module, mlp_forward):
+            continue
+        for linear in module.children():
+            reason = why_not_fusable(linear) if is_linear(linear) else None
+            if reason:
+                return reason
+    return None
+
+
+def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Forward method of a gated MLP: fused in training, its class's own otherwise.
+
+    Shapes: (B, T, H) to (B, T, H).
+    """
+    if not is_training(self):
+        return type(self).forward(self, hidden_states)
+    roles: GatedMlp = self.fused_roles
+    return lora_mlp(hidden_states, self.inner_linears, self.down_linear, roles.activation)
+
+
+def install_linears(setup: TrainingSetup) -> int:
+    """Fuse every linear of the decoder with adapters that no larger fused function computes.
+
+    `attention_forward` calls its linears fused; the others get a fused forward method of their own.
+    """
+    if setup.config.tuning.mode == "full":
+        raise Unsupported("mode full trains the weights themselves")
+    in_attention: set[nn.Module] = set()
+    for module in setup.decoder.modules():
+        if is_fused(module, attention_forward):
+            in_attention.update(module.children())
+    count = 0
+    reasons: dict[str, int] = {}
+    for linear in setup.decoder.modules():
+        if not isinstance(linear, LoraLayer) or not is_linear(linear):
+            continue
+        if linear in setup.taken and linear not in in_attention:
+            continue
+        reason = why_not_fusable(linear)
+        if reason:
+            reasons[reason] = reasons.get(reason, 0) + 1
+            continue
+        count += 1
+        if linear not in in_attention:
+            fuse_lora_linear(linear)
+    if not count:
+        raise Unsupported(next(iter(reasons), "no adapters there"))
+    for reason, number in reasons.items():
+        setup.left_out.append(f"{number} of {number + count}: {reason}")
+    return count

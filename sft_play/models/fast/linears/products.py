@@ -1,7 +1,14 @@
 """Products of linears whose weights are frozen and that may have adapters, and their gradients.
 
-The formulas are in `lora`. Base weights may be plain, packed in 4 bits or in float8. LoRA's thin
-products read the input as it was, and are added to what a float8 product has rounded to 16 bits.
+    dU_i = s_i dy_i B_i                  the gradient of x A_i^T
+    dB_i = s_i dy_i^T (x A_i^T),         dA_i = dU_i^T x
+
+The other formulas are in `lora`. Base weights may be plain, packed in 4 bits or in float8. LoRA's
+thin products read the input as it was, and are added to what a float8 product has rounded to 16
+bits.
+
+dU_i and dB_i both read dy_i, which is all that takes time. On a Hopper GPU one pass computes both
+(`adapter_kernels`) if the ranks of all linears are equal and small. Elsewhere they are products.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -9,6 +16,7 @@ an input.
 
 import contextlib
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,33 +26,9 @@ from torch.nn import functional
 
 from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.products import input_product, product
-from sft_play.models.float8.quantise import quantise
+from sft_play.models.float8.quantise import input_product, product, quantise
 from sft_play.models.partitioned import gathered
-
-
-def float8_output(
-    x: Quantised, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Return y (N, out) in `dtype`, without an adapter's part."""
-    y = product(x, weight, scales, dtype)
-    return y if bias is None else y.add_(bias)
-
-
-def add_input_gradient(
-    dx: Tensor | None, dy: Tensor, weight: Tensor, scales: Tensor, known: Quantised | None
-) -> Tensor:
-    """Return dx (N, in), with the part of dy (N, out) added to it.
-
-    `known` is dy in float8, where the kernel that computed it has quantised it.
-    """
-    if known is None:
-        known = quantise(dy, scales)
-    part = input_product(known, weight, dy.dtype)
-    return part if dx is None else dx.add_(part)
-
-
-MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
+from sft_play.plan.needs import HOPPER
 
 
 class FrozenLinear(NamedTuple):
@@ -135,7 +119,9 @@ def project(
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
         if linear.row_scales is not None:
             quantised = quantise(flat) if quantised is None else quantised
-            y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
+            y = product(quantised, linear.weight, linear.row_scales, x.dtype)
+            if bias is not None:
+                y.add_(bias)
             if b is not None:
                 y.addmm_(xa[:, linear.columns], b.t(), alpha=linear.scale)
             # no view: a model may add to what it gets in place
@@ -176,10 +162,118 @@ def input_gradient(
     dx = None if du is None or is_float8 else du @ adapters.a
     for grad, linear, quantised in zip(dy, linears, known, strict=True):
         if linear.row_scales is not None:
-            dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales, quantised)
+            if quantised is None:
+                quantised = quantise(grad, linear.row_scales)
+            part = input_product(quantised, linear.weight, grad.dtype)
+            dx = part if dx is None else dx.add_(part)
             continue
         with gathered([linear.weight]) if linear.is_partitioned else contextlib.nullcontext():
             weight = dequantize(linear.weight, grad.dtype)
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
             del weight  # before the next one is dequantised
     return dx.addmm_(du, adapters.a) if is_float8 and du is not None else dx
+
+
+# With 32, what a pass writes and adds up took as long on an H200 as reading dy again.
+LARGEST_RANK = 16
+ALIGNMENT = 16  # bytes that it loads at once
+
+
+def rank_and_output_gradients(
+    dy: Sequence[Tensor],
+    xa: Tensor | None,
+    linears: Sequence[FrozenLinear],
+    adapters: Adapters,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return dU (N, R), and dB_i (out_i, r_i) in `dtype` or in that of dy; None without adapters.
+
+    dy_i (N, out_i), xa (N, R).
+    """
+    if xa is None:
+        return None, [None] * len(linears)
+    own_dy, own_b = [], []
+    for grad, b in zip(dy, adapters.b, strict=True):
+        if b is not None:
+            own_dy.append(grad)
+            own_b.append(b)
+    own = [linear for linear in linears if linear.rank]
+    if fit_one_pass(own_dy, own_b, own):
+        from sft_play.models.fast.linears import adapter_kernels  # Triton needs a GPU
+
+        scale = own[0].scale
+        du, db = adapter_kernels.rank_and_output_gradients(own_dy, own_b, xa, scale, dtype)
+        own_db = db.split([grad.shape[1] for grad in own_dy])
+    else:
+        du = xa.new_empty(xa.shape)
+        own_db = []
+        for grad, b, linear in zip(own_dy, own_b, own, strict=True):
+            own_xa = xa[:, linear.columns]
+            du[:, linear.columns].addmm_(grad, b, beta=0, alpha=linear.scale)
+            db = torch.empty_like(b).addmm_(grad.t(), own_xa, beta=0, alpha=linear.scale)
+            own_db.append(db)
+    remaining = iter(own_db)
+    return du, [next(remaining) if linear.rank else None for linear in linears]
+
+
+def fit_one_pass(
+    dy: Sequence[Tensor], b: Sequence[Tensor], linears: Sequence[FrozenLinear]
+) -> bool:
+    """Return whether one pass over dy computes what it takes two products for, and sooner."""
+    first = linears[0]
+    if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
+        return False
+    from sft_play.models.fast.linears.adapter_kernels import MOST_SHARING  # Triton needs a GPU
+
+    if len(linears) > MOST_SHARING or first.rank > LARGEST_RANK or not len(dy[0]):
+        return False
+    if any((linear.rank, linear.scale) != (first.rank, first.scale) for linear in linears):
+        return False
+    if any(grad.stride(1) != 1 for grad in dy) or not all(each.is_contiguous() for each in b):
+        return False
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (*dy, *b))
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a GPU for which the kernels of adapters are made."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def adapter_gradients(
+    x: Tensor,
+    du: Tensor | None,
+    db: Sequence[Tensor | None],
+    linears: Sequence[FrozenLinear],
+    dtype: torch.dtype | None,
+) -> list[Tensor | None]:
+    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), du (N, R)."""
+    if du is None:
+        return [None, None] * len(linears)
+    all_da = a_gradient(du, x, dtype).split([linear.rank for linear in linears])
+    gradients: list[Tensor | None] = []
+    for linear, da, each_db in zip(linears, all_da, db, strict=True):
+        gradients += [da, each_db] if linear.rank else [None, None]
+    return cast(gradients, dtype)
+
+
+def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return dA (R, in) = dU^T x for dU (N, R) and x (N, in).
+
+    In `dtype` where that is float32 and a GPU multiplies 16 bits: it adds in float32.
+    """
+    if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
+        return torch.mm(du.t(), x, out_dtype=dtype)
+    return du.t() @ x
+
+
+def cast(tensors: list[Tensor | None], dtype: torch.dtype | None) -> list[Tensor | None]:
+    """Return tensors in a dtype; one kernel casts those of another."""
+    others = {
+        place: torch.empty_like(each, dtype=dtype)
+        for place, each in enumerate(tensors)
+        if each is not None and each.dtype != dtype
+    }
+    if others:
+        torch._foreach_copy_(list(others.values()), [tensors[place] for place in others])
+    return [others.get(place, each) for place, each in enumerate(tensors)]

@@ -21,7 +21,7 @@ from sft_play.models.fast.loss.linear_cross_entropy import (
     fused_linear_cross_entropy,
     head_formula_of,
 )
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of, to_compute_dtype
 from sft_play.models.sharding import device_of
 from sft_play.plan.fast import TRAINED_TOKENS, ZERO_3
 
@@ -49,11 +49,8 @@ class FusedHead:
         hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
         if self.formula.scale != 1.0:
             hidden = hidden * self.formula.scale
-        weight = self.head.weight  # (V, H)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden = hidden.to(dtype)
-            weight = weight.to(dtype)
+        hidden = to_compute_dtype(hidden)
+        weight = to_compute_dtype(self.head.weight)  # (V, H)
         if self._tokens_of_rows is not None:
             self._nll = self._nll_of_rows(hidden, weight, targets)
             return self._nll.sum().reshape(1, 1, 1)
@@ -110,32 +107,24 @@ def is_loss_fused(model: nn.Module) -> bool:
 
 
 def fused_nll(
-    model: nn.Module, wrapped: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor
+    model: nn.Module,
+    wrapped: Any,
+    inputs: dict[str, Any],
+    positions: Tensor,
+    targets: Tensor,
+    tokens_of_rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the summed nll in nats of a forward pass, a float32 scalar.
 
     `wrapped` is called with `inputs`; it is the model itself, or DDP or DeepSpeed around it.
     positions (N,) int64 index the hidden states that predict, in the flattened (B * T); targets
-    (N,) int64 are the tokens after them.
+    (N,) int64 are the tokens after them. With `tokens_of_rows`, the labelled tokens of each row, it
+    is the nll of each row, (B,).
     """
     head = _forward_of_head(model)
     assert isinstance(head, FusedHead), "fuse_loss comes first"
-    with head.expecting(positions, targets):
+    with head.expecting(positions, targets, tokens_of_rows):
         wrapped(**inputs)
-    return head.take_nll()
-
-
-def fused_nll_of_rows(
-    model: nn.Module, inputs: dict[str, Any], labels: tuple[Tensor, Tensor], counts: Sequence[int]
-) -> Tensor:
-    """Return the summed nll of each row of a forward pass, float32 (B,), for evaluations.
-
-    `labels` are the positions and targets of `fused_nll`; row r has counts[r] of them.
-    """
-    head = _forward_of_head(model)
-    assert isinstance(head, FusedHead), "fuse_loss comes first"
-    with head.expecting(*labels, counts):
-        model(**inputs)
     return head.take_nll()
 
 

@@ -8,25 +8,27 @@ exact for any mixer. Mixers that call known kernels run once over all documents,
 Legend: B rows, T tokens of a row.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache
 
-from sft_play.models.fast.attention.masks import is_unmasked
-from sft_play.models.fast.by_document import first_tensor, forward_by_document, unflatten
-from sft_play.models.fast.documents import PackedDocuments
+from sft_play.models.fast.documents import (
+    BOUNDARIES,
+    PackedDocuments,
+    first_tensor,
+    forward_by_document,
+    is_unmasked,
+    unflatten,
+)
 from sft_play.models.fast.mixers.kernels import documents_of_call, rebound
-from sft_play.models.fast.setup import is_training
-
-Forward = Callable[..., Any]
+from sft_play.models.fast.proof import Forward
+from sft_play.models.fast.setup import fuse, is_training
 
 # What a layer tells attention about documents. A mixer's own code that reads them would reset
 # where it should not, or reset one of its two states.
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+LEFT_OUT = (*BOUNDARIES, "seq_idx")
 
 
 @dataclass
@@ -41,7 +43,7 @@ def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = Tr
     """Make a mixer start anew at each document of the batches in `packed`."""
     fast = rebound(type(module).forward) if is_fast else None
     module.mixer_state = MixerState(packed, fast)
-    module.forward = MethodType(mixer_forward, module)
+    fuse([module], mixer_forward)
 
 
 def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,32 +54,29 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: MixerState = self.mixer_state
     batch = state.packed.batch
     own = type(self).forward
-    kwargs = {name: _mask(value) for name, value in kwargs.items()}
+    # the mask of a batch that needs none
+    kwargs = {name: None if is_unmasked(value) else value for name, value in kwargs.items()}
     is_plain = batch is None and not is_training(self)
     if is_plain or _has_cache(args, kwargs):
         return own(self, *args, **kwargs)
     if batch is None:
         with documents_of_call(None):
             return (state.fast or own)(self, *args, **kwargs)
-    return forward_packed(self, state.packed, state.fast, args, kwargs)
+    return forward_packed(state.packed, state.fast, self, *args, **kwargs)
 
 
 def forward_packed(
-    module: nn.Module,
-    packed: PackedDocuments,
-    fast: Forward | None,
-    args: tuple,
-    kwargs: dict[str, Any],
+    packed: PackedDocuments, fast: Forward | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a mixer over the documents of a packed batch, and return what its own forward would.
 
-    All documents in one call of `fast`, or one after another where it is None.
+    All documents in one call of `fast`, or one after another if it is None.
     """
-    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    kwargs = {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
     if fast is None:
         lengths = packed.batch.lengths
         with packed.hidden():  # from mixers within this one
-            return forward_by_document(module, lengths, args, kwargs)
+            return forward_by_document(lengths, module, *args, **kwargs)
     hidden = first_tensor(args, kwargs)
     rows, tokens = hidden.shape[:2]
     flat_args = tuple(_flatten(value, rows, tokens) for value in args)
@@ -85,11 +84,6 @@ def forward_packed(
     with documents_of_call(packed.batch.on(hidden.device)):
         output = fast(module, *flat_args, **flat_kwargs)
     return unflatten(output, rows, tokens)
-
-
-def _mask(value: Any) -> Any:
-    """Return None for the mask of a batch that needs none."""
-    return None if is_unmasked(value) else value
 
 
 def _has_cache(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -9,18 +9,13 @@ Legend: N rows of D features.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import partial
-from types import MethodType
 
 from torch import Tensor, nn
 
 from sft_play.models.fast.norms.rms import epsilon
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_training
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_training
 from sft_play.models.linear_attention import uses_fla
-
-GatedNorm = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def norm_then_silu(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
@@ -62,19 +57,15 @@ def install_gated_norms(setup: TrainingSetup) -> None:
     """Fuse the gated norms of a decoder in training, each with the kernel that computes it."""
     waiting = [module for module in gated_norms(setup.decoder) if uses_fla(module.weight)]
     for kernel in (norm_then_silu, norm_then_sigmoid, silu_then_norm):
+        for module in waiting:
+            module.gated_norm = kernel
         try:
-            agreed = prove(waiting, partial(_forward_with, kernel), setup)
+            agreed = prove(waiting, gated_norm_forward, setup)
         except Unsupported:
             continue
-        for module in agreed:
-            module.forward = _forward_with(kernel, module)
+        fuse(agreed, gated_norm_forward)
         waiting = [module for module in waiting if module not in agreed]
     setup.left_out.clear()  # norms that another kernel computes, or none
-
-
-def _forward_with(kernel: GatedNorm, module: nn.Module) -> Callable[..., Tensor]:
-    module.gated_norm = kernel
-    return MethodType(gated_norm_forward, module)
 
 
 def gated_norm_forward(

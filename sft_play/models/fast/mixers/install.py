@@ -1,44 +1,175 @@
 """Find the token mixers of a decoder that keep a state, and make them start at each document.
 
+Which modules keep a state is measured, by no name: a few documents go through the decoder as one
+packed row. A module leaks if its output for the later documents changes with what it gets for the
+first. The innermost modules that leak are the mixers to reset. Linears and norms cannot leak, and
+attention leaks only if its mask ignores documents.
+
 Each kind of mixer proves itself before it is used: in one call over packed documents it must give
 the outputs and gradients that it gives document by document, and no document may change with the
-tokens of another.
+tokens of another. Before that its kernels are tuned on as many tokens as a step has: Triton times
+the variants of a kernel when it is first called, and stores the fastest for every later size, on
+disk too. A proof on a few tokens would choose for those.
+
+Legend: T tokens of the row.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.capture import as_it_was, kinds_of
-from sft_play.models.fast.documents import PackedDocuments, watch_documents
-from sft_play.models.fast.mixers.find import (
-    ModuleCall,
-    find_mixers,
-    is_hidden,
-    leaks,
-    likely_mixers,
-    tokens_of,
+from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
+from sft_play.models.fast.documents import (
+    DocumentBatch,
+    Documents,
+    PackedDocuments,
+    watch_documents,
 )
-from sft_play.models.fast.mixers.forward import Forward, forward_packed, install_mixer
+from sft_play.models.fast.mixers.forward import forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
 from sft_play.models.fast.mixers.kernels import rebound
-from sft_play.models.fast.mixers.tuning import tune_kernels
+from sft_play.models.fast.proof import TOLERANCES, Forward, Result, Trial
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
-from sft_play.models.linear_attention import torch_code, why_no_fla
+from sft_play.models.linear_attention import torch_code, uses_fla, why_no_fla
+from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)
+
+# Share of the change of the first document's output that counts as a leak. Rounding that depends on
+# the other tokens of a batch, as in experts, is far below, and a state is above.
+MIN_LEAK = 0.01
+
+
+def find_mixers(setup: TrainingSetup) -> list[tuple[Trial, list[nn.Module]]]:
+    """Return one call of each kind of module that keeps a state across documents, and that kind.
+
+    The decoder is in evaluation mode: dropout would look like a leak.
+    """
+    inputs = capture(setup.base, setup.process, names_documents=True)
+    leaking: dict[int, Trial] = {}
+    for kind, sample in inputs.samples.items():
+        trial = Trial(sample.module, sample.calls[PACKED], setup.process, mixes_tokens=False)
+        with setup.gathered(sample.module):
+            if leaks(trial):
+                leaking[kind] = trial
+    innermost: list[tuple[Trial, list[nn.Module]]] = []
+    for kind, trial in leaking.items():
+        inner = {inputs.kinds[child] for child in trial.module.modules()} - {kind}
+        if not inner & leaking.keys():
+            alike = [module for module, other in inputs.kinds.items() if other == kind]
+            innermost.append((trial, alike))
+    return innermost
+
+
+def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the modules that look as if they kept a state, where nothing can be measured.
+
+    They call kernels that are known to keep one, or have a convolution over tokens.
+    """
+    found: list[nn.Module] = []
+    for module in decoder.modules():
+        has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if has_convolution or rebound(type(module).forward) is not None:
+            found.append(module)
+    return found
+
+
+@torch.no_grad()
+def leaks(trial: Trial) -> bool:
+    """Return whether the later documents of a call read the first."""
+    call = trial.call
+    if hidden_states(call) is None:
+        return False
+    before = tokens_of(trial.module(*call.args, **call.kwargs))
+    if before is None:
+        return False
+    other = with_other_first_document(call)
+    change = (tokens_of(trial.module(*other.args, **other.kwargs)) - before).abs().float()
+    first = change[:, : LENGTHS[0]].max()
+    later = change[:, LENGTHS[0] :].max()
+    return bool(later > MIN_LEAK * first)
+
+
+def with_other_first_document(call: Call) -> Call:
+    """Return a call with other hidden states for the first document."""
+    hidden = hidden_states(call)
+    changed = hidden.clone()
+    changed[:, : LENGTHS[0]] = -hidden[:, : LENGTHS[0]].flip(1)
+    args = tuple(changed if value is hidden else value for value in call.args)
+    kwargs = {name: changed if value is hidden else value for name, value in call.kwargs.items()}
+    return Call(args, kwargs)
+
+
+def hidden_states(call: Call, tokens: int = sum(LENGTHS)) -> Tensor | None:
+    """Return the first argument that has features of each token of the row."""
+    values = (*call.args, *call.kwargs.values())
+    return next((value for value in values if is_hidden(value, tokens)), None)
+
+
+def is_hidden(value: Any, tokens: int = sum(LENGTHS)) -> bool:
+    """Return whether a value has features of each token of the row: (1, T, features...)."""
+    is_features = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3
+    return is_features and value.shape[:2] == (1, tokens)
+
+
+def tokens_of(output: Any) -> Tensor | None:
+    """Return the first tensor of an output that has features of each token."""
+    values: Iterable[Any] = output if isinstance(output, tuple) else (output,)
+    return next((value for value in values if is_hidden(value)), None)
+
+
+TUNED_TOKENS = 8192
+TUNED_DOCUMENT = 512  # tokens of each document
+TITLE = "tuning the kernels of linear attention for this GPU, which a later run finds on disk"
+
+
+def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
+    """Run a mixer's fast code forward and backward on TUNED_TOKENS, if its kernels need tuning."""
+    with torch_code(False):
+        if not uses_fla(next(trial.module.parameters())):
+            return
+        call = Call(tiled(trial.call.args), tiled(trial.call.kwargs))
+        hidden = hidden_states(call, TUNED_TOKENS)
+        before = packed.batch
+        packed.batch = _documents(hidden.device)
+        try:
+            with watched(Stage(TITLE), trial.process.is_main), torch.enable_grad():
+                hidden.requires_grad_()
+                output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
+                mixed = output[0] if isinstance(output, tuple) else output
+                torch.autograd.grad(mixed.float().sum(), hidden)
+        finally:
+            packed.batch = before
+
+
+def tiled(value: Any) -> Any:
+    """Return the arguments of a call with their tokens repeated to TUNED_TOKENS."""
+    if isinstance(value, tuple | list):
+        return type(value)(tiled(item) for item in value)
+    if isinstance(value, dict):
+        return {name: tiled(item) for name, item in value.items()}
+    tokens = sum(LENGTHS)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
+        return value
+    indices = torch.arange(TUNED_TOKENS, device=value.device) % tokens
+    return value.detach().index_select(1, indices)
+
+
+def _documents(device: torch.device) -> DocumentBatch:
+    boundaries = torch.arange(0, TUNED_TOKENS + 1, TUNED_DOCUMENT, dtype=torch.int32, device=device)
+    lengths = [TUNED_DOCUMENT] * (TUNED_TOKENS // TUNED_DOCUMENT)
+    return DocumentBatch(Documents(boundaries, TUNED_DOCUMENT), lengths)
+
 
 WITHOUT_FLA = (
     "%s: transformers computes linear attention and state spaces in plain torch, many times slower"
 )
 MAX_PASSES = 3  # a module around a mixer may keep a state of its own
-# Largest relative difference, in the Euclidean norm, of outputs and of gradients
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
-TOLERANCE_ON_GPU = 5e-3  # float32: the kernels multiply in TensorFloat-32
-TOLERANCE_IN_16_BITS = 5e-2
 MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared with that
 
 
@@ -81,37 +212,29 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
 
 def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
     """Reset mixers from the innermost outwards, until no module leaks."""
-    kinds = kinds_of(setup.decoder, setup.base.config.get_text_config())
     for _ in range(MAX_PASSES):
-        found = find_mixers(setup.decoder, kinds, setup.gathered)
+        found = find_mixers(setup)
         if not found:
             return
-        for call in found:
-            alike = [module for module in kinds if kinds[module] == kinds[call.module]]
-            with setup.gathered(call.module):
-                _install_kind(alike, call, packed, use_kernels, setup.process.is_main)
-    name = type(found[0].module).__name__
+        for trial, alike in found:
+            with setup.gathered(trial.module):
+                _install_kind(alike, trial, packed, use_kernels)
+    name = type(found[0][0].module).__name__
     raise Unsupported(f"{name} keeps a state across documents")
 
 
 def _install_kind(
-    alike: list[nn.Module],
-    call: ModuleCall,
-    packed: PackedDocuments,
-    use_kernels: bool,
-    says: bool,
+    alike: list[nn.Module], trial: Trial, packed: PackedDocuments, use_kernels: bool
 ) -> None:
-    """Install mixers of one kind, by what the one of a call does.
-
-    `says` is whether this rank shows progress.
-    """
-    name = type(call.module).__name__
-    fast = rebound(type(call.module).forward) if use_kernels else None
+    """Install mixers of one kind, by what the one of a trial does."""
+    name = type(trial.module).__name__
+    fast = rebound(type(trial.module).forward) if use_kernels else None
     is_fast = fast is not None
     if fast is not None:
-        tune_kernels(call, fast, packed, says)
-        difference = _difference_in_one_call(call, packed)
-        is_fast = difference <= _tolerance(call)
+        tune_kernels(trial, fast, packed)
+        own, found = _results(trial, packed, fast)
+        difference = _largest_difference(own, found)
+        is_fast = difference <= _tolerance(own)
         if not is_fast:
             logger.warning(
                 "%s: packed documents in one call differ by %.2g; it runs them one by one",
@@ -122,7 +245,7 @@ def _install_kind(
         install_mixer(module, packed, is_fast)
     try:
         with torch_code(not is_fast):
-            does_leak = leaks(call)
+            does_leak = leaks(trial)
     except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of documents
         raise
     except RuntimeError as error:
@@ -132,45 +255,36 @@ def _install_kind(
         raise Unsupported(f"{name} keeps a state across documents")
 
 
-def _difference_in_one_call(call: ModuleCall, packed: PackedDocuments) -> float:
-    """Return how far all documents in one call are from one after another, relative."""
-    fast = rebound(type(call.module).forward)
-    expected, *expected_gradients = _output_and_gradients(call, packed, None)
-    found, *found_gradients = _output_and_gradients(call, packed, fast)
-    differences = [(found - expected).norm() / expected.norm()]
+def _results(trial: Trial, packed: PackedDocuments, fast: Forward) -> tuple[Result, Result]:
+    """Return what a mixer computes one document after another, and for all of them in one call."""
+    with torch_code():
+        own = trial.run(partial(forward_packed, packed, None))
+    with torch_code(False):
+        return own, trial.run(partial(forward_packed, packed, fast))
+
+
+def _largest_difference(own: Result, found: Result) -> float:
+    """Return the largest relative difference of output and gradients, in the Euclidean norm."""
+    sizes = {
+        name: tensor.float().norm() for name, tensor in own.tensors.items() if tensor is not None
+    }
+    output = sizes.pop("output")
+    differences = [_distance(own, found, "output") / output]
     # a gradient that is nearly zero, such as that of a decay, is rounding
-    least = MIN_GRADIENT * max(gradient.norm() for gradient in expected_gradients)
-    for one, two in zip(found_gradients, expected_gradients, strict=True):
-        differences.append((one - two).norm() / two.norm().clamp(min=least))
+    least = MIN_GRADIENT * max(sizes.values())
+    for name, size in sizes.items():
+        differences.append(_distance(own, found, name) / size.clamp(min=least))
     return max(differences).item()
 
 
-def _output_and_gradients(
-    call: ModuleCall, packed: PackedDocuments, fast: Forward | None
-) -> list[Tensor]:
-    """Return a mixer's output and the gradients of its input and trained weights, in float32."""
-    trained = [p for p in call.module.parameters() if p.requires_grad]
-    with torch.enable_grad(), torch_code(fast is None):
-        args = tuple(_leaf(value) for value in call.args)
-        kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
-        hidden = next(value for value in (*args, *kwargs.values()) if is_hidden(value))
-        output = tokens_of(forward_packed(call.module, packed, fast, args, kwargs))
-        direction = torch.linspace(-1, 1, output.numel(), device=output.device)
-        loss = (output.float().flatten() * direction).sum()
-        gradients = torch.autograd.grad(loss, [hidden, *trained], allow_unused=True)
-    found = [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
-    return [tensor.float() for tensor in found]
+def _distance(own: Result, found: Result, name: str) -> Tensor:
+    return (found.tensors[name].float() - own.tensors[name].float()).norm()
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if is_hidden(value) else value
-
-
-def _tolerance(call: ModuleCall) -> float:
-    hidden = next(value for value in (*call.args, *call.kwargs.values()) if is_hidden(value))
-    if hidden.dtype.itemsize == 2:
-        return TOLERANCE_IN_16_BITS
-    return TOLERANCE_ON_GPU if hidden.is_cuda else TOLERANCE[hidden.dtype]
+def _tolerance(own: Result) -> float:
+    """Return how far results may be apart: on a GPU kernels multiply float32 in TensorFloat-32."""
+    is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
+    return TOLERANCES[torch.float16 if is_rounded else own.dtype]
 
 
 def _counted(decoder: nn.Module) -> Mixers:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -152,25 +153,21 @@ def _convolve_with_gaps(
     return own(spread, weight, bias, activation=activation).index_select(2, places)
 
 
-def _delta_rule(name: str) -> Callable[[Kernel], Kernel]:
-    """Return a factory for a delta rule: `name` is that of flash-linear-attention's operator."""
+def _delta_rule(own: Kernel, name: str) -> Kernel:
+    """Return a delta rule; `name` is that of flash-linear-attention's operator."""
+    in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
 
-    def of(own: Kernel) -> Kernel:
+    def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
         """Return the delta rule that starts anew at each document."""
-        in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
+        is_plain = not kwargs.get("output_final_state")
+        if not (uses_fla(query) and is_plain):
+            return in_groups(query, key, value, **kwargs)
+        inputs = (query, key, value, kwargs["g"], kwargs["beta"])
+        is_normed = kwargs["use_qk_l2norm_in_kernel"]
+        boundaries = _boundaries(_documents.get())
+        return fla_delta_rule(name, *inputs, is_normed=is_normed, **boundaries), None
 
-        def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-            is_plain = not kwargs.get("output_final_state")
-            if not (uses_fla(query) and is_plain):
-                return in_groups(query, key, value, **kwargs)
-            inputs = (query, key, value, kwargs["g"], kwargs["beta"])
-            is_normed = kwargs["use_qk_l2norm_in_kernel"]
-            boundaries = _boundaries(_documents.get())
-            return fla_delta_rule(name, *inputs, is_normed=is_normed, **boundaries), None
-
-        return delta_rule
-
-    return of
+    return delta_rule
 
 
 def _mamba2_scan(own: Kernel) -> Kernel:
@@ -224,11 +221,6 @@ def _mamba2_by_linear_attention(
     return mixed
 
 
-def _mamba_scan(own: Kernel) -> Kernel:
-    """Return the scan of Mamba: inputs and steps (1, C, T), B and C (1, S, T)."""
-    return _in_groups(own, ("hidden_states", "dt", "B", "C", "z"), dim=2)
-
-
 def _not_available(own: Kernel) -> Kernel:
     """Return a kernel that computes nothing, so that the mixer calls its separate functions.
 
@@ -280,10 +272,13 @@ def _rows_of_documents(value: Tensor, tokens: Tensor, dim: int) -> Tensor:
 # Names by which the mixers of transformers call their kernels
 KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
     "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule("chunk_gated_delta_rule"),
-    "chunk_kimi_delta_attention": _delta_rule("chunk_kda"),
+    "torch_chunk_gated_delta_rule": partial(_delta_rule, name="chunk_gated_delta_rule"),
+    "chunk_kimi_delta_attention": partial(_delta_rule, name="chunk_kda"),
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_split_conv1d_scan_combined": _not_available,
-    "mamba_selective_scan": _mamba_scan,
+    # inputs and steps (1, C, T), B and C (1, S, T)
+    "mamba_selective_scan": partial(
+        _in_groups, names=("hidden_states", "dt", "B", "C", "z"), dim=2
+    ),
     "mamba_inner_fn": _not_available,
 }

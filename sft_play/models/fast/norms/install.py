@@ -1,9 +1,6 @@
 """Find the RMSNorms of a decoder and its pre-norm layers, and install their fused functions."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import MethodType
-from typing import Any
 
 from torch import nn
 
@@ -11,7 +8,7 @@ from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.norms import residual, rms
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import layer_roles_of, norm_kind_of
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused
 from sft_play.plan.fast import ZERO_3, has_liger
 
 
@@ -45,14 +42,9 @@ def install_norms(setup: TrainingSetup) -> int:
         if not fused_with_add:
             raise Unsupported(reason)
         return len(fused_with_add)
-    agreed = prove(others, _norm_forward_of, setup)
-    for module in agreed:
-        module.forward = _norm_forward_of(module)
+    agreed = prove(others, rms.norm_forward, setup)
+    fuse(agreed, rms.norm_forward)
     return len(fused_with_add) + len(agreed)
-
-
-def _norm_forward_of(module: nn.Module) -> Callable[..., Any]:
-    return MethodType(rms.norm_forward, module)
 
 
 def _norms_before_linears(
@@ -85,16 +77,12 @@ def _install_residual_adds(
             layer.fused_roles = roles
             candidates.append(layer)
     try:
-        agreed = prove(candidates, _layer_forward_of, setup)
+        agreed = prove(candidates, residual.layer_forward, setup)
     except Unsupported as reason:
         setup.left_out.append(str(reason))
         return set()
+    fuse(agreed, residual.layer_forward)
     fused: set[nn.Module] = set()
     for layer in agreed:
-        layer.forward = _layer_forward_of(layer)
         fused |= {getattr(layer, layers[layer].norm1), getattr(layer, layers[layer].norm2)}
     return fused
-
-
-def _layer_forward_of(layer: nn.Module) -> Callable[..., Any]:
-    return MethodType(residual.layer_forward, layer)

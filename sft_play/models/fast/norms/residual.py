@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.handover import hand_over, reads_float8, take
+from sft_play.models.float8.linear import hand_over, reads_float8, take
 from sft_play.models.float8.quantise import quantise
 from sft_play.models.partitioned import gathered, is_partitioned
 

@@ -1,16 +1,21 @@
-"""What a saved model keeps of its base: config.json, processors, tensors that nobody trained.
+"""What the files of a base are, read without its model, and what a saved model keeps of them.
 
-transformers would write config.json anew, without what is a default of its version, and only the
-tensors that its class loads: a head that drafts tokens (MTP) would be lost.
+A saved model keeps config.json, processors, and tensors that nobody trained. transformers would
+write config.json anew, without what is a default of its version, and only the tensors that its
+class loads: a head that drafts tokens (MTP) would be lost.
 """
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import (
@@ -22,17 +27,72 @@ from transformers.utils import (
 
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import fetch_file
+from sft_play.models import stored_weights
 from sft_play.models.architecture import towers_of
-from sft_play.models.base_config import base_tensors, plain_dtype
-from sft_play.models.packed import dtype_name
-from sft_play.models.shards import ShardWriter, tensors_in
-from sft_play.models.vocabulary import files_in
-from sft_play.plan.stored_as import SECTIONS
+from sft_play.models.parameters import dtype_name
+from sft_play.models.shards import InFile, ShardWriter, files_in, tensor_files, tensors_in
+from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
+from sft_play.plan.stored_as import SECTIONS, StoredAs, stored_as
 from sft_play.runs.files import read_json, write_json
+from sft_play.runs.model_folder import read_headers
 
 logger = logging.getLogger(__name__)
 
 PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
+
+
+def stored_config(config: Config) -> PretrainedConfig | None:
+    """Return the config of the base's files, None where loading the weights will say why not."""
+    model = config.model
+    try:
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs | None:
+    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
+    if stored is None:
+        return None
+    try:
+        headers = list(read_headers(sorted(set(tensor_files(config).values()))))
+    except (SafetensorError, OSError, ValueError):  # loading the weights says why
+        headers = []
+    return stored_as(stored.to_dict(), headers)
+
+
+def base_tensors(config: Config) -> dict[str, InFile | Stored]:
+    """Return the tensors of a base's files by name, the quantised ones as the numbers they are."""
+    tensors = tensors_in(tensor_files(config))
+    found = stored_format(config, stored_config(config))
+    if found is None:
+        return tensors
+    return as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
+
+
+def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
+    """Return the type in which a plain checkpoint stores a tensor that was read."""
+    return in_file.dtype if isinstance(in_file, Stored) else tensor.dtype
+
+
+def reading_stored(
+    found: StoredAs, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which `from_pretrained` reads weights that are stored like that."""
+    logger.info("model: stored as %s, %s", found.name, found.way)
+    if found.way == "packed":
+        return contextlib.nullcontext()
+    return reading_as_plain(found.block, device if device.type == "cuda" else None)
+
+
+def plain_reading(config: Config) -> dict[str, Any] | None:
+    """Return how a process without this project reads a base as plain, None if it need not."""
+    found = stored_format(config, stored_config(config))
+    if found is None or found.way == "packed":
+        return None
+    return {"module": stored_weights.__file__, "block": found.block}
 
 
 def copy_processors(config: Config, target: Path) -> None:
@@ -71,7 +131,7 @@ def write_config(
     write_json(target / CONFIG_NAME, values)
 
 
-def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
+def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
     """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
 
     They are those of towers, and those that the model's class does not load; of a quantised base
