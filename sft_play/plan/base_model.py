@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.model_shape import ModelConfigJson, find_file, known_config, load_model_config
+from sft_play.plan.model_shape import ModelConfigJson, find_file, known_model, load_model_config
 from sft_play.plan.stored_as import refuse_untrainable, stored_as
 from sft_play.runs.model_folder import Header, read_headers
 
@@ -240,7 +240,7 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
         other = find_file(model.name, ADAPTER, model.revision, environ)
         if other is not None:
             refuse_other_folder(other.parent, model.name)
-        if known_config(model.name) is not None:
+        if known_model(model.name) is not None:
             return
         if model.name.lower().endswith("-gguf"):
             packed = packed_for_llama_cpp(model.name)

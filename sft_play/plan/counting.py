@@ -30,8 +30,7 @@ from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
     LLAMA_LIKE,
     ModelShape,
-    known_config,
-    known_name,
+    known_model,
     load_model_config,
     load_shape,
 )
@@ -123,58 +122,34 @@ class Device:
 KNOWN_DEVICE = Device("cuda", is_half=True, zero_stage=0)
 
 
-@dataclass(frozen=True)
-class Tracer:
-    """Where traces of a model are kept, and what tells it from others."""
+def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> TracedStep:
+    """Return the traced step of a config.
 
-    model_config: Mapping[str, Any]  # config.json
-    folder: Path
-    environ: Mapping[str, str]
-
-    @classmethod
-    def of(cls, config: Config, model: ModelShape, environ: Mapping[str, str]) -> Self | None:
-        """Return the tracer of a run's model, None where the closed form has been shown to fit."""
-        if model.model_type in LLAMA_LIKE:
-            return None
-        name = config.model.name
-        known = None if Path(name).is_dir() else known_config(name)
-        facts = known or load_model_config(name, config.model.revision, environ)
-        return cls(facts, cache_folder(config) / "traces", environ)
-
-    def trace(self, config: Config, device: Device) -> TracedStep:
-        """Return the traced step of a config.
-
-        Raises: Uncounted with the reason why there is none.
-        """
-        if not backend_of(config).is_traceable:
-            raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
-        found = _shipped_trace(config, device)
-        if found is None:
-            request = {
-                "settings": traced_settings(config, device),
-                "config": dict(self.model_config),
-                "device": device.kind,
-                "zero_stage": device.zero_stage,
-            }
-            told = (
-                f"tracing a {config.tuning.mode} step of {config.model.name} without its weights, "
-                "once"
-            )
-            found = answer(TRACER, request, told, self.folder, self.environ)
-        return TracedStep.of(TypeAdapter(Trace).validate_python(found))
+    Raises: Uncounted with the reason why there is none.
+    """
+    if not backend_of(config).is_traceable:
+        raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
+    known = known_model(config.model.name)
+    if known is not None and device == KNOWN_DEVICE and has_liger():
+        traces = json.loads(KNOWN_TRACES.read_text(encoding="utf-8")).get(known.name, {})
+        asked = _settings(config, device)
+        for word, trace in traces.items():
+            if _settings(known_setting(known.name, word), device) == asked:
+                return _traced_step(trace)
+    model = config.model
+    facts = known.config if known else load_model_config(model.name, model.revision, environ)
+    request = {
+        "settings": traced_settings(config, device),
+        "config": dict(facts),
+        "device": device.kind,
+        "zero_stage": device.zero_stage,
+    }
+    told = f"tracing a {config.tuning.mode} step of {model.name} without its weights, once"
+    return _traced_step(answer(TRACER, request, told, cache_folder(config) / "traces", environ))
 
 
-def _shipped_trace(config: Config, device: Device) -> Mapping[str, Any] | None:
-    """Return the trace that ships of a well-known model with the settings of a run, else None."""
-    name = None if Path(config.model.name).is_dir() else known_name(config.model.name)
-    if name is None or device != KNOWN_DEVICE or not has_liger():
-        return None
-    traces = json.loads(KNOWN_TRACES.read_text(encoding="utf-8")).get(name, {})
-    asked = _settings(config, device)
-    for word, trace in traces.items():
-        if _settings(known_setting(name, word), device) == asked:
-            return trace
-    return None
+def _traced_step(trace: object) -> TracedStep:
+    return TracedStep.of(TypeAdapter(Trace).validate_python(trace))
 
 
 def known_setting(name: str, word: str) -> Config:

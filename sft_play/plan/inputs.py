@@ -1,6 +1,7 @@
 """What a plan is made from: config, model, processes and devices. Pure: no torch, no I/O."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from sft_play.config.backends import backend_of
@@ -9,7 +10,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule
 from sft_play.plan import activations, batch, cards, memory, placement, speed
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.counting import Device, Tracer, Uncounted
+from sft_play.plan.counting import Device, Uncounted, load_trace
 from sft_play.plan.fast import (
     NEEDED,
     FastSetup,
@@ -45,7 +46,7 @@ class PlanInputs:
     budget_bytes: int  # that one rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
     host_budget_bytes: int = 0  # that one rank may take beside its GPU
-    tracer: Tracer | None = None  # where the closed form has not been shown to fit the model
+    environ: Mapping[str, str] = field(default_factory=dict)
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float16: bool = False  # the half is float16, which scales the loss
@@ -102,11 +103,11 @@ class PlanInputs:
     @cached_property
     def trace(self) -> TracedStep | str | None:
         """The traced step, why there is none, or None where the closed form fits."""
-        if self.tracer is None or self.model.guess is not None:
+        if self.model.model_type in LLAMA_LIKE or self.model.guess is not None:
             return self.model.guess
         device = Device(self.ranks.device, self.is_half, self.zero_stage)
         try:
-            return self.tracer.trace(self.config, device)
+            return load_trace(self.config, device, self.environ)
         except Uncounted as reason:
             return str(reason)
 

@@ -21,16 +21,6 @@ from sft_play.plan.step import Layout, StepSpec
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
-# Optimizer state for each float32 weight
-ADAM_BYTES = {
-    "adamw_torch": 8,
-    "adamw_torch_fused": 8,
-    "paged_adamw_32bit": 8,
-    "adamw_8bit": 2,
-    "paged_adamw_8bit": 2,
-    "sgd": 0,
-}
-TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
 GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, beside the allocator: three runs
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
@@ -278,11 +268,6 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     if step.zero_stage and step.is_half:  # DeepSpeed converts the weights themselves
         weight_bytes = step.compute_bytes
         adapter_bytes = 2 if step.zero_stage < 3 else 4  # at stage 3 only what it has loaded
-    state_bytes = ADAM_BYTES[step.optim]
-    if step.zero_stage:
-        state_bytes += 4  # DeepSpeed's float32 copy of what it trains
-    elif step.optim in TORCH_ADAM:
-        state_bytes = 2 * step.trained_bytes
     buckets = 0
     if step.zero_stage:
         buckets = OFFLOAD_BUCKET_BYTES
@@ -290,7 +275,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
         buckets = step.trained_bytes * trained
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
-    optimizer = state_bytes * trained // optimizer_shards
+    optimizer = (step.moment_bytes + step.master_bytes) * trained // optimizer_shards
     gradients = step.trained_bytes * trained // gradient_shards
     on_host = step.is_gpu and step.offloads_training
     return PhaseBytes(

@@ -172,7 +172,7 @@ def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> M
 
     Raises: EnvironmentFault when it is in none of these places.
     """
-    known = None if Path(name).is_dir() else _known(name)
+    known = known_model(name)
     if known is not None:  # before the cache: the plan of a shipped config is the same everywhere
         return replace(shape_of(known.config, name), structure=known.structure)
     return shape_of(load_model_config(name, revision, environ), name)
@@ -245,27 +245,7 @@ def _rope_of(text: ModelConfigJson) -> ModelConfigJson:
     return {"rope_type": rope.get("type", "default"), **rope}
 
 
-def known_config(name: str) -> ModelConfigJson | None:
-    """Return the sizes of a well-known model as its config.json has them, None for any other.
-
-    The case of the name does not matter.
-    """
-    known = _known(name)
-    return None if known is None else known.config
-
-
-def known_name(name: str) -> str | None:
-    """Return the name that a well-known model's shape has in the file, None for any other."""
-    known = _known(name)
-    return None if known is None else known.name
-
-
-def known_models() -> dict[str, ModelConfigJson]:
-    """Return the configs of all well-known models by name."""
-    return {name: known.config for name, known in _known_models().items()}
-
-
-class _KnownModel(NamedTuple):
+class KnownModel(NamedTuple):
     """The sizes of a well-known model, and what was counted where these do not say it all."""
 
     name: str  # of several models of one shape, the first in the file
@@ -273,25 +253,28 @@ class _KnownModel(NamedTuple):
     structure: Structure | None
 
 
-def _known(name: str) -> _KnownModel | None:
-    for known, model in _known_models().items():
+def known_model(name: str) -> KnownModel | None:
+    """Return a well-known model by its name in any case, None for any other and for a folder."""
+    if Path(name).is_dir():
+        return None
+    for known, model in known_models().items():
         if known.lower() == name.lower():
             return model
     return None
 
 
 @cache
-def _known_models() -> dict[str, _KnownModel]:
+def known_models() -> dict[str, KnownModel]:
     """Return all well-known models by name.
 
     The file has each shape once; models of the same shape are its list `also`.
     """
-    models: dict[str, _KnownModel] = {}
+    models: dict[str, KnownModel] = {}
     for name, config in json.loads(KNOWN.read_text(encoding="utf-8")).items():
         others = config.pop("also", [])
         counted = config.pop("structure", None)
         structure = None if counted is None else structure_from_json(counted)
-        models.update(dict.fromkeys([name, *others], _KnownModel(name, config, structure)))
+        models.update(dict.fromkeys([name, *others], KnownModel(name, config, structure)))
     return models
 
 

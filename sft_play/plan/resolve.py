@@ -14,7 +14,7 @@ from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
-from sft_play.plan.counting import Tracer, load_counted_shape
+from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.fast import graph_warnings
 from sft_play.plan.inputs import (
@@ -148,7 +148,7 @@ def _resolve(
         budget_bytes=_budget_bytes(hardware, ranks),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
-        tracer=Tracer.of(config, model, environ),
+        environ=environ,
     )
     _refuse_combinations(loaded, inputs)
     inputs = with_offloading(with_placement(inputs))

@@ -266,17 +266,14 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
     writes weight and state.
     """
     size = _trained_bytes(step)
-    state = memory.ADAM_BYTES[step.optim]
-    if step.optim in memory.TORCH_ADAM and not step.zero_stage:
-        state = 2 * size
+    state = step.moment_bytes
     trained = step.trained_weights
     is_divided = step.zero_stage or step.divides_training
     share = trained / (layout.world_size if is_divided else 1)
     if step.offload or step.offloads_training:
         moved = share * 2 * size / HOST_LINK_BYTES
         return moved + trained * (6 * size + 2 * state) / HOST_MEMORY_BYTES
-    master = 4 if step.zero_stage else 0
-    return share * (6 * size + 2 * state + 2 * master) / card.bandwidth
+    return share * (6 * size + 2 * state + 2 * step.master_bytes) / card.bandwidth
 
 
 def _link_bytes(card: Card, nodes: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.train import TrainSection
-from sft_play.plan.memory import ADAM_BYTES, GIB, TORCH_ADAM, step_bytes
+from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, full_rows, predict
@@ -112,12 +112,7 @@ SMALL_FILES_BYTES = 50 << 20  # tokenizer, logs, answers, curves; without weight
 
 def checkpoint_bytes(step: StepSpec) -> int:
     """Return the bytes of a checkpoint of all ranks: trained weights and the optimizer's state."""
-    state = ADAM_BYTES[step.optim]
-    if step.zero_stage:
-        state += 4  # DeepSpeed's float32 copy of what it trains
-    elif step.optim in TORCH_ADAM:
-        state = 2 * step.trained_bytes
-    return step.trained_weights * (step.trained_bytes + state)
+    return step.trained_weights * (step.trained_bytes + step.moment_bytes + step.master_bytes)
 
 
 def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
