@@ -13,10 +13,10 @@ from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Device, Uncounted, load_trace
 from sft_play.plan.fast import (
     NEEDED,
+    FastPlan,
     FastSetup,
     GraphSetup,
     fuses_loss,
-    has_liger,
     is_fast,
     plan_kernels,
     records_graphs,
@@ -24,7 +24,6 @@ from sft_play.plan.fast import (
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.speed import pair_cost
 from sft_play.plan.step import AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
@@ -66,7 +65,7 @@ class PlanInputs:
             layers=self.model.layers,
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
             in_one_row=self._takes_one_row,
-            pair_cost=self._pair_cost,
+            pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
             host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
@@ -76,16 +75,18 @@ class PlanInputs:
         """Whether the packed documents of a micro-batch may be one long row."""
         if isinstance(self.trace, TracedStep):
             return self.trace.in_one_row
-        if backend_of(self.config).has_own_kernels:
-            return True
-        is_known = self.model.model_type in LLAMA_LIKE
-        return is_known and "attention" in plan_kernels(self.fast_setup).on
+        return self.kernels is not None and "attention" in self.kernels.on
 
     @property
-    def _pair_cost(self) -> float:
-        """What attention between two tokens costs; see `flops.pair_cost`."""
-        step = self._step_in_closed_form
-        return pair_cost(self.model, None if step.is_full else step.active_adapter_weights)
+    def kernels(self) -> FastPlan | None:
+        """The fused parts, None if they are not known before the model is loaded."""
+        if isinstance(self.trace, TracedStep):
+            return FastPlan(self.trace.on, self.trace.off)
+        if backend_of(self.config).has_own_kernels:
+            return FastPlan(NEEDED, {})
+        if self.model.model_type not in LLAMA_LIKE:
+            return None
+        return plan_kernels(self.fast_setup)
 
     @property
     def fast_setup(self) -> FastSetup:
@@ -96,7 +97,6 @@ class PlanInputs:
             is_gpu=self.ranks.device == "cuda",
             is_half=self.is_half,
             zero_stage=self.zero_stage,
-            has_liger=has_liger(),
             capability=self.card.capability if self.card else None,
         )
 
@@ -124,15 +124,7 @@ class PlanInputs:
     @cached_property
     def graph_setup(self) -> GraphSetup:
         """What is known of recording the layers, where none is recomputed."""
-        setup = GraphSetup(self.config, self.ranks, None)
-        if isinstance(self.trace, TracedStep):
-            return replace(setup, fused=self.trace.on, unfused=self.trace.off)
-        if backend_of(self.config).has_own_kernels:
-            return replace(setup, fused=NEEDED)
-        if self.model.model_type not in LLAMA_LIKE:
-            return setup
-        kernels = plan_kernels(self.fast_setup)
-        return replace(setup, fused=kernels.on, unfused=kernels.off)
+        return GraphSetup(self.config, self.ranks, self.kernels)
 
     @property
     def _step_in_closed_form(self) -> StepSpec:
@@ -314,32 +306,23 @@ def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
 
 def offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
     """Return what to know of offloaded weights and activations."""
-    return _of_weights(inputs, layout) + _of_activations(inputs, layout)
-
-
-def _of_weights(inputs: PlanInputs, layout: Layout) -> list[str]:
-    """Say where weights that shall wait in host memory have no room there."""
-    needed = memory.host_bytes(inputs.step, layout)
-    remedy = "set TUNING_MODE=qlora, or use more machines"
-    return _without_room("train.fsdp_offload", needed, inputs, remedy)
-
-
-def _of_activations(inputs: PlanInputs, layout: Layout) -> list[str]:
-    """Say where activations that shall be offloaded have no room on the host, or need none."""
-    if inputs.config.train.activation_offloading is not True:
-        return []
-    if not inputs.can_offload_activations:
-        return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
-    needed = activations.offloaded_bytes(inputs.step, layout)
-    remedy = "set a smaller MODEL_MAX_SEQ_LEN"
-    return _without_room("train.activation_offloading", needed, inputs, remedy)
-
-
-def _without_room(setting: str, needed: int, inputs: PlanInputs, remedy: str) -> list[str]:
-    """Say that a setting needs more host memory than there is, and what to do; else nothing."""
-    if needed <= inputs.host_budget_bytes:
-        return []
-    return [
-        f"{setting}=true needs {needed / memory.GIB:.1f} GiB of host memory for each process, "
-        f"and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; {remedy}"
-    ]
+    step = inputs.step
+    weights = memory.host_bytes(step, layout)
+    inputs_of_layers = activations.offloaded_bytes(step, layout)
+    offloaded = (
+        ("train.fsdp_offload", weights, "set TUNING_MODE=qlora, or use more machines"),
+        ("train.activation_offloading", inputs_of_layers, "set a smaller MODEL_MAX_SEQ_LEN"),
+    )
+    warnings = []
+    for setting, needed, remedy in offloaded:
+        if needed > inputs.host_budget_bytes:
+            warnings.append(
+                f"{setting}=true needs {needed / GIB:.1f} GiB of host memory for each process, "
+                f"and {inputs.host_budget_bytes / GIB:.1f} GiB are there; {remedy}"
+            )
+    wants_offloading = inputs.config.train.activation_offloading is True
+    if wants_offloading and not inputs.can_offload_activations:
+        warnings.append(
+            "train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"
+        )
+    return warnings

@@ -16,7 +16,6 @@ from sft_play.plan.recipe import count_in_words, weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.step import adapter_words
-from sft_play.plan.structure import adapted_matrices
 from sft_play.plan.workload import Workload, float8_words, run_words, speed_words
 
 LINE_WIDTH = 110
@@ -195,10 +194,14 @@ def _difference(name: str, exact: int, closed: int) -> str:
 
 
 def _labelled(label: str, text: str) -> list[str]:
+    return _wrapped(f"{label:<{LABEL_WIDTH}}{text}", LABEL_WIDTH)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(
-        f"{label:<{LABEL_WIDTH}}{text}",
+        text,
         LINE_WIDTH,
-        subsequent_indent=" " * LABEL_WIDTH,
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -235,7 +238,7 @@ def _what(planned: PlannedRun) -> str:
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         layers = "all linear layers" if targets == "all-linear" else ", ".join(targets)
-        adapted = adapted_matrices(model.matrices, targets, tuning.lora.experts)
+        adapted = planned.plan.step.adapted_matrices
         if targets == "all-linear" and any(kind.is_stacked for kind in adapted):
             layers += " and experts"
         method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}{adapter_words(tuning.lora)}"
@@ -256,12 +259,8 @@ def _where(plan: RunPlan) -> str:
     machines = f"{ranks.nodes} machines x " if ranks.nodes > 1 else ""
     if ranks.gpus_per_process > 1:
         layers = " + ".join(map(str, plan.step.layers_by_gpu))
-        return f"{ranks.gpus_per_process} x {_gpus(plan)} for one process, {layers} layers"
-    return f"{machines}{ranks.per_node} x {_gpus(plan) or 'a process on the CPU'}, {strategy}"
-
-
-def _gpus(plan: RunPlan) -> str:
-    return " and ".join(sorted(set(plan.gpu_names)))
+        return f"{ranks.gpus_per_process} x {plan.gpus} for one process, {layers} layers"
+    return f"{machines}{ranks.per_node} x {plan.gpus or 'a process on the CPU'}, {strategy}"
 
 
 def _phase_table(planned: PlannedRun) -> list[str]:
@@ -377,10 +376,4 @@ def _change(change: Change) -> list[str]:
         facts += f", {change.relative_speed:.2f} x the speed"
     if change.costs:
         facts += f"; {change.costs}"
-    return textwrap.wrap(
-        f"  {change.words}  ({facts})",
-        LINE_WIDTH,
-        subsequent_indent=" " * 6,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(f"  {change.words}  ({facts})", 6)

@@ -14,7 +14,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, speed
 from sft_play.plan.advice import Change
 from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
-from sft_play.plan.fast import FastPlan, FastSetup, has_liger, plan_kernels
+from sft_play.plan.fast import FastPlan, FastSetup, plan_kernels
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
@@ -126,6 +126,11 @@ class RunPlan:
         """The longest rows that the memory takes, with and without offloaded activations."""
         return longest_rows(self.step, self.request, self.budget_bytes)
 
+    @property
+    def gpus(self) -> str:
+        """The names of the GPUs, each once."""
+        return " and ".join(sorted(set(self.gpu_names)))
+
     def used_before(self, local_rank: int) -> tuple[int, ...]:
         """Return what others used on each GPU of a rank of this machine; 0 on a CPU."""
         gpus = self.ranks.gpus_per_process
@@ -160,7 +165,7 @@ class PlannedRun:
         plan = self.plan
         traced = plan.step.traced
         if traced is not None:
-            return FastPlan(traced.on, dict(traced.off))
+            return FastPlan(traced.on, traced.off)
         return plan_kernels(
             FastSetup(
                 config=self.config,
@@ -168,7 +173,6 @@ class PlannedRun:
                 is_gpu=plan.ranks.device == "cuda",
                 is_half=plan.step.is_half,
                 zero_stage=plan.zero_stage,
-                has_liger=has_liger(),
                 capability=plan.card.capability if plan.card else None,
             )
         )

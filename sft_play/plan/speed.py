@@ -187,9 +187,10 @@ def predict(
 
 
 def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
-    adapters = None if step.is_full else step.active_adapter_weights
     length = max(1, round(work.row_tokens))
-    return work.rows * step_flops(step.model, adapters, [length], round(labelled * length))
+    labelled_tokens = round(labelled * length)
+    adapters = step.active_adapter_weights
+    return work.rows * step_flops(step.model, adapters, [length], labelled_tokens)
 
 
 def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:

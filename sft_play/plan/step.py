@@ -276,8 +276,10 @@ class StepSpec:
         return self._count_adapter_weights(is_active=False)
 
     @property
-    def active_adapter_weights(self) -> int:
-        """Those of the linear adapters' weights that a token meets."""
+    def active_adapter_weights(self) -> int | None:
+        """Adapter weights that a token is routed to, None where every weight is trained."""
+        if self.is_full:
+            return None
         return self._count_adapter_weights(is_active=True)
 
     def _count_adapter_weights(self, is_active: bool) -> int:

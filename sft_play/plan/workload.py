@@ -151,8 +151,7 @@ def speed_words(plan: RunPlan) -> str:
             return "not known on a CPU"
         if not plan.step.is_half:
             return "not known in float32"
-        gpus = " and ".join(sorted(set(plan.gpu_names)))
-        return f"not known: {gpus} is no card whose data sheet is known here"
+        return f"not known: {plan.gpus} is no card whose data sheet is known here"
     world_size = plan.ranks.world_size
     share = ""
     if world_size > 1:
