@@ -11,7 +11,7 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.inputs import PlanInputs, choose_layout, with_placement
-from sft_play.plan.memory import GIB, host_bytes, step_bytes
+from sft_play.plan.memory import GIB, host_bytes, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
@@ -102,7 +102,7 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
     return Change(
         words=" ".join(words),
         costs=", ".join(option.costs for option in options if option.costs),
-        predicted_peak=step_bytes(changed.step, layout).predicted_peak,
+        predicted_peak=peak_bytes(changed.step, layout),
         relative_speed=relative,
     )
 

@@ -274,7 +274,7 @@ def _longest(step: StepSpec, request: BatchRequest, budget_bytes: int) -> Longes
 
     def is_too_long(tokens: int) -> bool:
         layout = _one_row(step, request, tokens)
-        return memory.step_bytes(step, layout).predicted_peak > budget_bytes
+        return memory.peak_bytes(step, layout) > budget_bytes
 
     tokens = STEP_TOKENS * bisect_left(lengths, True, key=is_too_long)
     if not tokens:

@@ -325,8 +325,8 @@ def host_memory(
     total_bytes = memory.total
     available_bytes = memory.available
     for limit in _cgroup_limits(cgroups, membership):
-        total_bytes = min(total_bytes, limit.limit_bytes)
-        available_bytes = min(available_bytes, max(limit.limit_bytes - limit.used_bytes, 0))
+        total_bytes = min(total_bytes, limit.total_bytes)
+        available_bytes = min(available_bytes, limit.available_bytes)
     return HostMemory(total_bytes, available_bytes)
 
 
@@ -339,14 +339,7 @@ class CgroupFiles(NamedTuple):
     cache: str  # name of a line in memory.stat
 
 
-class CgroupLimit(NamedTuple):
-    """The memory of one group."""
-
-    limit_bytes: int
-    used_bytes: int
-
-
-def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[CgroupLimit]:
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[HostMemory]:
     """Yield the limit of every memory cgroup around this process: its own and all above it."""
     v1 = CgroupFiles(
         cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
@@ -389,11 +382,12 @@ def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterato
                 yield folder
 
 
-def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[CgroupLimit]:
-    limit = (folder / files.limit).read_text().strip()
-    if limit == "max":
+def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[HostMemory]:
+    text = (folder / files.limit).read_text().strip()
+    if text == "max":
         return
+    limit_bytes = int(text)
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     # unused file cache counts as used, but is the first to go when memory runs short
-    cache_bytes = int(stat.get(files.cache, 0))
-    yield CgroupLimit(int(limit), int((folder / files.used).read_text()) - cache_bytes)
+    used_bytes = int((folder / files.used).read_text()) - int(stat.get(files.cache, 0))
+    yield HostMemory(limit_bytes, max(limit_bytes - used_bytes, 0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from sft_play.config.backends import backend_of
 from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
@@ -178,7 +178,7 @@ class PlanInputs:
 
     def fits(self, layout: Layout) -> bool:
         """Return whether a step is expected to fit."""
-        return memory.step_bytes(self.step, layout).predicted_peak <= self.budget_bytes
+        return memory.peak_bytes(self.step, layout) <= self.budget_bytes
 
     def speed(self, layout: Layout) -> speed.Speed | None:
         """Return the speed where all rows are full; None where nothing is known of the device."""
@@ -191,10 +191,7 @@ def choose_layout(inputs: PlanInputs) -> Layout:
 
     Raises: ConfigError when the user's numbers contradict each other.
     """
-
-    def peak_bytes(layout: Layout) -> int:
-        return memory.step_bytes(inputs.step, layout).predicted_peak
-
+    peak_bytes = partial(memory.peak_bytes, inputs.step)
     chosen = batch.choose(inputs.request, peak_bytes, inputs.budget_bytes)
     return chosen or batch.smallest(inputs.request)
 
@@ -266,7 +263,7 @@ def _with_offloading_set(inputs: PlanInputs, is_on: bool) -> PlanInputs:
 def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
     """Return why a layout is not expected to fit, None where it is."""
     request = inputs.request
-    peak_bytes = memory.step_bytes(inputs.step, layout).predicted_peak
+    peak_bytes = memory.peak_bytes(inputs.step, layout)
     if peak_bytes <= inputs.budget_bytes:
         return None
     needed = f"{peak_bytes / GIB:.2f} GiB"
@@ -298,7 +295,7 @@ def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
     if offloaded.request.gradient_checkpointing == "auto" and layout.checkpointed_layers > 1:
         # the last layer, kept, is freed before another is recomputed
         layouts.append(replace(layout, checkpointed_layers=layout.checkpointed_layers - 1))
-    needed_bytes = min(memory.step_bytes(offloaded.step, each).predicted_peak for each in layouts)
+    needed_bytes = min(memory.peak_bytes(offloaded.step, each) for each in layouts)
     if needed_bytes >= peak_bytes:
         return ""
     return f", {needed_bytes / GIB:.2f} GiB with TRAIN_ACTIVATION_OFFLOADING=true"

@@ -122,6 +122,11 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     return StepBytes(phases)
 
 
+def peak_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return the bytes of one rank in the phase that needs most."""
+    return step_bytes(step, layout).predicted_peak
+
+
 def _total(phase: PhaseBytes) -> int:
     return phase.total
 

@@ -21,7 +21,10 @@ REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
 # what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 OPTIONAL = (
-    *("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
     "model_type",
 )
 # what config.json has beside a language model's sizes where the model also reads something else

@@ -4,7 +4,7 @@ Loads no torch. What follows from chosen numbers is a property, never stored.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +16,7 @@ from sft_play.plan.advice import Change
 from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
 from sft_play.plan.fast import FastPlan, FastSetup, plan_kernels
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
+from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import Layout, StepSpec
@@ -195,12 +195,9 @@ class PlannedRun:
         plan = self.plan.packed(fullest_step)
         if plan.may_grow:
             plan = replace(plan, request=replace(plan.request, step_tokens=step_tokens))
-
-        def peak_bytes(layout: Layout) -> int:
-            return step_bytes(plan.step, layout).predicted_peak
-
         planned = replace(self, plan=plan)
-        layout = merged(plan.request, plan.layout, peak_bytes, plan.budget_bytes)
+        peak = partial(peak_bytes, plan.step)
+        layout = merged(plan.request, plan.layout, peak, plan.budget_bytes)
         if layout == plan.layout:
             return planned
         return planned.with_layout(layout, step_bytes(plan.step, layout))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.train import TrainSection
-from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.memory import GIB, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, full_rows, predict
@@ -177,7 +177,7 @@ def float8_words(planned: PlannedRun) -> str | None:
         return None
     step = replace(plan.step, is_float8=True)
     speed = predict(step, plan.layout, full_rows(plan.layout), plan.card, plan.ranks.nodes)
-    peak = step_bytes(step, plan.layout).predicted_peak
+    peak = peak_bytes(step, plan.layout)
     faster = speed.tokens_per_second / plan.speed.tokens_per_second
     return (
         f"TUNING_BASE_DTYPE=float8 is expected to train {faster:.1f} times as fast in "
