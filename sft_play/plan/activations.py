@@ -15,7 +15,7 @@ LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
 OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: offloading.IN_FLIGHT
 HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
-FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, behind attention and MLP
+FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, after attention and MLP
 
 
 class Working(NamedTuple):
@@ -35,7 +35,7 @@ class _Moments(NamedTuple):
     backward: int
 
 
-def working_of(step: StepSpec, layout: Layout) -> Working:
+def working_bytes(step: StepSpec, layout: Layout) -> Working:
     """Return the activations of a step, traced or by the closed form."""
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
@@ -162,7 +162,7 @@ def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
 def _transient_bytes(step: StepSpec, layout: Layout) -> int:
     """Return what the backward pass adds to the kept activations while it is in a layer.
 
-    A checkpointed layer is recomputed after the layers behind it have freed theirs. So it adds to
+    A checkpointed layer is recomputed after the layers above it have freed theirs. So it adds to
     the peak only where all layers are checkpointed, and then after the loss is freed.
     """
     recomputed = 0
@@ -177,7 +177,7 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _float8_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what the input gradient of the widest float8 linear holds beside its operands.
+    """Return what the input gradient of the widest float8 linear allocates next to its operands.
 
     On a GPU the output's gradient in 8 bits, the weight transposed, and the product before it is
     added to those that share its input; elsewhere float32 copies of gradient and weight.
@@ -213,7 +213,7 @@ def _dora_bytes(step: StepSpec) -> int:
 def layer_working_bytes(step: StepSpec, tokens: int) -> int:
     """Return what a layer holds while it computes and nothing of it is kept.
 
-    Fitted to 1B, 8B and 14B. Unfused, the whole logits are far more.
+    Fitted to 1B, 8B and 14B. Unfused, all logits are far more.
     """
     if not step.is_fast:
         return 0

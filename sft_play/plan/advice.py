@@ -17,7 +17,7 @@ from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
 
-MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
+MIN_ROW_TOKENS = 256  # shorter rows are never suggested
 MAX_COMBINED = 3  # changes at once
 
 
@@ -26,7 +26,7 @@ class Change:
     """Settings that make a step fit."""
 
     words: str  # to type
-    costs: str  # beside speed; "" where nothing
+    costs: str  # other than speed; "" if nothing
     predicted_peak: int  # bytes of a rank
     relative_speed: float | None  # of the step that does not fit, had it room; None: unknown
 
@@ -74,7 +74,7 @@ def _rank(change: Change) -> tuple[bool, float]:
 
 
 def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None) -> Change | None:
-    """Return what the options do together, None where the step still does not fit."""
+    """Return what the options do together, None if the step still does not fit."""
     changed = inputs
     for option in options:
         changed = option.applied(changed)
@@ -124,7 +124,7 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         yield _setting("train.activation_offloading", True, "offloading", costs)
     yield from _engine_options(inputs, gpu_count)
     if tuning.mode == "full":
-        yield from _options_of_full(inputs)
+        yield from _full_options(inputs)
     if tuning.mode != "qlora":
         changed = partial(_with, section="tuning", mode="qlora", base_dtype="auto")
         words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
@@ -146,7 +146,7 @@ def _setting(path: str, value: str | int, group: str, costs: str = "") -> Option
     return Option(f"{env_name(path)}={text}", changed, group, costs)
 
 
-def _options_of_full(inputs: PlanInputs) -> Iterator[Option]:
+def _full_options(inputs: PlanInputs) -> Iterator[Option]:
     """Yield what frees memory where every weight is trained."""
     is_float32 = inputs.config.model.dtype in ("auto", "float32")
     if is_float32 and inputs.is_half and not inputs.zero_stage:

@@ -1,6 +1,6 @@
 """What lies under model.name, and why it may be no base to train. Reads no weights, loads no torch.
 
-transformers would say so after the rows are tokenised, in words of its own, or not at all. Its
+transformers would say so after the rows are tokenised, in its own terms, or not at all. Its
 model types are read from its files: they are tables of words, and its import would take seconds.
 """
 
@@ -149,7 +149,7 @@ def packed_for_llama_cpp(name: str) -> str:
 
 
 def _other_kind(folder: Path, files: set[str]) -> str | None:
-    """Say what a folder is and what to type, None where it may be a model."""
+    """Say what a folder is and what to type, None if it may be a model."""
     if ADAPTER in files:
         return _adapter(folder)
     if "model_index.json" in files:
@@ -301,7 +301,7 @@ def _why_not_causal(declared: ModelConfigJson) -> str | None:
         return f"an encoder {shown}, whose tokens see those that follow"
     if name in model_classes(*GENERATING):
         return None
-    is_named_so = not name or name.endswith(GENERATORS)  # some uploads have names of their own
+    is_named_so = not name or name.endswith(GENERATORS)  # some uploads have other names
     if model_classes(*GENERATING, model_type=model_type) and is_named_so:
         return None
     return f"a model without a class that writes text after a prompt {shown}"

@@ -76,7 +76,7 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     """Return the shape of a run's model with its structure, without towers that are dropped.
 
     Architectures like Llama need none, and that of well-known models is at hand. Any other model is
-    built without weights in a process of its own, once. Where that fails the shape has the reason
+    built without weights in a separate process, once. Where that fails the shape has the reason
     as its `guess`, and the counts of a Llama of its sizes.
 
     Raises: EnvironmentFault where there is no config.json; ConfigError for a model that cannot be
@@ -232,7 +232,7 @@ class _Counter:
         return cls(process, errors, os.getpid())
 
     def ask(self, line: str) -> str:
-        """Return the line that answers a line; "" where the process has ended.
+        """Return the line that answers a line; "" if the process has ended.
 
         Raises: Uncounted after SECONDS.
         """
@@ -279,7 +279,7 @@ def _ask(module: str, request: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what was kept, None where nothing was or where its file is damaged."""
+    """Return what was kept, None if nothing was or where its file is damaged."""
     try:
         kept = read_json(path)
     except FileNotFoundError:

@@ -153,7 +153,7 @@ def _card_hint(count: int, word: str) -> str:
 def nvml_gpus(environ: Mapping[str, str]) -> VisibleGpus:
     """Return the GPUs that a CUDA program started in this environment sees.
 
-    A card in MIG mode counts as one whole GPU unless CUDA_VISIBLE_DEVICES names its instances.
+    A card in MIG mode counts as one GPU unless CUDA_VISIBLE_DEVICES names its instances.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -197,7 +197,7 @@ def nvml_session() -> Iterator[ModuleType]:
 
 
 def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
-    """Return NVML's answer, or None where this card, driver or container does not give it."""
+    """Return NVML's answer, or None if this card, driver or container does not give it."""
     try:
         return getattr(nvml, question)(*arguments)
     except nvml.NVMLError:
@@ -230,7 +230,7 @@ def _visible_handles(nvml: ModuleType, cards: Sequence[Any], visible: str | None
 def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     """Return which of a host's GPUs CUDA shows, in CUDA's order.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES, None where it is not set. CUDA, and torch after
+    `visible` is the value of CUDA_VISIBLE_DEVICES, None if it is not set. CUDA, and torch after
     it (torch.cuda._parse_visible_devices), reads numbers as strtoul does, so that `1a` is 1, and
     UUIDs by a prefix that only one GPU has. The first entry that names no GPU ends the list, and an
     entry that comes twice empties it.
@@ -243,7 +243,7 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     by_uuid = visible.startswith("GPU-")
     numbers: list[int] = []
     for entry in visible.split(","):
-        number = _number_of_uuid(entry, uuids) if by_uuid else _leading_number(entry)
+        number = _find_uuid(entry, uuids) if by_uuid else _leading_number(entry)
         if number is None or number >= len(uuids):
             break
         if number in numbers:
@@ -252,7 +252,7 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     return numbers
 
 
-def _number_of_uuid(entry: str, uuids: Sequence[str]) -> int | None:
+def _find_uuid(entry: str, uuids: Sequence[str]) -> int | None:
     """Return the number of the only GPU whose UUID begins so, else None."""
     if not entry.startswith("GPU-"):
         return None
@@ -340,7 +340,7 @@ class CgroupFiles(NamedTuple):
 
 
 def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[HostMemory]:
-    """Yield the limit of every memory cgroup around this process: its own and all above it."""
+    """Yield the limit of this process's memory cgroup and of all above it."""
     v1 = CgroupFiles(
         cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     )
@@ -365,7 +365,7 @@ def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
 
 
 def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups of a controller, its own and all above them."""
+    """Yield the folder of this process's cgroup of a controller, and of all above it."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)

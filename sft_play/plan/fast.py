@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import HEADS
-from sft_play.plan.activations import FOUR_NORMS, working_of
+from sft_play.plan.activations import FOUR_NORMS, working_bytes
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import LAYER_NORMS, Layout, StepSpec
@@ -22,7 +22,7 @@ ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 # Where there is a trace (plan.counting), it says what is fused
 UNTRACED = "what its modules compute is found when the model is loaded"
-ALL_PARTS = "fused kernels"  # in place of a part, where one reason holds for all of them
+ALL_PARTS = "fused kernels"  # stands for all parts that one reason is given for
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
 ZERO_3 = "weights partitioned by ZeRO-3"
@@ -50,7 +50,7 @@ class FastPlan:
     on: Collection[str]
     off: Mapping[str, str]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return `fused kernels`, `fused kernels but for linears (...)` or `no fused kernels`."""
         if not self.on:
             return f"no fused kernels ({'; '.join(self.off.values())})"
@@ -231,7 +231,7 @@ def graph_warnings(setup: GraphSetup, layout: Layout) -> list[str]:
 
 
 def why_not_recorded(setup: GraphSetup) -> str | None:
-    """Return why layers are not recorded, None where nothing known is against it."""
+    """Return why layers are not recorded, None if nothing known is against it."""
     ranks, tuning = setup.ranks, setup.config.tuning
     reasons = {
         "the model is not on a GPU": ranks.device != "cuda",
@@ -262,11 +262,11 @@ def _unfused_reasons(kernels: FastPlan | None) -> dict[str, bool]:
 
 
 def graph_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what recordings hold beside a step, from the first one to the end of the run.
+    """Return what recordings allocate beyond a step, from the first one to the end of the run.
 
     Their activations are in memory that nothing else may use, so while a recording is proven they
     are there twice. An H200 reserved 18.3 GiB in place of 10.2 for a 1B Llama and 4 rows of 2,048
-    tokens, of which this is 7.9. A recording of another shape has hidden states of its own.
+    tokens, of which this is 7.9. A recording of another shape has other hidden states.
     """
     if not step.records_graphs or layout.checkpointed_layers:
         return 0
@@ -274,4 +274,4 @@ def graph_bytes(step: StepSpec, layout: Layout) -> int:
     copies = HIDDEN_COPIES * recordings + 1  # those of the layers in a proof
     hidden = copies * layout.tokens * step.compute_bytes * step.model.hidden
     gradients = GRADIENT_COPIES * step.trained_bytes * step.trained_weights
-    return working_of(step, layout).backward + hidden + gradients
+    return working_bytes(step, layout).backward + hidden + gradients

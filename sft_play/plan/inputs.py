@@ -44,7 +44,7 @@ class PlanInputs:
     offload_weights: bool  # of ZeRO-3
     budget_bytes: int  # that one rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
-    host_budget_bytes: int = 0  # that one rank may take beside its GPU
+    host_budget_bytes: int = 0  # that one rank may take of host memory
     environ: Mapping[str, str] = field(default_factory=dict)
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
@@ -102,7 +102,7 @@ class PlanInputs:
 
     @cached_property
     def trace(self) -> TracedStep | str | None:
-        """The traced step, why there is none, or None where the closed form fits."""
+        """The traced step, why there is none, or None if the closed form fits."""
         if self.model.model_type in LLAMA_LIKE or self.model.guess is not None:
             return self.model.guess
         device = Device(self.ranks.device, self.is_half, self.zero_stage)
@@ -181,7 +181,7 @@ class PlanInputs:
         return memory.peak_bytes(self.step, layout) <= self.budget_bytes
 
     def speed(self, layout: Layout) -> speed.Speed | None:
-        """Return the speed where all rows are full; None where nothing is known of the device."""
+        """Return the speed where all rows are full; None if nothing is known of the device."""
         work = speed.full_rows(layout)
         return speed.predict(self.step, layout, work, self.card, self.ranks.nodes)
 
@@ -207,9 +207,7 @@ def with_placement(inputs: PlanInputs) -> PlanInputs:
     if gpus == 1:
         return replace(inputs, layers_by_gpu=())
     if isinstance(rule, dict):
-        return replace(
-            inputs, layers_by_gpu=placement.counts(placement.layers_of_map(rule, layers))
-        )
+        return replace(inputs, layers_by_gpu=placement.counts(placement.map_layers(rule, layers)))
     fewest = -(-layers // gpus)
     if rule != "sequential":
         return _with_layers_placed(inputs, rule, fewest)
@@ -261,7 +259,7 @@ def _with_offloading_set(inputs: PlanInputs, is_on: bool) -> PlanInputs:
 
 
 def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
-    """Return why a layout is not expected to fit, None where it is."""
+    """Return why a layout is not expected to fit, None if it is."""
     request = inputs.request
     peak_bytes = memory.peak_bytes(inputs.step, layout)
     if peak_bytes <= inputs.budget_bytes:

@@ -52,7 +52,7 @@ class ModelShape:
     head_dim: int  # features of a head
     is_tied: bool  # the output head shares the embedding's weights
     model_type: str = ""  # as config.json names the architecture, of a composite one its text part
-    composite: str | None = None  # the class of a model that has towers beside its text part
+    composite: str | None = None  # the class of a model that has towers next to its text part
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
 
@@ -145,17 +145,17 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
 
 
 def is_composite(config: ModelConfigJson) -> bool:
-    """Return whether a config.json describes a language model with towers beside it."""
+    """Return whether a config.json describes a language model with towers."""
     return any(isinstance(config.get(key), Mapping) for key in TOWERS)
 
 
 def _widest(sizes: int | Sequence[int] | None) -> int | None:
-    """Return a size of all layers; the largest where each has its own, as in Gemma 3n."""
+    """Return a size of all layers; the largest where each has another, as in Gemma 3n."""
     return max(sizes, default=None) if isinstance(sizes, Sequence) else sizes
 
 
 def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
-    """Return the sizes by the model's class, {} where transformers has no such class.
+    """Return the sizes by the model's class, {} if transformers has no such class.
 
     The class knows what config.json leaves out (Gemma 3) or names differently (GPT-2).
     """
@@ -195,7 +195,7 @@ def load_model_config(
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None where nobody says.
+    """Return the tokens of the longest sequence that a model can take, None if nobody says.
 
     A rope that is stretched by model.rope_scaling counts.
 
@@ -213,17 +213,17 @@ def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: b
     longest = _longest(_text_part(config))
     if model.rope_scaling.rope_type is None or longest is None:
         return positions_of(config)
-    return stretch(_rope_of(_text_part(config)), longest, model.rope_scaling).positions
+    return stretch(_read_rope(_text_part(config)), longest, model.rope_scaling).positions
 
 
 def positions_of(config: ModelConfigJson) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None where it says nothing.
+    """Return the tokens of the longest sequence that a model can take, None if it says nothing.
 
     A rope that is stretched by a factor takes as much more than the sequences it began with.
     """
     text = _text_part(config)
     positions = _longest(text)
-    rope = _rope_of(text)
+    rope = _read_rope(text)
     factor = rope.get("factor")
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "dynamic":  # config.json has the length that it begins at
@@ -238,11 +238,11 @@ def _text_part(config: ModelConfigJson) -> ModelConfigJson:
 
 
 def _longest(text: ModelConfigJson) -> int | None:
-    """Return the positions that a config.json names, None where it names none."""
+    """Return the positions that a config.json names, None if it names none."""
     return next((text[key] for key in POSITIONS if isinstance(text.get(key), int)), None)
 
 
-def _rope_of(text: ModelConfigJson) -> ModelConfigJson:
+def _read_rope(text: ModelConfigJson) -> ModelConfigJson:
     """Return the rope of a config.json, of earlier versions of transformers too."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return {"rope_type": rope.get("type", "default"), **rope}

@@ -202,7 +202,7 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
 def needs_boundaries(attn_implementation: str, has_fast_attention: bool = False) -> bool:
     """Return whether a packed batch has to name the boundaries of its documents.
 
-    Flash attention and our own work by them; sdpa and eager find them in position ids, in any
+    Flash attention and our kernels work by them; sdpa and eager find them in position ids, in any
     batch.
     """
     return has_fast_attention or attn_implementation not in ("auto", "sdpa", "eager")
@@ -242,7 +242,7 @@ def slow_switches(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _unread_because(name: str, config: Config, ranks: Ranks) -> str | None:
-    """Return why a run does not read a variable, None where it may."""
+    """Return why a run does not read a variable, None if it may."""
     backend = config.tuning.backend
     if name.startswith("UNSLOTH_") and name != FORCE_SINGLE and backend != "unsloth":
         return f"tuning.backend={backend}, and TUNING_BACKEND=unsloth reads it"

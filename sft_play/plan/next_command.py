@@ -134,7 +134,7 @@ def after_out_of_memory(
 
 
 def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, object]:
-    """Return the settings with which `phase` needs less; {} where only more GPUs help."""
+    """Return the settings with which `phase` needs less; {} if only more GPUs help."""
     layout = plan.layout
     eval_batch_size = config.train.eval_batch_size
     if phase == "evaluation" and isinstance(eval_batch_size, int) and eval_batch_size > 1:

@@ -53,10 +53,10 @@ def _filled(sizes: Sequence[int], limit: int) -> list[int]:
 def places_by_rule(
     rule: MapRule, before: int, layers: Sequence[int], behind: int, gpus: int, most_layers: int
 ) -> list[int]:
-    """Return the GPU of what comes before the layers, of each layer, and of what comes behind.
+    """Return the GPU of what comes before the layers, of each layer, and of what comes after them.
 
     `before`, `layers` and `behind` are bytes of weights. `most_layers` is how many layers of a
-    training step fit on one GPU, which sequential fills; 0 where no step is planned.
+    training step fit on one GPU, which sequential fills; 0 if no step is planned.
     """
     if gpus == 1:
         return [0] * (len(layers) + 2)
@@ -68,7 +68,7 @@ def places_by_rule(
     return spread([before, *layers, behind], gpus)
 
 
-def layers_of_map(devices: Mapping[str, int | str], layers: int) -> list[int]:
+def map_layers(devices: Mapping[str, int | str], layers: int) -> list[int]:
     """Return the GPU of each layer by a mapping of module names, as far as the names tell.
 
     The mapping is checked against the model's modules where it is loaded.

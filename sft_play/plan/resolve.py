@@ -43,7 +43,7 @@ from sft_play.runs import stamp
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
 NCCL_SECONDS = 1800
-# accelerate puts DeepSpeed's CPU Adam in the place of any other optimizer too, without a word
+# accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -67,7 +67,7 @@ def resolve(
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
-    ranks = strategy.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
+    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
     needs.require(loaded, hardware)
     sources.require(loaded)
     first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
@@ -89,7 +89,7 @@ def fastest(
 ) -> PlannedRun:
     """Return the plan of the fastest strategy that fits on all GPUs, unless one is asked for.
 
-    Where nobody knows how fast a card is, whole weights on every GPU come first. A device map asks
+    If no speed of a card is known, full weights on every GPU come first. A device map asks
     for one process.
     Raises: as `resolve`.
     """

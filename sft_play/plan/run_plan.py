@@ -117,7 +117,7 @@ class RunPlan:
 
     @property
     def speed(self) -> speed.Speed | None:
-        """What is predicted where all rows are full; None where nothing is known of the device."""
+        """What is predicted where all rows are full; None if nothing is known of the device."""
         work = speed.full_rows(self.layout)
         return speed.predict(self.step, self.layout, work, self.card, self.ranks.nodes)
 

@@ -21,7 +21,7 @@ def step_flops(
     """Return the operations of forward and backward passes over documents of `lengths` tokens.
 
     `labelled` of the tokens have loss. `adapters` is the number of LoRA weights over a frozen base,
-    None where every weight is trained. A weight costs a token 2 operations forward, 2 for the
+    None if every weight is trained. A weight costs a token 2 operations forward, 2 for the
     gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
     et al. 2020, section 2.1). The head is computed where there is a label. Attention is 2 products
     forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
@@ -149,7 +149,7 @@ class Speed:
     step_seconds: float
     compute_seconds: float  # of a step: forward and backward passes
     optimizer_seconds: float
-    collective_seconds: float  # not hidden behind computation
+    collective_seconds: float  # not overlapped with computation
     mfu: float  # operations that the work cannot do without, of the data sheet's
     flops_per_token: float
 
@@ -196,7 +196,7 @@ def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
 def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
     """Return how many tokens a GPU computes while its host works on one micro-batch.
 
-    0 where nothing is known of the device: then the host is not thought to set the pace.
+    0 if nothing is known of the device: then the host is not thought to set the pace.
     """
     if card is None or not step.is_gpu or not step.is_half:
         return 0.0

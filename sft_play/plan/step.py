@@ -1,7 +1,7 @@
 """What an optimizer step computes, and how its rows are cut into micro-batches. Pure: no torch.
 
 Counts of adapters are exact where the matrices of the model are, but for biases of modules that are
-trained whole; `models.parameters` counts the real model.
+trained in full; `models.parameters` counts the real model.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ class AdapterOptions:
     layers: tuple[int, ...] | None = None  # with adapters; None: all
     use_dora: bool = False
     has_dropout: bool = False
-    saved_modules: tuple[str, ...] = ()  # trained whole
+    saved_modules: tuple[str, ...] = ()  # trained in full
     experts: str = "auto"  # per_expert, none
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
@@ -152,7 +152,7 @@ class AdapterOptions:
         return {name.rpartition(".")[2] for name in self.saved_modules}
 
     def other_weights(self, model: ModelShape) -> int:
-        """Return the weights of whole modules and of rows of tokens."""
+        """Return the weights of modules trained in full and of rows of tokens."""
         matrices = 1 if model.is_tied else 2
         rows = self.trained_tokens * matrices * model.hidden
         names = self.saved_names
@@ -165,7 +165,7 @@ class AdapterOptions:
 PLAIN = AdapterOptions()  # on the linear layers of all blocks, and nothing else
 
 
-def adapter_words(lora: LoraSection) -> str:
+def describe_adapters(lora: LoraSection) -> str:
     """Return what adapters train beyond rank and targets, after a comma; "" for nothing."""
     words = []
     if lora.layers_to_transform is not None:
@@ -180,7 +180,7 @@ def adapter_words(lora: LoraSection) -> str:
 
 
 def _module_sizes(model: ModelShape) -> dict[str, int]:
-    """Return the weights of all modules of a name, of those beside embedding and head."""
+    """Return the weights of all modules of a name, except embedding and head."""
     sizes = {"norm": model.hidden}
     for name in LAYER_NORMS:
         sizes[name] = model.layers * model.hidden
@@ -245,12 +245,12 @@ class StepSpec:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether base weights are in 4 bits or in float8; they are read whole."""
+        """Whether base weights are in 4 bits or in float8; they are read in full."""
         return self.mode == "qlora" or self.is_float8
 
     @property
     def divides_training(self) -> bool:
-        """Whether FSDP divides gradients and optimizer too; adapters are whole on every rank."""
+        """Whether FSDP divides gradients and optimizer too; adapters are complete on every rank."""
         return self.is_fsdp and self.is_full
 
     @property
@@ -265,7 +265,7 @@ class StepSpec:
 
     @property
     def adapter_weights(self) -> int:
-        """Weights trained beside a frozen base, 0 where the base itself is trained."""
+        """Weights trained on top of a frozen base, 0 if the base itself is trained."""
         if self.is_full:
             return 0
         return self.linear_adapter_weights + self.adapter_options.other_weights(self.model)
@@ -277,7 +277,7 @@ class StepSpec:
 
     @property
     def active_adapter_weights(self) -> int | None:
-        """Adapter weights that a token is routed to, None where every weight is trained."""
+        """Adapter weights that a token is routed to, None if every weight is trained."""
         if self.is_full:
             return None
         return self._count_adapter_weights(is_active=True)

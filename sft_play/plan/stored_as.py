@@ -13,7 +13,7 @@ Block = tuple[int, int]
 
 FP8_BLOCK = (128, 128)  # of DeepSeek V3 and all that follow it
 SECTIONS = ("quantization_config", "compression_config", "quantization")
-# formats of compressed-tensors that store each weight in a tensor of its own shape
+# formats of compressed-tensors that store each weight in a tensor of the same shape
 ONE_TO_ONE = {"float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "dense"}
 PACKED = {  # by the end of the names of their tensors
     ".absmax": "4 bits of bitsandbytes",
@@ -114,7 +114,7 @@ def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
 
 
 def _declared(config: ConfigJson) -> ConfigJson | None:
-    """Return what a config.json says of quantisation; None where it says nothing."""
+    """Return what a config.json says of quantisation; None if it says nothing."""
     for part in (config, config.get("text_config") or {}):
         for section in SECTIONS:
             declared = part.get(section)

@@ -27,9 +27,9 @@ ZERO_CONFIGS = {
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 WORTH_A_WORD = 1.05  # of ZeRO-3's speed
-# Settings of tuning.lora for which PEFT reads whole weights
+# Settings of tuning.lora for which PEFT reads full weights
 UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
-# The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take whole tensors
+# The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take full tensors
 DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
@@ -202,7 +202,7 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
 MAP_NAME = "model.device_map"
 
 
-def gpus_of_one_process(
+def apply_device_map(
     loaded: LoadedConfig,
     asked: AskedStrategy,
     ranks: Ranks,

@@ -1,4 +1,4 @@
-"""How much a run trains and writes, and its speed and hours in words. Pure: no torch, no I/O."""
+"""How much a run trains and writes, and its speed and hours as text. Pure: no torch, no I/O."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,8 @@ CHARACTERS_PER_TOKEN = 4
 # steps of 32 rows
 PACKED = 1.07  # tokens computed for each real one; in one row hardly any
 PADDED = 2.4  # the same, unpacked, is 1 + PADDED x (batch size / rows of a step)
-FULLEST = (
-    1.4  # micro-batches of the fullest packed step, which all steps take, over those of the mean
-)
+# micro-batches of the fullest packed step, which all steps take, over those of the mean
+FULLEST = 1.4
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ class Workload:
     is_estimated: bool
     epochs: float
     steps: int
-    tokens_per_second: (
-        float | None
-    )  # real ones of these rows, all ranks; None where the speed is not known
+    # real ones of these rows, all ranks; None if the speed is not known
+    tokens_per_second: float | None
     seconds: float | None
     gpu_hours: float | None
 
@@ -58,8 +56,8 @@ def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: fl
     """Return what sources of (rows, tokens of a row, weight or None) come to in an epoch.
 
     `held_out` is the share of the rows that are evaluated on. Weights set the ratio of the sources:
-    the one that is scarcest for its weight is whole and the others are repeated, as the run mixes
-    them.
+    the one that is scarcest for its weight is read once and the others are repeated, as the run
+    mixes them.
     """
     weights = [weight for _, _, weight in sources]
     most = max((rows / weight for rows, _, weight in sources if weight), default=0.0)
@@ -143,7 +141,7 @@ FLOAT8_KL = "0.10 to 0.19"
 FLOAT8_MEASURED = "8B on an H200: 1.4 times, in 37 GiB instead of 43"  # docs/speed-h200.md
 
 
-def speed_words(plan: RunPlan) -> str:
+def describe_speed(plan: RunPlan) -> str:
     """Return how fast a run is where its rows are full, and how well that is known."""
     speed = plan.speed
     if speed is None:
@@ -170,7 +168,7 @@ def speed_words(plan: RunPlan) -> str:
     )
 
 
-def float8_words(planned: PlannedRun) -> str | None:
+def describe_float8(planned: PlannedRun) -> str | None:
     """Return what a float8 base would change and what is known of its quality, None without one."""
     plan = planned.plan
     if plan.zero_stage or plan.speed is None or not may_be_float8(planned.config, plan.card):
@@ -187,7 +185,7 @@ def float8_words(planned: PlannedRun) -> str | None:
 
 
 def _unmeasured(step: StepSpec) -> str | None:
-    """Return why a speed is rough, None where such runs were measured."""
+    """Return why a speed is rough, None if such runs were measured."""
     model = step.model
     if model.guess is not None:
         return "the model's layers are not known"
@@ -202,7 +200,7 @@ def _unmeasured(step: StepSpec) -> str | None:
     return None if step.is_fast else "no run of such a model without fused kernels was measured"
 
 
-def run_words(workload: Workload | str) -> str:
+def describe_run(workload: Workload | str) -> str:
     """Return how long a run takes; `workload` may be why that is not known."""
     if isinstance(workload, str):
         return f"length not known: {workload}"
