@@ -41,7 +41,7 @@ from sft_play.models.step_meter import (
 )
 from sft_play.models.trace import setup_of, trace_step
 from sft_play.plan import memory
-from sft_play.plan.devices import parse
+from sft_play.plan.cards import parse
 from sft_play.plan.model_shape import known_model
 from sft_play.plan.report import trace_lines
 from sft_play.plan.resolve import resolve

@@ -18,7 +18,7 @@ from sft_play.models.load import load_model
 from sft_play.models.step_meter import StepSetup, measure_step
 from sft_play.models.trace import trace_step
 from sft_play.plan import counting, report
-from sft_play.plan.devices import parse
+from sft_play.plan.cards import parse
 from sft_play.plan.model_shape import KNOWN
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun

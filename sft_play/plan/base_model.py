@@ -11,7 +11,6 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
@@ -197,7 +196,7 @@ def _is_pointer(path: Path) -> bool:
     return is_small and path.read_bytes().startswith(POINTER)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> ModelConfigJson:
     """Return a JSON object. Raises: EnvironmentFault for a damaged file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -157,14 +157,14 @@ def known_setting(name: str, word: str) -> Config:
     return Config(model=ModelSection(name=name), tuning=KNOWN_TUNINGS[word])
 
 
-def traced_settings(config: Config, device: Device) -> dict[str, Any]:
+def traced_settings(config: Config, device: Device) -> dict[str, object]:
     """Return the settings that a trace is made with."""
     model = {"name": _resolved_name(config.model.name), "revision": config.model.revision}
     settings = _settings(config, device)
     return {**settings, "model": {**settings["model"], **model}}
 
 
-def _settings(config: Config, device: Device) -> dict[str, Any]:
+def _settings(config: Config, device: Device) -> dict[str, dict[str, object]]:
     """Return the settings that change what a step of a model holds beyond its rows."""
     unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
     return {
@@ -187,7 +187,7 @@ def _resolved_name(name: str) -> str:
 
 def answer(
     module: str,
-    request: Mapping[str, Any],
+    request: Mapping[str, object],
     told: str,
     folder: Path,
     environ: Mapping[str, str],
@@ -260,7 +260,7 @@ class _Counter:
 _counters: dict[frozenset[tuple[str, str]], _Counter] = {}  # by their environment
 
 
-def _ask(module: str, request: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def _ask(module: str, request: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
     """Return {"answer": ...} or {"refused": reason} of `module.answer`, in another process.
 
     A process that answered earlier and has not ended yet is asked first.
@@ -290,7 +290,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return kept if isinstance(kept, dict) and kept.keys() & {"answer", "refused"} else None
 
 
-def _digest(module: str, request: Mapping[str, Any]) -> str:
+def _digest(module: str, request: Mapping[str, object]) -> str:
     text = json.dumps([module, request, _versions()], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -4,19 +4,18 @@ Imports no torch and reads no os.environ: the caller passes the environment in. 
 load where they are used.
 """
 
-import difflib
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.cards import CARDS
+from sft_play.errors import EnvironmentFault
+from sft_play.runs.metrics import GpuSample
 
 GIB = 2**30
 BF16_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16 tensor cores
@@ -102,54 +101,6 @@ def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -
     return Hardware("cuda" if gpus else "cpu", gpus, cpu_count(), host_memory().available_bytes)
 
 
-def parse(words: str) -> Hardware:
-    """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names.
-
-    All memory of its GPUs is free, and its host has as much RAM free as its GPUs have memory: hosts
-    with less are rare, and this host says nothing of that one. The cores are this host's. A size in
-    GiB stands for a GPU of that much usable memory and capability 8.0.
-
-    Raises: ConfigError for other words, with the nearest name.
-    """
-    if re.search("[+,&]", words):
-        hint = "a plan is for GPUs of one kind: count them all as the smallest, such as 3x4090"
-        raise ConfigError(f"GPUS={words}: {hint}")
-    match = re.fullmatch(r"\s*([0-9]{1,4})\s*[xX]\s*(\S.*?)\s*", words)
-    count, word = (int(match[1]), match[2]) if match else (1, words.strip())
-    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)GiB", word, re.IGNORECASE)
-    if size and float(size[1]) > 0:
-        total_bytes = int(float(size[1]) * GIB)
-        gpu = Gpu(0, f"GPU of {size[1]} GiB", total_bytes, total_bytes, BF16_CAPABILITY)
-    elif _card_key(word) in CARDS:
-        card = CARDS[_card_key(word)]
-        total_bytes = int(card.gib * GIB)
-        gpu = Gpu(0, card.name, total_bytes, total_bytes, card.capability)
-    else:
-        raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
-    if not match or count < 1:
-        raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
-    gpus = tuple(replace(gpu, index=index) for index in range(count))
-    return Hardware("cuda", gpus, cpu_count(), count * total_bytes)
-
-
-def _card_key(word: str) -> str:
-    """Return a card's name as CARDS spells it: `RTX 4090` is 4090, `RTX 6000 Ada` is 6000-ADA."""
-    name = re.sub(r"[\s_]+", "-", word.upper())
-    return re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", name).removesuffix("GB")
-
-
-def _card_hint(count: int, word: str) -> str:
-    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:G|GB)", word, re.IGNORECASE)
-    if size and float(size[1]) > 0:
-        return f"did you mean {count}x{size[1]}GiB?"
-    key = _card_key(word)
-    near = [name for name in CARDS if name.startswith(f"{key}-")]
-    near = near or difflib.get_close_matches(key, CARDS, n=1)
-    if near:
-        return f"did you mean {' or '.join(f'{count}x{name}' for name in near)}?"
-    return f"known are {', '.join(CARDS)}; any other goes by its memory, such as {count}x24GiB"
-
-
 def nvml_gpus(environ: Mapping[str, str]) -> VisibleGpus:
     """Return the GPUs that a CUDA program started in this environment sees.
 
@@ -202,6 +153,30 @@ def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
         return getattr(nvml, question)(*arguments)
     except nvml.NVMLError:
         return None
+
+
+def sample_gpus(uuid_of_rank: Mapping[int, str]) -> list[GpuSample]:
+    """Return the load of each rank's GPU now.
+
+    Raises: NvmlUnavailable.
+    """
+    samples = []
+    with nvml_session() as nvml:
+        for rank, uuid in uuid_of_rank.items():
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            rates = answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
+            memory = answer(nvml, "nvmlDeviceGetMemoryInfo", handle)
+            milliwatts = answer(nvml, "nvmlDeviceGetPowerUsage", handle)
+            celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
+            sample = GpuSample(
+                rank=rank,
+                busy_percent=rates and rates.gpu,
+                used_gib=memory and round((memory.total - memory.free) / GIB, 2),
+                watts=None if milliwatts is None else round(milliwatts / 1000),
+                celsius=celsius,
+            )
+            samples.append(sample)
+    return samples
 
 
 def _cure(nvml: ModuleType, error: Exception) -> str:

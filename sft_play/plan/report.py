@@ -4,7 +4,6 @@ import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
@@ -73,7 +72,7 @@ def packing_line(plan: RunPlan, unpacked: int) -> str:
     )
 
 
-def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict[str, Any]:
+def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict[str, object]:
     """Return what `plan --json` prints."""
     ranks = plan.ranks
     layout = plan.layout

@@ -70,15 +70,12 @@ def resolve(
     ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
     needs.require(loaded, hardware)
     sources.require(loaded)
-    first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
-    planned = _resolve(loaded, hardware, environ, ranks, first)
-    for engine in others:
-        if planned.plan.fits:
-            break
-        other = _resolve(loaded, hardware, environ, ranks, engine)
-        if other.plan.fits:
-            planned = other
-    return planned
+    plans = []
+    for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
+        plans.append(_resolve(loaded, hardware, environ, ranks, engine))
+        if plans[-1].plan.fits:
+            return plans[-1]
+    return plans[0]
 
 
 def fastest(
