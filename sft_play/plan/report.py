@@ -14,7 +14,6 @@ from sft_play.plan.ranks import DTYPE_NAMES, precision
 from sft_play.plan.recipe import describe_weights, format_count
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.step import describe_adapters
 from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
 LINE_WIDTH = 110
@@ -240,7 +239,7 @@ def _what(planned: PlannedRun) -> str:
         adapted = planned.plan.step.adapted_matrices
         if targets == "all-linear" and any(kind.is_stacked for kind in adapted):
             layers += " and experts"
-        layers += describe_adapters(tuning.lora)
+        layers += planned.plan.step.adapter_options.describe()
         method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
     kernels = planned.kernels.describe()
     backend = backend_of(planned.config)

@@ -41,7 +41,10 @@ def step_flops(
     tokens = sum(lengths)
     flops_per_weight = 6 if adapters is None else 4
     weights = model.counts.active_product_weights * tokens + model.vocab * model.hidden * labelled
-    attention = 12 * sum(_attended_features(model, length) for length in lengths)
+    attention = 0.0
+    for kind in model.counts.layers:
+        pairs = sum(_pairs(length, kind.window) for length in lengths)
+        attention += 12 * kind.count * kind.query_features * pairs
     return flops_per_weight * weights + 6 * (adapters or 0) * tokens + attention
 
 
@@ -56,14 +59,6 @@ def pair_cost(model: ModelShape, adapters: int | None) -> float:
     everywhere = [kind for kind in model.counts.layers if kind.window is None]
     features = sum(kind.count * kind.query_features for kind in everywhere)
     return 6 * features / linear
-
-
-def _attended_features(model: ModelShape, length: int) -> float:
-    """Return the features of all heads and layers, each times the pairs of tokens that it sees."""
-    total = 0.0
-    for kind in model.counts.layers:
-        total += kind.count * kind.query_features * _pairs(length, kind.window)
-    return total
 
 
 def _pairs(length: int, window: int | None) -> float:

@@ -151,6 +151,19 @@ class AdapterOptions:
         """The last words of the names of the modules that are trained in full."""
         return {name.rpartition(".")[2] for name in self.saved_modules}
 
+    def describe(self) -> str:
+        """Return what is trained beyond rank and targets, after a comma; "" for nothing."""
+        text = ""
+        if self.layers is not None:
+            text += f", layers {', '.join(map(str, self.layers))}"
+        if self.use_dora:
+            text += ", DoRA"
+        if self.saved_modules:
+            text += f", {', '.join(self.saved_modules)} whole"
+        if self.trained_tokens:
+            text += f", the rows of {self.trained_tokens} tokens"
+        return text
+
     def other_weights(self, model: ModelShape) -> int:
         """Return the weights of modules trained in full and of rows of tokens."""
         matrices = 1 if model.is_tied else 2
@@ -163,20 +176,6 @@ class AdapterOptions:
 
 
 PLAIN = AdapterOptions()  # on the linear layers of all blocks, and nothing else
-
-
-def describe_adapters(lora: LoraSection) -> str:
-    """Return what adapters train beyond rank and targets, after a comma; "" for nothing."""
-    words = []
-    if lora.layers_to_transform is not None:
-        words.append(f"layers {', '.join(map(str, sorted(set(lora.layers_to_transform))))}")
-    if lora.use_dora:
-        words.append("DoRA")
-    if lora.modules_to_save:
-        words.append(f"{', '.join(lora.modules_to_save)} whole")
-    if lora.trainable_tokens:
-        words.append(f"the rows of {len(set(lora.trainable_tokens))} tokens")
-    return "".join(f", {word}" for word in words)
 
 
 def _module_sizes(model: ModelShape) -> dict[str, int]:
