@@ -114,20 +114,6 @@ class PlanInputs:
     @cached_property
     def step(self) -> StepSpec:
         """What each rank computes."""
-        step = self._step_in_closed_form
-        if isinstance(self.trace, TracedStep):
-            step = step.with_trace(self.trace)
-        else:
-            step = replace(step, untraced=self.trace)
-        return replace(step, records_graphs=records_graphs(self.graph_setup))
-
-    @cached_property
-    def graph_setup(self) -> GraphSetup:
-        """What is known of recording the layers, where none is recomputed."""
-        return GraphSetup(self.config, self.ranks, self.kernels)
-
-    @property
-    def _step_in_closed_form(self) -> StepSpec:
         tuning = self.config.tuning
         train = self.config.train
         compute_bytes = 2 if self.is_half else 4
@@ -135,7 +121,7 @@ class PlanInputs:
         targets = tuning.lora.target_modules
         is_gpu = self.ranks.device == "cuda"
         eval_batch_size = None if train.eval_batch_size == "auto" else train.eval_batch_size
-        return StepSpec(
+        step = StepSpec(
             model=self.model,
             mode=tuning.mode,
             compute_bytes=compute_bytes,
@@ -157,8 +143,17 @@ class PlanInputs:
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
             layers_by_gpu=self.layers_by_gpu,
-            is_float8=self.config.tuning.has_float8_base,
+            is_float8=tuning.has_float8_base,
+            records_graphs=records_graphs(self.graph_setup),
         )
+        if isinstance(self.trace, TracedStep):
+            return step.with_trace(self.trace)
+        return replace(step, untraced=self.trace)
+
+    @property
+    def graph_setup(self) -> GraphSetup:
+        """What is known of recording the layers, where none is recomputed."""
+        return GraphSetup(self.config, self.ranks, self.kernels)
 
     @property
     def offloads_activations(self) -> bool:

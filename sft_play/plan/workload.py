@@ -71,9 +71,8 @@ def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: fl
 
 def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
     """Return what a plan makes of counted rows, of which there is at least one."""
-    train = config.train
     steps_per_epoch = math.ceil(counted.samples / plan.layout.rows_per_step)
-    steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
+    steps = _count_steps(config.train, steps_per_epoch)
     work = _mean_step(plan, counted)
     speed = predict(plan.step, plan.layout, work, plan.card, plan.ranks.nodes)
     seconds = steps * speed.step_seconds if speed else None
@@ -87,6 +86,10 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
     )
+
+
+def _count_steps(train: TrainSection, steps_per_epoch: int) -> int:
+    return train.max_steps or math.ceil(train.epochs * steps_per_epoch)
 
 
 def _mean_step(plan: RunPlan, counted: Counted) -> StepWork:
@@ -126,7 +129,7 @@ def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
 def _checkpoints(train: TrainSection, samples: int) -> int:
     """Return how many checkpoints are on disk at most. A run that is stopped leaves one."""
     steps_per_epoch = math.ceil(samples / train.effective_batch_size)
-    steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
+    steps = _count_steps(train, steps_per_epoch)
     saved = 0
     if train.save_strategy == "steps":
         saved = steps // train.save_steps
