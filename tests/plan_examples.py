@@ -10,7 +10,8 @@ from conftest import NO_CONFIG
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.devices import Hardware, parse
+from sft_play.plan.cards import parse
+from sft_play.plan.devices import Hardware
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, step_bytes
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.probe_fit import MeasuredFit, Point

@@ -38,7 +38,7 @@ TOKENS = {
     "models": 92_100,
     "monitor": 8_400,
     "notebooks": 15_000,
-    "plan": 45_000,
+    "plan": 44_100,
     "reporting": 11_700,
     "runs": 12_400,
     "training": 43_100,

@@ -11,6 +11,7 @@ import pytest
 from fake_nvml import card
 
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
+from sft_play.plan.cards import parse
 from sft_play.plan.devices import (
     GIB,
     Gpu,
@@ -19,7 +20,6 @@ from sft_play.plan.devices import (
     host_memory,
     nvml_gpus,
     nvml_session,
-    parse,
     visible_numbers,
 )
 

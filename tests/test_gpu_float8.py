@@ -136,7 +136,7 @@ def test_the_mlps_kernels_quantise_what_their_references_do(activation, features
 @pytest.mark.parametrize("features", [100, 4096, 8192])
 def test_a_norm_quantises_what_it_computes(features) -> None:
     from sft_play.models.fast.norms import residual_kernels
-    from sft_play.models.fast.norms.residual import LLAMA
+    from sft_play.models.fast.norms.rms import LLAMA
 
     x, stream = (numbers(33, features) for _ in range(2))
     weight = torch.rand(features, device=GPU, dtype=torch.bfloat16)

@@ -98,8 +98,8 @@ def test_sequential_fills_the_first_gpu_and_low_0_leaves_it_the_embedding() -> N
 
 def test_a_mapping_is_counted_by_its_names() -> None:
     devices = {"": 0, "model.layers": 1, "model.layers.0": 0, "model.layers.12": 0, "lm_head": 1}
-    assert placement.counts(placement.layers_of_map(devices, 32)) == (2, 30)
-    assert placement.counts(placement.layers_of_map({"transformer.h.3": 1, "": 0}, 4)) == (3, 1)
+    assert placement.counts(placement.map_layers(devices, 32)) == (2, 30)
+    assert placement.counts(placement.map_layers({"transformer.h.3": 1, "": 0}, 4)) == (3, 1)
 
 
 REFUSED = [

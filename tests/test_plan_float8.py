@@ -13,7 +13,7 @@ from sft_play.plan.next_command import smaller_settings
 from sft_play.plan.speed import full_rows, predict
 from sft_play.plan.step import Layout
 from sft_play.plan.structure import MatrixKind
-from sft_play.plan.workload import float8_words, speed_words
+from sft_play.plan.workload import describe_float8, describe_speed
 
 LLAMA_8B = ("model.name=meta-llama/Llama-3.1-8B-Instruct", "model.max_seq_len=2048")
 FLOAT8 = "tuning.base_dtype=float8"
@@ -69,9 +69,9 @@ def test_an_8b_step_over_float8_is_as_fast_as_its_products() -> None:
 
 def test_a_float8_speed_is_called_rough_without_fused_kernels() -> None:
     plan = plan_for("1xH200", *LLAMA_8B, FLOAT8).plan
-    assert "roughly" not in speed_words(plan)
+    assert "roughly" not in describe_speed(plan)
     unfused = replace(plan, step=replace(plan.step, is_fast=False))
-    assert "roughly, as no run over a float8 base without fused kernels" in speed_words(unfused)
+    assert "roughly, as no run over a float8 base without fused kernels" in describe_speed(unfused)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_float8_is_offered_where_it_would_run(
 def test_a_plan_says_what_float8_would_change(
     gpus: str, settings: tuple[str, ...], is_offered: bool
 ) -> None:
-    words = float8_words(plan_for(gpus, *LLAMA_8B, *settings))
+    words = describe_float8(plan_for(gpus, *LLAMA_8B, *settings))
     assert (words is not None) == is_offered
     if words is not None:
         assert words.startswith("TUNING_BASE_DTYPE=float8 is expected to train 1.4 times as fast")

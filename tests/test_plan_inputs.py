@@ -11,7 +11,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.batch import smallest
-from sft_play.plan.devices import parse
+from sft_play.plan.cards import parse
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.model_shape import load_shape

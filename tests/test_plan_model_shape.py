@@ -13,7 +13,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.model_shape import (
     KNOWN,
     ModelShape,
-    known_config,
+    known_model,
     known_models,
     load_shape,
     shape_of,
@@ -265,8 +265,8 @@ def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
         "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
     ):
         assert load_shape(name, None, {}) == EIGHT_B
-    assert known_config("meta-llama/Llama-3.1-9B") is None
-    config = known_config("meta-llama/Llama-3.1-8B")
+    assert known_model("meta-llama/Llama-3.1-9B") is None
+    config = known_model("meta-llama/Llama-3.1-8B").config
     assert "also" not in config  # a key of the file, not of a config
 
 

@@ -7,7 +7,8 @@ from plan_examples import CPU, plan_for
 
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import needs
-from sft_play.plan.devices import Gpu, Hardware, parse
+from sft_play.plan.cards import parse
+from sft_play.plan.devices import Gpu, Hardware
 
 FLASH_2 = "model.attn_implementation=flash_attention_2"
 ASKED = r"model.attn_implementation=flash_attention_2 \(--set model.attn_implementation\): "

@@ -10,7 +10,8 @@ from plan_examples import CPU, plan_for
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
-from sft_play.plan.devices import Gpu, Hardware, parse
+from sft_play.plan.cards import parse
+from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.memory import GIB
 from sft_play.plan.ranks import precision
 

@@ -19,8 +19,7 @@ from benchmarks.inputs import model_settings
 from benchmarks.speed.workloads import WORKLOADS
 from sft_play.models.structure import count_structure
 from sft_play.plan import cards
-from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of
-from sft_play.plan.devices import parse
+from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of, parse
 from sft_play.plan.model_shape import ModelShape, known_models, load_shape, shape_of
 from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, host_tokens, predict
 from sft_play.plan.step import Layout

@@ -10,7 +10,8 @@ from plan_examples import CPU, plan_for
 
 from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
 from sft_play.plan import memory
-from sft_play.plan.devices import Gpu, parse
+from sft_play.plan.cards import parse
+from sft_play.plan.devices import Gpu
 from sft_play.plan.strategy import ZERO_CONFIGS
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"

@@ -21,7 +21,7 @@ from sft_play.models.fake_model import build_on_meta
 from sft_play.plan import counting, memory
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
-from sft_play.plan.recipe import weights_in_words
+from sft_play.plan.recipe import describe_weights
 from sft_play.plan.speed import step_flops
 from sft_play.plan.step import PLAIN
 from sft_play.plan.structure import (
@@ -143,7 +143,7 @@ def test_adapters_of_qwen3_30b_by_hand() -> None:
     assert PLAIN.adapter_weights(shape, 16, "all-linear") == 48 * 16 * (attention + experts)
     assert PLAIN.adapter_weights(shape, 16, ["q_proj"]) == 48 * 16 * (2048 + 4096)
     words = "30.53 billion weights, 3.35 billion active for a token, 8 of 128 experts a token"
-    assert weights_in_words(shape) == words
+    assert describe_weights(shape) == words
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here) -> No
     unknown = config_of(tmp_path / "one", broken, tmp_path)
     shape = load_counted_shape(unknown, {})
     assert "no-such-act" in shape.guess
-    assert "a guess" in weights_in_words(shape)
+    assert "a guess" in describe_weights(shape)
     load_counted_shape(unknown, {})
     assert len(counted_here) == 1, "what transformers refuses it refuses again"
     nameless = load_counted_shape(config_of(tmp_path / "two", sizes, tmp_path), {})

@@ -40,8 +40,8 @@ from sft_play.models.step_meter import (
 )
 from sft_play.models.trace import setup_of, trace_step
 from sft_play.plan import memory
-from sft_play.plan.devices import parse
-from sft_play.plan.model_shape import known_config
+from sft_play.plan.cards import parse
+from sft_play.plan.model_shape import known_model
 from sft_play.plan.report import trace_lines
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
@@ -277,7 +277,7 @@ def planned(*settings: str, hardware: str = "1xH200", deepspeed: bool = False) -
 
 def cut(name: str, layers: int, folder: Path) -> Path:
     """Return the folder with the config of a known model of fewer layers."""
-    sizes = {**known_config(name), "num_hidden_layers": layers}
+    sizes = {**known_model(name).config, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(sizes))
     return folder
 

@@ -18,13 +18,13 @@ from sft_play.models.load import load_model
 from sft_play.models.step_meter import StepSetup, measure_step
 from sft_play.models.trace import trace_step
 from sft_play.plan import counting, report
-from sft_play.plan.devices import parse
+from sft_play.plan.cards import parse
 from sft_play.plan.model_shape import KNOWN
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedStep
-from sft_play.plan.workload import speed_words
+from sft_play.plan.workload import describe_speed
 from sft_play.process import Process
 
 LAYERS = EXAMPLE.step.model.layers
@@ -213,7 +213,7 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
     runs = [plan_of(folder), plan_of(folder, "train.batch_size=2"), plan_of(folder)]
     assert len(answers) == 1
     assert {run.plan.step.memory_source for run in runs} == {"traced"}
-    assert runs[0].kernels.words() == "fused kernels but for linears (a reason)"
+    assert runs[0].kernels.describe() == "fused kernels but for linears (a reason)"
     assert runs[0].plan.step.is_fast
     assert runs[1].plan.memory.phases["backward"].activations > 2 * 64 * 10**6
     plan_of(folder, "tuning.mode=qlora")
@@ -222,8 +222,8 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
 
 def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -> None:
     folder = folder_of("qwen3_moe", tmp_path)
-    assert "roughly" not in speed_words(plan_of(folder).plan)  # lora was measured
-    words = speed_words(plan_of(folder, "tuning.mode=qlora").plan)
+    assert "roughly" not in describe_speed(plan_of(folder).plan)  # lora was measured
+    words = describe_speed(plan_of(folder, "tuning.mode=qlora").plan)
     assert words.startswith("roughly, as no such run of a model with experts")
     rate = re.search(r"about ([\d,]+) tokens/s", words)[1].replace(",", "")
     assert len(rate.rstrip("0")) <= 2, "a number that nobody measured has two digits"

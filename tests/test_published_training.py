@@ -29,7 +29,7 @@ from sft_play.errors import SftPlayError
 from sft_play.evaluation import plain
 from sft_play.inference.merge import merge_run
 from sft_play.models.architecture import towers_of
-from sft_play.plan.model_shape import known_config
+from sft_play.plan.model_shape import known_model
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_NAME = re.compile(r"(?:MODEL_NAME=|model\.name=|\bname: )\"?([\w-]+/[\w.-]+)")
@@ -212,7 +212,7 @@ def test_the_model_of_every_config_and_page_has_a_tiny_one_of_its_type() -> None
     pages = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
     named = {name for page in pages for name in MODEL_NAME.findall(page.read_text())}
     assert "google/gemma-3-27b-it" in named
-    types = {name: known_config(name)["model_type"] for name in named if known_config(name)}
+    types = {name: known_model(name).config["model_type"] for name in named if known_model(name)}
     assert len(types) >= 4
     has_tiny = {*MODEL_TYPES, *BUILT_TYPES}
     assert {name for name, model_type in types.items() if model_type not in has_tiny} == set()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from fake_nvml import NO_DRIVER, card
 
-from sft_play.plan.devices import GIB, NvmlUnavailable
-from sft_play.plan.gpu_load import sample_gpus
+from sft_play.plan.devices import GIB, NvmlUnavailable, sample_gpus
 from sft_play.process import Process
 from sft_play.runs.metrics import GpuSample
 from sft_play.training import observers

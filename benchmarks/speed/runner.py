@@ -239,7 +239,9 @@ class Benchmark:
         shape = self.count_shape(inputs.model)
         adapters = None
         if workload.mode != "full":
-            adapters = AdapterOptions().active_adapter_weights(shape, LORA_RANK, "all-linear")
+            adapters = AdapterOptions().adapter_weights(
+                shape, LORA_RANK, "all-linear", is_active=True
+            )
         flops = step_flops(shape, adapters, samples.lengths.tolist(), int(samples.trained.sum()))
         flops_per_token = flops / int(samples.lengths.sum())
         used = flops_per_token * run.measured.real_tokens / run.measured.seconds

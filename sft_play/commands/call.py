@@ -12,7 +12,7 @@ from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
 from sft_play.errors import EnvironmentFault
-from sft_play.plan import devices, recipe, sources
+from sft_play.plan import cards, devices, recipe, sources
 from sft_play.plan.base_model import require_base
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import load_positions
@@ -116,7 +116,7 @@ def plan_run(
 def hardware_of(call: Call) -> devices.Hardware:
     """Return what GPUS names, or this machine."""
     if call.invocation.gpus:
-        return devices.parse(call.invocation.gpus)
+        return cards.parse(call.invocation.gpus)
     return devices.detect(call.invocation.device, call.environ)
 
 

@@ -134,7 +134,7 @@ def _comments(fit: Fit, facts: RecipeFacts) -> dict[str, str]:
     model = fit.planned.plan.step.model
     takes = f", takes at most {facts.positions:,} tokens" if facts.positions else ""
     comments = {
-        "model.name": f"{recipe.weights_in_words(model)}{takes}",
+        "model.name": f"{recipe.describe_weights(model)}{takes}",
         "tuning.mode": fit.because,
         "train.batch_size": f"auto is by memory; here {layout.batch_size} rows",
         "train.grad_accum": f"auto reaches effective_batch_size; here {layout.grad_accum}",

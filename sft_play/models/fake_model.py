@@ -3,7 +3,6 @@
 The code that loads the real model also makes its architecture, 4-bit packing and adapters.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
 from sft_play.models.load import loading_options, weight_dtype
-from sft_play.plan.model_shape import known_config
+from sft_play.plan.model_shape import known_model
 
 
 def build_on_meta(
@@ -77,9 +76,9 @@ def load_architecture(config: Config) -> PretrainedConfig:
     Raises: EnvironmentFault when there is none.
     """
     name = config.model.name
-    sizes = None if Path(name).is_dir() else known_config(name)
-    if sizes is not None:
-        return AutoConfig.for_model(**sizes)
+    known = known_model(name)
+    if known is not None:
+        return AutoConfig.for_model(**known.config)
     try:
         return AutoConfig.from_pretrained(
             name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code

@@ -1,4 +1,4 @@
-"""How near the plan has been: predictions of finished runs beside measurements. Loads no torch."""
+"""How near the plan has been: finished runs, predicted and measured. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from sft_play.runs.report import PhasePeaks
 
 @dataclass(frozen=True)
 class Spread:
-    """Measured / predicted over several runs, 1.0 where a prediction was exact."""
+    """Measured / predicted over several runs, 1.0 if a prediction was exact."""
 
     count: int
     least: float
@@ -23,12 +23,12 @@ class Spread:
 
     @classmethod
     def of(cls, ratios: list[float]) -> "Spread | None":
-        """Return the spread of ratios, None where there is none."""
+        """Return the spread of ratios, None if there is none."""
         if not ratios:
             return None
         return cls(len(ratios), min(ratios), median(ratios), max(ratios))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return the spread as percent of the prediction: `within -3.1 .. +2.4 %`."""
         least = f"{100 * (self.least - 1):+.1f}"
         most = f"{100 * (self.most - 1):+.1f}"
@@ -39,7 +39,7 @@ class Spread:
 class Accuracy:
     """What the finished runs on one kind of GPU say about its plans.
 
-    None where no run has both numbers.
+    None if no run has both numbers.
     """
 
     gpu: str | None  # its name, None for a CPU
@@ -91,10 +91,10 @@ def lines(accuracy: Accuracy) -> list[str]:
     plural = "" if accuracy.runs == 1 else "s"
     first = (
         f"on this machine: {accuracy.runs} run{plural} on {accuracy.gpu or 'the CPU'}, "
-        f"peak {accuracy.peak.words()} of the prediction"
+        f"peak {accuracy.peak.describe()} of the prediction"
     )
     if accuracy.tokens_per_second:
-        first += f", tokens/s {accuracy.tokens_per_second.words()}"
+        first += f", tokens/s {accuracy.tokens_per_second.describe()}"
     by_phase = []
     for name, spread in accuracy.phases.items():
         by_phase.append(f"{name} {100 * (spread.median - 1):+.1f} %")

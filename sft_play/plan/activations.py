@@ -6,6 +6,7 @@ fitted to an 8B Llama and are rough elsewhere.
 
 from typing import NamedTuple
 
+from sft_play.config.sections.model import HEADS
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
@@ -14,7 +15,7 @@ LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
 OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: checkpointing.IN_FLIGHT
 HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
-FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, behind attention and MLP
+FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, after attention and MLP
 
 
 class Working(NamedTuple):
@@ -34,7 +35,7 @@ class _Moments(NamedTuple):
     backward: int
 
 
-def working_of(step: StepSpec, layout: Layout) -> Working:
+def working_bytes(step: StepSpec, layout: Layout) -> Working:
     """Return the activations of a step, traced or by the closed form."""
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
@@ -92,9 +93,7 @@ def layer_bytes_per_token(step: StepSpec) -> int:
     wide = step.compute_bytes // 2
     kept = 0
     if not step.is_full and not step.is_fast:
-        kept = step.adapter_options.kept_bytes_per_token(
-            model, step.lora_targets, step.mode == "qlora"
-        )
+        kept = _peft_bytes_per_token(step)
         if step.zero_stage == 3 and step.is_half:
             # without autocast adapters compute in float32, and PEFT casts the input of each linear
             kept += 12 * hidden + 2 * intermediate
@@ -111,6 +110,22 @@ def layer_bytes_per_token(step: StepSpec) -> int:
         residual = norms * hidden * step.weight_bytes  # the stream has the type of the embedding
         product = 2 * intermediate  # the gradient of down_proj's weight needs it
     return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product + kept)
+
+
+def _peft_bytes_per_token(step: StepSpec) -> int:
+    """Return what PEFT keeps of a token in a layer, beyond its plain adapters, in 16 bits.
+
+    Dropout keeps a copy of each linear's input and a mask, DoRA several outputs of each linear. A
+    1B Llama on an H200, with fused kernels: 2.6 bytes an input for dropout, 5.3 an output for DoRA,
+    and 7.7 over 4-bit weights, where PEFT computes the base once more.
+    """
+    of_input = 3 * step.adapter_options.has_dropout
+    of_output = (8 if step.mode == "qlora" else 6) * step.adapter_options.use_dora
+    kept = 0
+    for kind in step.adapted_matrices:
+        of_one = of_input * kind.inputs + of_output * kind.outputs
+        kept += kind.count * kind.active * of_one
+    return kept // step.model.layers
 
 
 def evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
@@ -147,7 +162,7 @@ def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
 def _transient_bytes(step: StepSpec, layout: Layout) -> int:
     """Return what the backward pass adds to the kept activations while it is in a layer.
 
-    A checkpointed layer is recomputed after the layers behind it have freed theirs. So it adds to
+    A checkpointed layer is recomputed after the layers above it have freed theirs. So it adds to
     the peak only where all layers are checkpointed, and then after the loss is freed.
     """
     recomputed = 0
@@ -162,7 +177,7 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _float8_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what the input gradient of the widest float8 linear holds beside its operands.
+    """Return what the input gradient of the widest float8 linear allocates next to its operands.
 
     On a GPU the output's gradient in 8 bits, the weight transposed, and the product before it is
     added to those that share its input; elsewhere float32 copies of gradient and weight.
@@ -179,21 +194,26 @@ def _float8_bytes(step: StepSpec, tokens: int) -> int:
 
 
 def _dora_bytes(step: StepSpec) -> int:
-    """Return what DoRA holds to take the length of a linear's weights."""
-    if step.is_full:
+    """Return what DoRA holds to take the length of the largest linear's weights.
+
+    PEFT multiplies A and B through an identity matrix in 32 and in 16 bits. 4-bit weights are kept
+    in 16 bits for the backward pass.
+    """
+    if step.is_full or not step.adapter_options.use_dora:
         return 0
-    options = step.adapter_options
+    working = 0
     kept = 0
-    if step.mode == "qlora":
-        kept = options.kept_weight_bytes(step.model, step.lora_targets)
-    working = options.working_bytes(step.model, step.lora_targets)
+    for kind in step.adapted_matrices:
+        working = max(working, 6 * kind.inputs * kind.inputs + 4 * kind.inputs * kind.outputs)
+        if step.mode == "qlora":
+            kept += 2 * kind.weights
     return step.compute_bytes // 2 * (working + kept)
 
 
 def layer_working_bytes(step: StepSpec, tokens: int) -> int:
     """Return what a layer holds while it computes and nothing of it is kept.
 
-    Fitted to 1B, 8B and 14B. Unfused, the whole logits are far more.
+    Fitted to 1B, 8B and 14B. Unfused, all logits are far more.
     """
     if not step.is_fast:
         return 0
@@ -217,7 +237,7 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     if step.is_full:
         hidden += step.compute_bytes * matrix
     forward = min(logits, LOSS_CHUNK_BYTES) + hidden
-    if step.is_full or not step.adapter_options.saves_head:
+    if step.is_full or not step.adapter_options.saved_names & HEADS:
         return _Moments(forward, hidden)
     # its cast and its gradient in 16 bits; then the gradient in both types
     cast = 2 * step.compute_bytes * matrix

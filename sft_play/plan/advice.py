@@ -8,15 +8,16 @@ from typing import Any
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
+from sft_play.config.schema import env_name
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.inputs import PlanInputs, choose_layout, with_placement
-from sft_play.plan.memory import GIB, host_bytes, step_bytes
+from sft_play.plan.memory import GIB, host_bytes, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
 
-MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
+MIN_ROW_TOKENS = 256  # shorter rows are never suggested
 MAX_COMBINED = 3  # changes at once
 
 
@@ -25,7 +26,7 @@ class Change:
     """Settings that make a step fit."""
 
     words: str  # to type
-    costs: str  # beside speed; "" where nothing
+    costs: str  # other than speed; "" if nothing
     predicted_peak: int  # bytes of a rank
     relative_speed: float | None  # of the step that does not fit, had it room; None: unknown
 
@@ -73,7 +74,7 @@ def _rank(change: Change) -> tuple[bool, float]:
 
 
 def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None) -> Change | None:
-    """Return what the options do together, None where the step still does not fit."""
+    """Return what the options do together, None if the step still does not fit."""
     changed = inputs
     for option in options:
         changed = option.applied(changed)
@@ -101,7 +102,7 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
     return Change(
         words=" ".join(words),
         costs=", ".join(option.costs for option in options if option.costs),
-        predicted_peak=step_bytes(changed.step, layout).predicted_peak,
+        predicted_peak=peak_bytes(changed.step, layout),
         relative_speed=relative,
     )
 
@@ -114,44 +115,45 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         rows = choose_layout(inputs).rows_per_step
         yield Option("", partial(_with_automatic_batch, rows=rows), "batch")
     if train.gradient_checkpointing is False:
-        automatic = partial(_with, section="train", gradient_checkpointing="auto")
-        yield Option("TRAIN_GRADIENT_CHECKPOINTING=auto", automatic, "checkpointing")
-    with_offloading = partial(_with, section="train", activation_offloading=True)
-    offloaded = with_offloading(inputs)
+        yield _setting("train.gradient_checkpointing", "auto", "checkpointing")
+    offloaded = _with(inputs, "train", activation_offloading=True)
     host_bytes = offloaded_bytes(offloaded.step, choose_layout(offloaded))
     has_room = 0 < host_bytes <= inputs.host_budget_bytes
     if has_room and not inputs.step.offload_activations:
         costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
-        yield Option("TRAIN_ACTIVATION_OFFLOADING=true", with_offloading, "offloading", costs)
+        yield _setting("train.activation_offloading", True, "offloading", costs)
     yield from _engine_options(inputs, gpu_count)
     if tuning.mode == "full":
-        yield from _options_of_full(inputs)
+        yield from _full_options(inputs)
     if tuning.mode != "qlora":
         changed = partial(_with, section="tuning", mode="qlora", base_dtype="auto")
         words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
         yield Option(words, changed, "mode", "trains adapters over 4-bit weights")
     if may_be_float8(inputs.config, inputs.card) and not inputs.zero_stage:
-        changed = partial(_with, section="tuning", base_dtype="float8")
-        yield Option("TUNING_BASE_DTYPE=float8", changed, "mode", "trains adapters over float8")
+        yield _setting("tuning.base_dtype", "float8", "mode", "trains adapters over float8")
     tokens = inputs.config.model.max_seq_len // 2
     while tokens >= MIN_ROW_TOKENS:
-        changed = partial(_with, section="model", max_seq_len=tokens)
         costs = f"rows of at most {tokens} tokens"
-        yield Option(f"MODEL_MAX_SEQ_LEN={tokens}", changed, "length", costs)
+        yield _setting("model.max_seq_len", tokens, "length", costs)
         tokens //= 2
 
 
-def _options_of_full(inputs: PlanInputs) -> Iterator[Option]:
+def _setting(path: str, value: str | int, group: str, costs: str = "") -> Option:
+    """Return the option that changes one setting."""
+    section, _, key = path.partition(".")
+    text = "true" if value is True else value
+    changed = partial(_with, section=section, **{key: value})
+    return Option(f"{env_name(path)}={text}", changed, group, costs)
+
+
+def _full_options(inputs: PlanInputs) -> Iterator[Option]:
     """Yield what frees memory where every weight is trained."""
     is_float32 = inputs.config.model.dtype in ("auto", "float32")
     if is_float32 and inputs.is_half and not inputs.zero_stage:
-        changed = partial(_with, section="model", dtype="bfloat16")
-        yield Option("MODEL_DTYPE=bfloat16", changed, "dtype", "weights are updated in 16 bits")
+        yield _setting("model.dtype", "bfloat16", "dtype", "weights are updated in 16 bits")
     if inputs.ranks.device == "cuda" and "8bit" not in inputs.config.train.optim:
-        changed = partial(_with, section="train", optim="adamw_8bit")
-        yield Option("TRAIN_OPTIM=adamw_8bit", changed, "optim", "optimizer state in 8 bits")
-    changed = partial(_with, section="tuning", mode="lora")
-    yield Option("TUNING_MODE=lora", changed, "mode", "trains adapters")
+        yield _setting("train.optim", "adamw_8bit", "optim", "optimizer state in 8 bits")
+    yield _setting("tuning.mode", "lora", "mode", "trains adapters")
 
 
 def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:

@@ -1,6 +1,6 @@
 """What lies under model.name, and why it may be no base to train. Reads no weights, loads no torch.
 
-transformers would say so after the rows are tokenised, in words of its own, or not at all. Its
+transformers would say so after the rows are tokenised, in its own terms, or not at all. Its
 model types are read from its files: they are tables of words, and its import would take seconds.
 """
 
@@ -11,11 +11,10 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.model_shape import ModelConfigJson, find_file, known_config, load_model_config
+from sft_play.plan.model_shape import ModelConfigJson, find_file, known_model, load_model_config
 from sft_play.plan.stored_as import refuse_untrainable, stored_as
 from sft_play.runs.model_folder import Header, read_headers
 
@@ -149,7 +148,7 @@ def packed_for_llama_cpp(name: str) -> str:
 
 
 def _other_kind(folder: Path, files: set[str]) -> str | None:
-    """Say what a folder is and what to type, None where it may be a model."""
+    """Say what a folder is and what to type, None if it may be a model."""
     if ADAPTER in files:
         return _adapter(folder)
     if "model_index.json" in files:
@@ -197,7 +196,7 @@ def _is_pointer(path: Path) -> bool:
     return is_small and path.read_bytes().startswith(POINTER)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> ModelConfigJson:
     """Return a JSON object. Raises: EnvironmentFault for a damaged file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -240,7 +239,7 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
         other = find_file(model.name, ADAPTER, model.revision, environ)
         if other is not None:
             refuse_other_folder(other.parent, model.name)
-        if known_config(model.name) is not None:
+        if known_model(model.name) is not None:
             return
         if model.name.lower().endswith("-gguf"):
             packed = packed_for_llama_cpp(model.name)
@@ -301,7 +300,7 @@ def _why_not_causal(declared: ModelConfigJson) -> str | None:
         return f"an encoder {shown}, whose tokens see those that follow"
     if name in model_classes(*GENERATING):
         return None
-    is_named_so = not name or name.endswith(GENERATORS)  # some uploads have names of their own
+    is_named_so = not name or name.endswith(GENERATORS)  # some uploads have other names
     if model_classes(*GENERATING, model_type=model_type) and is_named_so:
         return None
     return f"a model without a class that writes text after a prompt {shown}"

@@ -107,7 +107,7 @@ class BatchRequest:
 
 
 def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> Layout | None:
-    """Return the fastest layout that fits in `budget_bytes`, None where none does.
+    """Return the fastest layout that fits in `budget_bytes`, None if none does.
 
     Each micro-batch is tried with as few checkpointed layers as it fits with, and `_cost` decides
     among them. An explicit micro-batch is always kept: the estimate is an estimate, and the plan
@@ -130,7 +130,7 @@ def merged(
     """Return a packed layout whose micro-batches have enough of a usual step's tokens to be fast.
 
     `_batch_sizes` counts full sequences, and as many micro-batches as the fullest step has. In
-    usual steps they hold less: 6,300 tokens in place of 8,192 in a run of an 8B, which trained
+    usual steps they contain less: 6,300 tokens in place of 8,192 in a run of an 8B, which trained
     2.5 % faster in one micro-batch. A micro-batch grows as far as memory allows, with no other
     layers recomputed. It stays as it is where `step_tokens` is None.
     """
@@ -233,7 +233,7 @@ MAX_QUERY_ELEMENTS = 2**31
 class LongestRow:
     """Tokens of the longest row that fits, and what it takes on the host."""
 
-    tokens: int  # a multiple of STEP_TOKENS; 0 where not even so many fit
+    tokens: int  # a multiple of STEP_TOKENS; 0 if not even so many fit
     host_bytes: int = 0  # of offloaded activations, for each rank
 
 
@@ -242,9 +242,9 @@ class LongestRows:
     """The longest row whose activations stay on the GPU, and the one with activation offloading."""
 
     kept: LongestRow
-    offloaded: LongestRow | None  # None where offloading makes no longer row fit
+    offloaded: LongestRow | None  # None if offloading makes no longer row fit
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return both in words, for the report."""
         if not self.kept.tokens and not self.offloaded:
             return f"not one of {STEP_TOKENS:,} tokens fits"
@@ -274,7 +274,7 @@ def _longest(step: StepSpec, request: BatchRequest, budget_bytes: int) -> Longes
 
     def is_too_long(tokens: int) -> bool:
         layout = _one_row(step, request, tokens)
-        return memory.step_bytes(step, layout).predicted_peak > budget_bytes
+        return memory.peak_bytes(step, layout) > budget_bytes
 
     tokens = STEP_TOKENS * bisect_left(lengths, True, key=is_too_long)
     if not tokens:

@@ -1,8 +1,13 @@
-"""GPU models: their memory, arithmetic, bandwidth and links. Pure data: no torch, no I/O."""
+"""GPU models: their memory, arithmetic, bandwidth and links, and hardware by their names."""
 
+import difflib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from sft_play.errors import ConfigError
+from sft_play.plan.devices import BF16_CAPABILITY, GIB, Gpu, Hardware, cpu_count
 
 # operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
 MEASURED_FLOPS = {"NVIDIA H200": 790e12}
@@ -96,3 +101,51 @@ def card_of(gpu_names: Sequence[str]) -> Card | None:
         return None
     key = key_of(gpu_names[0])
     return CARDS[key] if key else None
+
+
+def parse(words: str) -> Hardware:
+    """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names.
+
+    All memory of its GPUs is free, and its host has as much RAM free as its GPUs have memory: hosts
+    with less are rare, and this host says nothing of that one. The cores are this host's. A size in
+    GiB stands for a GPU of that much usable memory and capability 8.0.
+
+    Raises: ConfigError for other words, with the nearest name.
+    """
+    if re.search("[+,&]", words):
+        hint = "a plan is for GPUs of one kind: count them all as the smallest, such as 3x4090"
+        raise ConfigError(f"GPUS={words}: {hint}")
+    match = re.fullmatch(r"\s*([0-9]{1,4})\s*[xX]\s*(\S.*?)\s*", words)
+    count, word = (int(match[1]), match[2]) if match else (1, words.strip())
+    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)GiB", word, re.IGNORECASE)
+    if size and float(size[1]) > 0:
+        total_bytes = int(float(size[1]) * GIB)
+        gpu = Gpu(0, f"GPU of {size[1]} GiB", total_bytes, total_bytes, BF16_CAPABILITY)
+    elif _card_key(word) in CARDS:
+        card = CARDS[_card_key(word)]
+        total_bytes = int(card.gib * GIB)
+        gpu = Gpu(0, card.name, total_bytes, total_bytes, card.capability)
+    else:
+        raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
+    if not match or count < 1:
+        raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
+    gpus = tuple(replace(gpu, index=index) for index in range(count))
+    return Hardware("cuda", gpus, cpu_count(), count * total_bytes)
+
+
+def _card_key(word: str) -> str:
+    """Return a card's name as CARDS spells it: `RTX 4090` is 4090, `RTX 6000 Ada` is 6000-ADA."""
+    name = re.sub(r"[\s_]+", "-", word.upper())
+    return re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", name).removesuffix("GB")
+
+
+def _card_hint(count: int, word: str) -> str:
+    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:G|GB)", word, re.IGNORECASE)
+    if size and float(size[1]) > 0:
+        return f"did you mean {count}x{size[1]}GiB?"
+    key = _card_key(word)
+    near = [name for name in CARDS if name.startswith(f"{key}-")]
+    near = near or difflib.get_close_matches(key, CARDS, n=1)
+    if near:
+        return f"did you mean {' or '.join(f'{count}x{name}' for name in near)}?"
+    return f"known are {', '.join(CARDS)}; any other goes by its memory, such as {count}x24GiB"

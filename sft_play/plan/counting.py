@@ -30,8 +30,7 @@ from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
     LLAMA_LIKE,
     ModelShape,
-    known_config,
-    known_name,
+    known_model,
     load_model_config,
     load_shape,
 )
@@ -77,7 +76,7 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     """Return the shape of a run's model with its structure, without towers that are dropped.
 
     Architectures like Llama need none, and that of well-known models is at hand. Any other model is
-    built without weights in a process of its own, once. Where that fails the shape has the reason
+    built without weights in a separate process, once. Where that fails the shape has the reason
     as its `guess`, and the counts of a Llama of its sizes.
 
     Raises: EnvironmentFault where there is no config.json; ConfigError for a model that cannot be
@@ -123,58 +122,34 @@ class Device:
 KNOWN_DEVICE = Device("cuda", is_half=True, zero_stage=0)
 
 
-@dataclass(frozen=True)
-class Tracer:
-    """Where traces of a model are kept, and what tells it from others."""
+def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> TracedStep:
+    """Return the traced step of a config.
 
-    model_config: Mapping[str, Any]  # config.json
-    folder: Path
-    environ: Mapping[str, str]
-
-    @classmethod
-    def of(cls, config: Config, model: ModelShape, environ: Mapping[str, str]) -> Self | None:
-        """Return the tracer of a run's model, None where the closed form has been shown to fit."""
-        if model.model_type in LLAMA_LIKE:
-            return None
-        name = config.model.name
-        known = None if Path(name).is_dir() else known_config(name)
-        facts = known or load_model_config(name, config.model.revision, environ)
-        return cls(facts, cache_folder(config) / "traces", environ)
-
-    def trace(self, config: Config, device: Device) -> TracedStep:
-        """Return the traced step of a config.
-
-        Raises: Uncounted with the reason why there is none.
-        """
-        if not backend_of(config).is_traceable:
-            raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
-        found = _shipped_trace(config, device)
-        if found is None:
-            request = {
-                "settings": traced_settings(config, device),
-                "config": dict(self.model_config),
-                "device": device.kind,
-                "zero_stage": device.zero_stage,
-            }
-            told = (
-                f"tracing a {config.tuning.mode} step of {config.model.name} without its weights, "
-                "once"
-            )
-            found = answer(TRACER, request, told, self.folder, self.environ)
-        return TracedStep.of(TypeAdapter(Trace).validate_python(found))
+    Raises: Uncounted with the reason why there is none.
+    """
+    if not backend_of(config).is_traceable:
+        raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
+    known = known_model(config.model.name)
+    if known is not None and device == KNOWN_DEVICE and has_liger():
+        traces = json.loads(KNOWN_TRACES.read_text(encoding="utf-8")).get(known.name, {})
+        asked = _settings(config, device)
+        for word, trace in traces.items():
+            if _settings(known_setting(known.name, word), device) == asked:
+                return _traced_step(trace)
+    model = config.model
+    facts = known.config if known else load_model_config(model.name, model.revision, environ)
+    request = {
+        "settings": traced_settings(config, device),
+        "config": dict(facts),
+        "device": device.kind,
+        "zero_stage": device.zero_stage,
+    }
+    told = f"tracing a {config.tuning.mode} step of {model.name} without its weights, once"
+    return _traced_step(answer(TRACER, request, told, cache_folder(config) / "traces", environ))
 
 
-def _shipped_trace(config: Config, device: Device) -> Mapping[str, Any] | None:
-    """Return the trace that ships of a well-known model with the settings of a run, else None."""
-    name = None if Path(config.model.name).is_dir() else known_name(config.model.name)
-    if name is None or device != KNOWN_DEVICE or not has_liger():
-        return None
-    traces = json.loads(KNOWN_TRACES.read_text(encoding="utf-8")).get(name, {})
-    asked = _settings(config, device)
-    for word, trace in traces.items():
-        if _settings(known_setting(name, word), device) == asked:
-            return trace
-    return None
+def _traced_step(trace: object) -> TracedStep:
+    return TracedStep.of(TypeAdapter(Trace).validate_python(trace))
 
 
 def known_setting(name: str, word: str) -> Config:
@@ -182,14 +157,14 @@ def known_setting(name: str, word: str) -> Config:
     return Config(model=ModelSection(name=name), tuning=KNOWN_TUNINGS[word])
 
 
-def traced_settings(config: Config, device: Device) -> dict[str, Any]:
+def traced_settings(config: Config, device: Device) -> dict[str, object]:
     """Return the settings that a trace is made with."""
     model = {"name": _resolved_name(config.model.name), "revision": config.model.revision}
     settings = _settings(config, device)
     return {**settings, "model": {**settings["model"], **model}}
 
 
-def _settings(config: Config, device: Device) -> dict[str, Any]:
+def _settings(config: Config, device: Device) -> dict[str, dict[str, object]]:
     """Return the settings that change what a step of a model holds beyond its rows."""
     unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
     return {
@@ -212,7 +187,7 @@ def _resolved_name(name: str) -> str:
 
 def answer(
     module: str,
-    request: Mapping[str, Any],
+    request: Mapping[str, object],
     told: str,
     folder: Path,
     environ: Mapping[str, str],
@@ -257,7 +232,7 @@ class _Counter:
         return cls(process, errors, os.getpid())
 
     def ask(self, line: str) -> str:
-        """Return the line that answers a line; "" where the process has ended.
+        """Return the line that answers a line; "" if the process has ended.
 
         Raises: Uncounted after SECONDS.
         """
@@ -285,7 +260,7 @@ class _Counter:
 _counters: dict[frozenset[tuple[str, str]], _Counter] = {}  # by their environment
 
 
-def _ask(module: str, request: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def _ask(module: str, request: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
     """Return {"answer": ...} or {"refused": reason} of `module.answer`, in another process.
 
     A process that answered earlier and has not ended yet is asked first.
@@ -304,7 +279,7 @@ def _ask(module: str, request: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what was kept, None where nothing was or where its file is damaged."""
+    """Return what was kept, None if nothing was or where its file is damaged."""
     try:
         kept = read_json(path)
     except FileNotFoundError:
@@ -315,7 +290,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return kept if isinstance(kept, dict) and kept.keys() & {"answer", "refused"} else None
 
 
-def _digest(module: str, request: Mapping[str, Any]) -> str:
+def _digest(module: str, request: Mapping[str, object]) -> str:
     text = json.dumps([module, request, _versions()], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -4,19 +4,18 @@ Imports no torch and reads no os.environ: the caller passes the environment in. 
 load where they are used.
 """
 
-import difflib
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.cards import CARDS
+from sft_play.errors import EnvironmentFault
+from sft_play.runs.metrics import GpuSample
 
 GIB = 2**30
 BF16_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16 tensor cores
@@ -102,58 +101,10 @@ def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -
     return Hardware("cuda" if gpus else "cpu", gpus, cpu_count(), host_memory().available_bytes)
 
 
-def parse(words: str) -> Hardware:
-    """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names.
-
-    All memory of its GPUs is free, and its host has as much RAM free as its GPUs have memory: hosts
-    with less are rare, and this host says nothing of that one. The cores are this host's. A size in
-    GiB stands for a GPU of that much usable memory and capability 8.0.
-
-    Raises: ConfigError for other words, with the nearest name.
-    """
-    if re.search("[+,&]", words):
-        hint = "a plan is for GPUs of one kind: count them all as the smallest, such as 3x4090"
-        raise ConfigError(f"GPUS={words}: {hint}")
-    match = re.fullmatch(r"\s*([0-9]{1,4})\s*[xX]\s*(\S.*?)\s*", words)
-    count, word = (int(match[1]), match[2]) if match else (1, words.strip())
-    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)GiB", word, re.IGNORECASE)
-    if size and float(size[1]) > 0:
-        total_bytes = int(float(size[1]) * GIB)
-        gpu = Gpu(0, f"GPU of {size[1]} GiB", total_bytes, total_bytes, BF16_CAPABILITY)
-    elif _card_key(word) in CARDS:
-        card = CARDS[_card_key(word)]
-        total_bytes = int(card.gib * GIB)
-        gpu = Gpu(0, card.name, total_bytes, total_bytes, card.capability)
-    else:
-        raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
-    if not match or count < 1:
-        raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
-    gpus = tuple(replace(gpu, index=index) for index in range(count))
-    return Hardware("cuda", gpus, cpu_count(), count * total_bytes)
-
-
-def _card_key(word: str) -> str:
-    """Return a card's name as CARDS spells it: `RTX 4090` is 4090, `RTX 6000 Ada` is 6000-ADA."""
-    name = re.sub(r"[\s_]+", "-", word.upper())
-    return re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", name).removesuffix("GB")
-
-
-def _card_hint(count: int, word: str) -> str:
-    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:G|GB)", word, re.IGNORECASE)
-    if size and float(size[1]) > 0:
-        return f"did you mean {count}x{size[1]}GiB?"
-    key = _card_key(word)
-    near = [name for name in CARDS if name.startswith(f"{key}-")]
-    near = near or difflib.get_close_matches(key, CARDS, n=1)
-    if near:
-        return f"did you mean {' or '.join(f'{count}x{name}' for name in near)}?"
-    return f"known are {', '.join(CARDS)}; any other goes by its memory, such as {count}x24GiB"
-
-
 def nvml_gpus(environ: Mapping[str, str]) -> VisibleGpus:
     """Return the GPUs that a CUDA program started in this environment sees.
 
-    A card in MIG mode counts as one whole GPU unless CUDA_VISIBLE_DEVICES names its instances.
+    A card in MIG mode counts as one GPU unless CUDA_VISIBLE_DEVICES names its instances.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -197,11 +148,35 @@ def nvml_session() -> Iterator[ModuleType]:
 
 
 def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
-    """Return NVML's answer, or None where this card, driver or container does not give it."""
+    """Return NVML's answer, or None if this card, driver or container does not give it."""
     try:
         return getattr(nvml, question)(*arguments)
     except nvml.NVMLError:
         return None
+
+
+def sample_gpus(uuid_of_rank: Mapping[int, str]) -> list[GpuSample]:
+    """Return the load of each rank's GPU now.
+
+    Raises: NvmlUnavailable.
+    """
+    samples = []
+    with nvml_session() as nvml:
+        for rank, uuid in uuid_of_rank.items():
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            rates = answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
+            memory = answer(nvml, "nvmlDeviceGetMemoryInfo", handle)
+            milliwatts = answer(nvml, "nvmlDeviceGetPowerUsage", handle)
+            celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
+            sample = GpuSample(
+                rank=rank,
+                busy_percent=rates and rates.gpu,
+                used_gib=memory and round((memory.total - memory.free) / GIB, 2),
+                watts=None if milliwatts is None else round(milliwatts / 1000),
+                celsius=celsius,
+            )
+            samples.append(sample)
+    return samples
 
 
 def _cure(nvml: ModuleType, error: Exception) -> str:
@@ -230,7 +205,7 @@ def _visible_handles(nvml: ModuleType, cards: Sequence[Any], visible: str | None
 def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     """Return which of a host's GPUs CUDA shows, in CUDA's order.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES, None where it is not set. CUDA, and torch after
+    `visible` is the value of CUDA_VISIBLE_DEVICES, None if it is not set. CUDA, and torch after
     it (torch.cuda._parse_visible_devices), reads numbers as strtoul does, so that `1a` is 1, and
     UUIDs by a prefix that only one GPU has. The first entry that names no GPU ends the list, and an
     entry that comes twice empties it.
@@ -243,7 +218,7 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     by_uuid = visible.startswith("GPU-")
     numbers: list[int] = []
     for entry in visible.split(","):
-        number = _number_of_uuid(entry, uuids) if by_uuid else _leading_number(entry)
+        number = _find_uuid(entry, uuids) if by_uuid else _leading_number(entry)
         if number is None or number >= len(uuids):
             break
         if number in numbers:
@@ -252,7 +227,7 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     return numbers
 
 
-def _number_of_uuid(entry: str, uuids: Sequence[str]) -> int | None:
+def _find_uuid(entry: str, uuids: Sequence[str]) -> int | None:
     """Return the number of the only GPU whose UUID begins so, else None."""
     if not entry.startswith("GPU-"):
         return None
@@ -325,8 +300,8 @@ def host_memory(
     total_bytes = memory.total
     available_bytes = memory.available
     for limit in _cgroup_limits(cgroups, membership):
-        total_bytes = min(total_bytes, limit.limit_bytes)
-        available_bytes = min(available_bytes, max(limit.limit_bytes - limit.used_bytes, 0))
+        total_bytes = min(total_bytes, limit.total_bytes)
+        available_bytes = min(available_bytes, limit.available_bytes)
     return HostMemory(total_bytes, available_bytes)
 
 
@@ -339,15 +314,8 @@ class CgroupFiles(NamedTuple):
     cache: str  # name of a line in memory.stat
 
 
-class CgroupLimit(NamedTuple):
-    """The memory of one group."""
-
-    limit_bytes: int
-    used_bytes: int
-
-
-def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[CgroupLimit]:
-    """Yield the limit of every memory cgroup around this process: its own and all above it."""
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[HostMemory]:
+    """Yield the limit of this process's memory cgroup and of all above it."""
     v1 = CgroupFiles(
         cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     )
@@ -372,7 +340,7 @@ def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
 
 
 def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups of a controller, its own and all above them."""
+    """Yield the folder of this process's cgroup of a controller, and of all above it."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -389,11 +357,12 @@ def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterato
                 yield folder
 
 
-def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[CgroupLimit]:
-    limit = (folder / files.limit).read_text().strip()
-    if limit == "max":
+def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[HostMemory]:
+    text = (folder / files.limit).read_text().strip()
+    if text == "max":
         return
+    limit_bytes = int(text)
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     # unused file cache counts as used, but is the first to go when memory runs short
-    cache_bytes = int(stat.get(files.cache, 0))
-    yield CgroupLimit(int(limit), int((folder / files.used).read_text()) - cache_bytes)
+    used_bytes = int((folder / files.used).read_text()) - int(stat.get(files.cache, 0))
+    yield HostMemory(limit_bytes, max(limit_bytes - used_bytes, 0))

@@ -6,13 +6,13 @@ tests/test_models_adapters.py holds the two against each other. No torch.
 """
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import HEADS
-from sft_play.plan.activations import FOUR_NORMS, working_of
+from sft_play.plan.activations import FOUR_NORMS, working_bytes
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import LAYER_NORMS, Layout, StepSpec
@@ -22,7 +22,7 @@ ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 # Where there is a trace (plan.counting), it says what is fused
 UNTRACED = "what its modules compute is found when the model is loaded"
-ALL_PARTS = "fused kernels"  # in place of a part, where one reason holds for all of them
+ALL_PARTS = "fused kernels"  # stands for all parts that one reason is given for
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
 ZERO_3 = "weights partitioned by ZeRO-3"
@@ -40,7 +40,6 @@ class FastSetup:
     is_gpu: bool
     is_half: bool  # matrix products in 16 bits
     zero_stage: int
-    has_liger: bool = True
     capability: tuple[int, int] | None = None  # of the GPU, where it is known
 
 
@@ -48,10 +47,10 @@ class FastSetup:
 class FastPlan:
     """The parts that are fused, and why the others are not."""
 
-    on: tuple[str, ...]
-    off: dict[str, str]
+    on: Collection[str]
+    off: Mapping[str, str]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return `fused kernels`, `fused kernels but for linears (...)` or `no fused kernels`."""
         if not self.on:
             return f"no fused kernels ({'; '.join(self.off.values())})"
@@ -70,18 +69,16 @@ def plan_kernels(setup: FastSetup) -> FastPlan:
         return FastPlan((), {ALL_PARTS: "train.fast_path=false"})
     if setup.model_type not in LLAMA_LIKE:
         return FastPlan((), {ALL_PARTS: UNTRACED})
-    on: list[str] = []
-    off: dict[str, str] = {}
-    for part, why_not in WHY_NOT.items():
-        reason = why_not(setup)
-        if reason is None:
-            on.append(part)
-        else:
-            off[part] = reason
-    reason = _why_not_mlp_linears(setup)
-    if reason is not None:
-        off[LINEARS_OF_MLP] = reason
-    return FastPlan(tuple(on), off)
+    reasons = {
+        "attention": _why_not_attention(setup),
+        "linears": _why_not_linears(setup),
+        "mlp": None,
+        "norms": _why_not_norms(setup),
+        "loss": _why_not_loss(setup),
+    }
+    on = tuple(part for part, reason in reasons.items() if reason is None)
+    reasons[LINEARS_OF_MLP] = _why_not_mlp_linears(setup)
+    return FastPlan(on, {part: reason for part, reason in reasons.items() if reason is not None})
 
 
 def is_fast(setup: FastSetup) -> bool:
@@ -123,7 +120,7 @@ def _why_not_attention(setup: FastSetup) -> str | None:
         return "its kernels compute in 16 bits"
     if setup.is_gpu and setup.capability is not None and setup.capability < MIN_CAPABILITY:
         return "its kernels need a GPU of capability 8.0"
-    if setup.is_gpu and not setup.has_liger:
+    if setup.is_gpu and not has_liger():
         return "liger-kernel is not installed"
     return None
 
@@ -165,19 +162,14 @@ def _targets(setup: FastSetup) -> set[str]:
 def _why_not_norms(setup: FastSetup) -> str | None:
     if has_packed_parts(setup):
         return ZERO_3
-    if setup.is_gpu and setup.has_liger:
+    if setup.is_gpu and has_liger():
         return None
-    if fuses_residual_adds(setup):
-        return None
-    return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
-
-
-def fuses_residual_adds(setup: FastSetup) -> bool:
-    """Return whether the norms of layers are fused with the residual adds before them."""
     saved = {name.rpartition(".")[2] for name in setup.config.tuning.lora.modules_to_save or ()}
     are_frozen = setup.config.tuning.mode != "full" and not saved & set(LAYER_NORMS)
-    # a norm behind attention or MLP is no norm of the residual stream
-    return are_frozen and setup.model_type not in FOUR_NORMS
+    # fused with the residual adds; a norm after attention or MLP is none of the residual stream
+    if are_frozen and setup.model_type not in FOUR_NORMS:
+        return None
+    return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
 
 
 def _why_not_loss(setup: FastSetup) -> str | None:
@@ -189,19 +181,6 @@ def _why_not_loss(setup: FastSetup) -> str | None:
     if tuning.mode != "full" and _targets(setup) & HEADS:
         return "the output head has adapters"
     return None
-
-
-def _always(_: FastSetup) -> str | None:
-    return None
-
-
-WHY_NOT: dict[str, Callable[[FastSetup], str | None]] = {
-    "attention": _why_not_attention,
-    "linears": _why_not_linears,
-    "mlp": _always,
-    "norms": _why_not_norms,
-    "loss": _why_not_loss,
-}
 
 
 def has_liger() -> bool:
@@ -228,15 +207,14 @@ class GraphSetup:
 
     config: Config
     ranks: Ranks
-    fused: Collection[str] | None  # parts; None: not known before the model is loaded
-    unfused: Mapping[str, str] = field(default_factory=dict)  # why other parts are not
+    kernels: FastPlan | None  # None: not known before the model is loaded
     is_recomputed: bool = False  # a layer, in the backward pass
 
 
 def records_graphs(setup: GraphSetup) -> bool:
     """Return whether layers are recorded; not where too little is known of the model."""
     is_asked = setup.config.train.cuda_graphs
-    return is_asked and setup.fused is not None and why_not_recorded(setup) is None
+    return is_asked and setup.kernels is not None and why_not_recorded(setup) is None
 
 
 def without_effect(setup: GraphSetup) -> str | None:
@@ -247,13 +225,13 @@ def without_effect(setup: GraphSetup) -> str | None:
 
 def graph_warnings(setup: GraphSetup, layout: Layout) -> list[str]:
     """Return what a plan says of train.cuda_graphs where nothing will be recorded."""
-    is_recomputed = layout.checkpointed_layers > 0
-    sentence = without_effect(replace(setup, is_recomputed=is_recomputed))
+    setup = replace(setup, is_recomputed=layout.checkpointed_layers > 0)
+    sentence = without_effect(setup)
     return [] if sentence is None else [sentence]
 
 
 def why_not_recorded(setup: GraphSetup) -> str | None:
-    """Return why layers are not recorded, None where nothing known is against it."""
+    """Return why layers are not recorded, None if nothing known is against it."""
     ranks, tuning = setup.ranks, setup.config.tuning
     reasons = {
         "the model is not on a GPU": ranks.device != "cuda",
@@ -264,31 +242,31 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
         "tuning.mode=full": tuning.mode == "full",
         f"tuning.lora.dropout={tuning.lora.dropout}": tuning.lora.dropout > 0,
         "train.neftune_noise_alpha": setup.config.train.neftune_noise_alpha is not None,
-        **_reasons_of_parts(setup),
+        **_unfused_reasons(setup.kernels),
         "layers are recomputed, as train.gradient_checkpointing says": setup.is_recomputed,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _reasons_of_parts(setup: GraphSetup) -> dict[str, bool]:
-    """Return what fused parts may have against a recording, and whether it holds."""
-    if setup.fused is None:
+def _unfused_reasons(kernels: FastPlan | None) -> dict[str, bool]:
+    """Return what fused parts may have against a recording, and whether it is so."""
+    if kernels is None:
         return {}
     reasons = {}
     for part, words in NEEDED.items():
-        why = setup.unfused.get(part) or setup.unfused.get(ALL_PARTS)
-        reasons[f"{words} ({why})" if why else words] = part not in setup.fused
+        why = kernels.off.get(part) or kernels.off.get(ALL_PARTS)
+        reasons[f"{words} ({why})" if why else words] = part not in kernels.on
     for part, words in HINDERING.items():
-        reasons[words] = part in setup.fused
+        reasons[words] = part in kernels.on
     return reasons
 
 
 def graph_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what recordings hold beside a step, from the first one to the end of the run.
+    """Return what recordings allocate beyond a step, from the first one to the end of the run.
 
     Their activations are in memory that nothing else may use, so while a recording is proven they
     are there twice. An H200 reserved 18.3 GiB in place of 10.2 for a 1B Llama and 4 rows of 2,048
-    tokens, of which this is 7.9. A recording of another shape has hidden states of its own.
+    tokens, of which this is 7.9. A recording of another shape has other hidden states.
     """
     if not step.records_graphs or layout.checkpointed_layers:
         return 0
@@ -296,4 +274,4 @@ def graph_bytes(step: StepSpec, layout: Layout) -> int:
     copies = HIDDEN_COPIES * recordings + 1  # those of the layers in a proof
     hidden = copies * layout.tokens * step.compute_bytes * step.model.hidden
     gradients = GRADIENT_COPIES * step.trained_bytes * step.trained_weights
-    return working_of(step, layout).backward + hidden + gradients
+    return working_bytes(step, layout).backward + hidden + gradients

@@ -1,7 +1,8 @@
 """What a plan is made from: config, model, processes and devices. Pure: no torch, no I/O."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from sft_play.config.backends import backend_of
 from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
@@ -9,13 +10,13 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule
 from sft_play.plan import activations, batch, cards, memory, placement, speed
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.counting import Device, Tracer, Uncounted
+from sft_play.plan.counting import Device, Uncounted, load_trace
 from sft_play.plan.fast import (
     NEEDED,
+    FastPlan,
     FastSetup,
     GraphSetup,
     fuses_loss,
-    has_liger,
     is_fast,
     plan_kernels,
     records_graphs,
@@ -23,7 +24,6 @@ from sft_play.plan.fast import (
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.speed import pair_cost
 from sft_play.plan.step import AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
@@ -44,8 +44,8 @@ class PlanInputs:
     offload_weights: bool  # of ZeRO-3
     budget_bytes: int  # that one rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
-    host_budget_bytes: int = 0  # that one rank may take beside its GPU
-    tracer: Tracer | None = None  # where the closed form has not been shown to fit the model
+    host_budget_bytes: int = 0  # that one rank may take of host memory
+    environ: Mapping[str, str] = field(default_factory=dict)
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float16: bool = False  # the half is float16, which scales the loss
@@ -65,7 +65,7 @@ class PlanInputs:
             layers=self.model.layers,
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
             in_one_row=self._takes_one_row,
-            pair_cost=self._pair_cost,
+            pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
             host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
@@ -75,16 +75,18 @@ class PlanInputs:
         """Whether the packed documents of a micro-batch may be one long row."""
         if isinstance(self.trace, TracedStep):
             return self.trace.in_one_row
-        if backend_of(self.config).has_own_kernels:
-            return True
-        is_known = self.model.model_type in LLAMA_LIKE
-        return is_known and "attention" in plan_kernels(self.fast_setup).on
+        return self.kernels is not None and "attention" in self.kernels.on
 
     @property
-    def _pair_cost(self) -> float:
-        """What attention between two tokens costs; see `flops.pair_cost`."""
-        step = self._step_in_closed_form
-        return pair_cost(self.model, None if step.is_full else step.active_adapter_weights)
+    def kernels(self) -> FastPlan | None:
+        """The fused parts, None if they are not known before the model is loaded."""
+        if isinstance(self.trace, TracedStep):
+            return FastPlan(self.trace.on, self.trace.off)
+        if backend_of(self.config).has_own_kernels:
+            return FastPlan(NEEDED, {})
+        if self.model.model_type not in LLAMA_LIKE:
+            return None
+        return plan_kernels(self.fast_setup)
 
     @property
     def fast_setup(self) -> FastSetup:
@@ -95,46 +97,23 @@ class PlanInputs:
             is_gpu=self.ranks.device == "cuda",
             is_half=self.is_half,
             zero_stage=self.zero_stage,
-            has_liger=has_liger(),
             capability=self.card.capability if self.card else None,
         )
 
     @cached_property
     def trace(self) -> TracedStep | str | None:
-        """The traced step, why there is none, or None where the closed form fits."""
-        if self.tracer is None or self.model.guess is not None:
+        """The traced step, why there is none, or None if the closed form fits."""
+        if self.model.model_type in LLAMA_LIKE or self.model.guess is not None:
             return self.model.guess
         device = Device(self.ranks.device, self.is_half, self.zero_stage)
         try:
-            return self.tracer.trace(self.config, device)
+            return load_trace(self.config, device, self.environ)
         except Uncounted as reason:
             return str(reason)
 
     @cached_property
     def step(self) -> StepSpec:
         """What each rank computes."""
-        step = self._step_in_closed_form
-        if isinstance(self.trace, TracedStep):
-            step = step.with_trace(self.trace)
-        else:
-            step = replace(step, untraced=self.trace)
-        return replace(step, records_graphs=records_graphs(self.graph_setup))
-
-    @cached_property
-    def graph_setup(self) -> GraphSetup:
-        """What is known of recording the layers, where none is recomputed."""
-        setup = GraphSetup(self.config, self.ranks, None)
-        if isinstance(self.trace, TracedStep):
-            return replace(setup, fused=self.trace.on, unfused=self.trace.off)
-        if backend_of(self.config).has_own_kernels:
-            return replace(setup, fused=NEEDED)
-        if self.model.model_type not in LLAMA_LIKE:
-            return setup
-        kernels = plan_kernels(self.fast_setup)
-        return replace(setup, fused=kernels.on, unfused=kernels.off)
-
-    @property
-    def _step_in_closed_form(self) -> StepSpec:
         tuning = self.config.tuning
         train = self.config.train
         compute_bytes = 2 if self.is_half else 4
@@ -142,7 +121,7 @@ class PlanInputs:
         targets = tuning.lora.target_modules
         is_gpu = self.ranks.device == "cuda"
         eval_batch_size = None if train.eval_batch_size == "auto" else train.eval_batch_size
-        return StepSpec(
+        step = StepSpec(
             model=self.model,
             mode=tuning.mode,
             compute_bytes=compute_bytes,
@@ -164,8 +143,17 @@ class PlanInputs:
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
             layers_by_gpu=self.layers_by_gpu,
-            is_float8=self.config.tuning.has_float8_base,
+            is_float8=tuning.has_float8_base,
+            records_graphs=records_graphs(self.graph_setup),
         )
+        if isinstance(self.trace, TracedStep):
+            return step.with_trace(self.trace)
+        return replace(step, untraced=self.trace)
+
+    @property
+    def graph_setup(self) -> GraphSetup:
+        """What is known of recording the layers, where none is recomputed."""
+        return GraphSetup(self.config, self.ranks, self.kernels)
 
     @property
     def offloads_activations(self) -> bool:
@@ -185,10 +173,10 @@ class PlanInputs:
 
     def fits(self, layout: Layout) -> bool:
         """Return whether a step is expected to fit."""
-        return memory.step_bytes(self.step, layout).predicted_peak <= self.budget_bytes
+        return memory.peak_bytes(self.step, layout) <= self.budget_bytes
 
     def speed(self, layout: Layout) -> speed.Speed | None:
-        """Return the speed where all rows are full; None where nothing is known of the device."""
+        """Return the speed where all rows are full; None if nothing is known of the device."""
         work = speed.full_rows(layout)
         return speed.predict(self.step, layout, work, self.card, self.ranks.nodes)
 
@@ -198,10 +186,7 @@ def choose_layout(inputs: PlanInputs) -> Layout:
 
     Raises: ConfigError when the user's numbers contradict each other.
     """
-
-    def peak_bytes(layout: Layout) -> int:
-        return memory.step_bytes(inputs.step, layout).predicted_peak
-
+    peak_bytes = partial(memory.peak_bytes, inputs.step)
     chosen = batch.choose(inputs.request, peak_bytes, inputs.budget_bytes)
     return chosen or batch.smallest(inputs.request)
 
@@ -217,9 +202,7 @@ def with_placement(inputs: PlanInputs) -> PlanInputs:
     if gpus == 1:
         return replace(inputs, layers_by_gpu=())
     if isinstance(rule, dict):
-        return replace(
-            inputs, layers_by_gpu=placement.counts(placement.layers_of_map(rule, layers))
-        )
+        return replace(inputs, layers_by_gpu=placement.counts(placement.map_layers(rule, layers)))
     fewest = -(-layers // gpus)
     if rule != "sequential":
         return _with_layers_placed(inputs, rule, fewest)
@@ -271,9 +254,9 @@ def _with_offloading_set(inputs: PlanInputs, is_on: bool) -> PlanInputs:
 
 
 def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
-    """Return why a layout is not expected to fit, None where it is."""
+    """Return why a layout is not expected to fit, None if it is."""
     request = inputs.request
-    peak_bytes = memory.step_bytes(inputs.step, layout).predicted_peak
+    peak_bytes = memory.peak_bytes(inputs.step, layout)
     if peak_bytes <= inputs.budget_bytes:
         return None
     needed = f"{peak_bytes / GIB:.2f} GiB"
@@ -305,7 +288,7 @@ def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
     if offloaded.request.gradient_checkpointing == "auto" and layout.checkpointed_layers > 1:
         # the last layer, kept, is freed before another is recomputed
         layouts.append(replace(layout, checkpointed_layers=layout.checkpointed_layers - 1))
-    needed_bytes = min(memory.step_bytes(offloaded.step, each).predicted_peak for each in layouts)
+    needed_bytes = min(memory.peak_bytes(offloaded.step, each) for each in layouts)
     if needed_bytes >= peak_bytes:
         return ""
     return f", {needed_bytes / GIB:.2f} GiB with TRAIN_ACTIVATION_OFFLOADING=true"
@@ -313,32 +296,23 @@ def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
 
 def offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
     """Return what to know of offloaded weights and activations."""
-    return _of_weights(inputs, layout) + _of_activations(inputs, layout)
-
-
-def _of_weights(inputs: PlanInputs, layout: Layout) -> list[str]:
-    """Say where weights that shall wait in host memory have no room there."""
-    needed = memory.host_bytes(inputs.step, layout)
-    remedy = "set TUNING_MODE=qlora, or use more machines"
-    return _without_room("train.fsdp_offload", needed, inputs, remedy)
-
-
-def _of_activations(inputs: PlanInputs, layout: Layout) -> list[str]:
-    """Say where activations that shall be offloaded have no room on the host, or need none."""
-    if inputs.config.train.activation_offloading is not True:
-        return []
-    if not inputs.can_offload_activations:
-        return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
-    needed = activations.offloaded_bytes(inputs.step, layout)
-    remedy = "set a smaller MODEL_MAX_SEQ_LEN"
-    return _without_room("train.activation_offloading", needed, inputs, remedy)
-
-
-def _without_room(setting: str, needed: int, inputs: PlanInputs, remedy: str) -> list[str]:
-    """Say that a setting needs more host memory than there is, and what to do; else nothing."""
-    if needed <= inputs.host_budget_bytes:
-        return []
-    return [
-        f"{setting}=true needs {needed / memory.GIB:.1f} GiB of host memory for each process, "
-        f"and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; {remedy}"
-    ]
+    step = inputs.step
+    weights = memory.host_bytes(step, layout)
+    inputs_of_layers = activations.offloaded_bytes(step, layout)
+    offloaded = (
+        ("train.fsdp_offload", weights, "set TUNING_MODE=qlora, or use more machines"),
+        ("train.activation_offloading", inputs_of_layers, "set a smaller MODEL_MAX_SEQ_LEN"),
+    )
+    warnings = []
+    for setting, needed, remedy in offloaded:
+        if needed > inputs.host_budget_bytes:
+            warnings.append(
+                f"{setting}=true needs {needed / GIB:.1f} GiB of host memory for each process, "
+                f"and {inputs.host_budget_bytes / GIB:.1f} GiB are there; {remedy}"
+            )
+    wants_offloading = inputs.config.train.activation_offloading is True
+    if wants_offloading and not inputs.can_offload_activations:
+        warnings.append(
+            "train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"
+        )
+    return warnings

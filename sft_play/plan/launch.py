@@ -1,4 +1,4 @@
-"""The launch command as data, the one place that executes it, and the batch script of Slurm."""
+"""The launch command as data, the only code that executes it, and the batch script of Slurm."""
 
 import math
 import os
@@ -134,7 +134,7 @@ def interface_to(address: str) -> str | None:
 
 
 def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the ranks need beside the user's environment.
+    """Return what the ranks need in addition to the user's environment.
 
     Except for the device, what the user set himself stands.
     """
@@ -158,7 +158,7 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
             "DS_ACCELERATOR": "cpu",
         }
         if "OMP_WAIT_POLICY" not in environ:
-            # threads that spin while they wait slowed generation 60-fold beside a busy program
+            # threads that spin while they wait slowed generation 60-fold next to a busy program
             defaults["GOMP_SPINCOUNT"] = "20000"
     if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
         # gloo takes the address of the host's name, which on many clusters is a loopback's

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
     layer_working_bytes,
-    working_of,
+    working_bytes,
 )
 from sft_play.plan.devices import GIB
 from sft_play.plan.fast import graph_bytes
@@ -21,17 +21,7 @@ from sft_play.plan.step import Layout, StepSpec
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
-# Optimizer state for each float32 weight
-ADAM_BYTES = {
-    "adamw_torch": 8,
-    "adamw_torch_fused": 8,
-    "paged_adamw_32bit": 8,
-    "adamw_8bit": 2,
-    "paged_adamw_8bit": 2,
-    "sgd": 0,
-}
-TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
-GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, beside the allocator: three runs
+GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, outside the allocator: three runs
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
@@ -51,8 +41,8 @@ class PhaseBytes:
     logits: int = 0
     buckets: int = 0
     context: int = 0
-    gathered: int = 0  # whole layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
-    graphs: int = 0  # activations in the memory of recorded layers, beside those of the layers
+    gathered: int = 0  # full layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
+    graphs: int = 0  # activations in the memory of recorded layers, on top of those of the layers
     measured_beyond: int = 0  # by a probe, beyond the components above
 
     @property
@@ -99,7 +89,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     """Return the bytes of one rank in each phase.
 
     ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3. FSDP divides
-    base weights, and what trains them; every rank holds adapters whole. Of a model that is placed
+    base weights, and what trains them; every rank stores all adapters. Of a model that is placed
     on several GPUs they are those of the GPU that needs most.
     """
     if step.layers_by_gpu:
@@ -108,7 +98,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
             {name: max((part.phases[name] for part in parts), key=_total) for name in PHASES}
         )
     held = _held(step, layout)
-    working = working_of(step, layout)
+    working = working_bytes(step, layout)
     forward = replace(
         _computing(step, held),
         gradients=_gradients_in_forward(step, layout, held),
@@ -116,7 +106,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         logits=working.forward_logits,
     )
     whole = 0
-    if step.zero_stage == 3 and step.is_full:  # the whole model, on the rank that saves it
+    if step.zero_stage == 3 and step.is_full:  # the full model, on the rank that saves it
         shard = step.weight_bytes * step.model.parameters // layout.world_size
         whole = shard * (layout.world_size - 1)
     phases = {
@@ -130,6 +120,11 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     for name in PHASES[1:]:
         phases[name] = replace(phases[name], graphs=graph_bytes(step, layout))
     return StepBytes(phases)
+
+
+def peak_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return the bytes of one rank in the phase that needs most."""
+    return step_bytes(step, layout).predicted_peak
 
 
 def _total(phase: PhaseBytes) -> int:
@@ -159,7 +154,7 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
     if step.layers_by_gpu:
         return min(evaluation_rows(*part) for part in parts_by_gpu(step, layout))
     unpacked = layout.unpacked()
-    working = working_of(step, unpacked)
+    working = working_bytes(step, unpacked)
     free_bytes = working.backward + working.forward_logits
     for rows in range(layout.batch_size, 1, -1):
         if evaluation_logit_bytes(step, rows * layout.max_seq_len) <= free_bytes:
@@ -187,7 +182,7 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
-    """Weights as they are read: below stage 3 ZeRO reads them whole, then converts their type."""
+    """Weights as they are read: below stage 3 ZeRO reads them in full, then converts their type."""
     weights = held.weights
     if step.is_fsdp and not step.is_quantised:  # each rank reads its own part
         return PhaseBytes(
@@ -216,7 +211,7 @@ def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
     """Return the moments of the backward pass that may hold most: its begin and its end."""
     held = _held(step, layout)
     computing = _computing(step, held)
-    working = working_of(step, layout)
+    working = working_bytes(step, layout)
     begin = replace(
         computing,
         gradients=_gradients_in_forward(step, layout, held),
@@ -258,7 +253,7 @@ def _computing(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
 
 
 def _gradients_in_forward(step: StepSpec, layout: Layout, held: PhaseBytes) -> int:
-    """Gradients of earlier micro-batches, or in buffers of their own.
+    """Gradients of earlier micro-batches, or in separate buffers.
 
     Others come as activations go, in their place.
     """
@@ -278,11 +273,6 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     if step.zero_stage and step.is_half:  # DeepSpeed converts the weights themselves
         weight_bytes = step.compute_bytes
         adapter_bytes = 2 if step.zero_stage < 3 else 4  # at stage 3 only what it has loaded
-    state_bytes = ADAM_BYTES[step.optim]
-    if step.zero_stage:
-        state_bytes += 4  # DeepSpeed's float32 copy of what it trains
-    elif step.optim in TORCH_ADAM:
-        state_bytes = 2 * step.trained_bytes
     buckets = 0
     if step.zero_stage:
         buckets = OFFLOAD_BUCKET_BYTES
@@ -290,7 +280,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
         buckets = step.trained_bytes * trained
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
-    optimizer = state_bytes * trained // optimizer_shards
+    optimizer = (step.moment_bytes + step.master_bytes) * trained // optimizer_shards
     gradients = step.trained_bytes * trained // gradient_shards
     on_host = step.is_gpu and step.offloads_training
     return PhaseBytes(
@@ -312,27 +302,27 @@ def host_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _gathered(step: StepSpec) -> int:
-    """Bytes that a rank holds whole beside its part of the weights while it computes."""
+    """Bytes of gathered weights on a rank, in addition to its shard, while it computes."""
     if step.is_fsdp:
         return _gathered_layers(step)
     return _fetched_weights(step) if step.zero_stage == 3 else 0
 
 
 def _fetched_weights(step: StepSpec) -> int:
-    """Bytes that ZeRO-3 holds beside its shares while it computes.
+    """Bytes that ZeRO-3 gathers in addition to its shards while it computes.
 
     These are the output head, a layer and the pieces that it is put together from, what is fetched
     ahead, and the last layers where the backward pass needs them again soon. Adapters are small
-    enough to stay whole.
+    enough to stay gathered.
 
-    Every module that runs fetches ahead, not only every layer, so more and more is whole until it
-    is `fetching.live`: DeepSpeed's fetch_sub_module takes the next parameters while less than
+    Every module that runs fetches ahead, not only every layer, so more and more is gathered up
+    to `fetching.live`: DeepSpeed's fetch_sub_module takes the next parameters while less than
     stage3_max_live_parameters are available. The last of them may be the head, which goes beyond.
     """
     model = step.model
     head = model.vocab * model.hidden
     layer = model.block_weights // model.layers
-    # between its two passes a layer waits for those behind it and the head, each of them twice
+    # between its two passes a layer waits for those above it and the head, each of them twice
     reused = min(max(0, step.fetching.reuse // 2 - head), model.block_weights - layer)
     fetched = min(step.fetching.ahead, model.block_weights - layer)
     in_layers = 2 * layer + fetched + reused
@@ -343,9 +333,9 @@ def _fetched_weights(step: StepSpec) -> int:
 
 
 def _gathered_layers(step: StepSpec) -> int:
-    """Bytes that FSDP holds beside its shares while it computes.
+    """Bytes that FSDP gathers in addition to its shards while it computes.
 
-    These are the output head, which stays whole from the forward to the backward pass, and a few
+    These are the output head, which stays gathered from the forward to the backward pass, and a few
     layers. A full run also has the gradients of the head or of two layers, and copies of them to be
     summed in float32.
     """

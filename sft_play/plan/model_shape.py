@@ -21,7 +21,10 @@ REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
 # what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 OPTIONAL = (
-    *("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
     "model_type",
 )
 # what config.json has beside a language model's sizes where the model also reads something else
@@ -49,7 +52,7 @@ class ModelShape:
     head_dim: int  # features of a head
     is_tied: bool  # the output head shares the embedding's weights
     model_type: str = ""  # as config.json names the architecture, of a composite one its text part
-    composite: str | None = None  # the class of a model that has towers beside its text part
+    composite: str | None = None  # the class of a model that has towers next to its text part
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
 
@@ -142,17 +145,17 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
 
 
 def is_composite(config: ModelConfigJson) -> bool:
-    """Return whether a config.json describes a language model with towers beside it."""
+    """Return whether a config.json describes a language model with towers."""
     return any(isinstance(config.get(key), Mapping) for key in TOWERS)
 
 
 def _widest(sizes: int | Sequence[int] | None) -> int | None:
-    """Return a size of all layers; the largest where each has its own, as in Gemma 3n."""
+    """Return a size of all layers; the largest where each has another, as in Gemma 3n."""
     return max(sizes, default=None) if isinstance(sizes, Sequence) else sizes
 
 
 def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
-    """Return the sizes by the model's class, {} where transformers has no such class.
+    """Return the sizes by the model's class, {} if transformers has no such class.
 
     The class knows what config.json leaves out (Gemma 3) or names differently (GPT-2).
     """
@@ -172,7 +175,7 @@ def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> M
 
     Raises: EnvironmentFault when it is in none of these places.
     """
-    known = None if Path(name).is_dir() else _known(name)
+    known = known_model(name)
     if known is not None:  # before the cache: the plan of a shipped config is the same everywhere
         return replace(shape_of(known.config, name), structure=known.structure)
     return shape_of(load_model_config(name, revision, environ), name)
@@ -192,7 +195,7 @@ def load_model_config(
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None where nobody says.
+    """Return the tokens of the longest sequence that a model can take, None if nobody says.
 
     A rope that is stretched by model.rope_scaling counts.
 
@@ -210,17 +213,17 @@ def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: b
     longest = _longest(_text_part(config))
     if model.rope_scaling.rope_type is None or longest is None:
         return positions_of(config)
-    return stretch(_rope_of(_text_part(config)), longest, model.rope_scaling).positions
+    return stretch(_read_rope(_text_part(config)), longest, model.rope_scaling).positions
 
 
 def positions_of(config: ModelConfigJson) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None where it says nothing.
+    """Return the tokens of the longest sequence that a model can take, None if it says nothing.
 
     A rope that is stretched by a factor takes as much more than the sequences it began with.
     """
     text = _text_part(config)
     positions = _longest(text)
-    rope = _rope_of(text)
+    rope = _read_rope(text)
     factor = rope.get("factor")
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "dynamic":  # config.json has the length that it begins at
@@ -235,37 +238,17 @@ def _text_part(config: ModelConfigJson) -> ModelConfigJson:
 
 
 def _longest(text: ModelConfigJson) -> int | None:
-    """Return the positions that a config.json names, None where it names none."""
+    """Return the positions that a config.json names, None if it names none."""
     return next((text[key] for key in POSITIONS if isinstance(text.get(key), int)), None)
 
 
-def _rope_of(text: ModelConfigJson) -> ModelConfigJson:
+def _read_rope(text: ModelConfigJson) -> ModelConfigJson:
     """Return the rope of a config.json, of earlier versions of transformers too."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return {"rope_type": rope.get("type", "default"), **rope}
 
 
-def known_config(name: str) -> ModelConfigJson | None:
-    """Return the sizes of a well-known model as its config.json has them, None for any other.
-
-    The case of the name does not matter.
-    """
-    known = _known(name)
-    return None if known is None else known.config
-
-
-def known_name(name: str) -> str | None:
-    """Return the name that a well-known model's shape has in the file, None for any other."""
-    known = _known(name)
-    return None if known is None else known.name
-
-
-def known_models() -> dict[str, ModelConfigJson]:
-    """Return the configs of all well-known models by name."""
-    return {name: known.config for name, known in _known_models().items()}
-
-
-class _KnownModel(NamedTuple):
+class KnownModel(NamedTuple):
     """The sizes of a well-known model, and what was counted where these do not say it all."""
 
     name: str  # of several models of one shape, the first in the file
@@ -273,25 +256,28 @@ class _KnownModel(NamedTuple):
     structure: Structure | None
 
 
-def _known(name: str) -> _KnownModel | None:
-    for known, model in _known_models().items():
+def known_model(name: str) -> KnownModel | None:
+    """Return a well-known model by its name in any case, None for any other and for a folder."""
+    if Path(name).is_dir():
+        return None
+    for known, model in known_models().items():
         if known.lower() == name.lower():
             return model
     return None
 
 
 @cache
-def _known_models() -> dict[str, _KnownModel]:
+def known_models() -> dict[str, KnownModel]:
     """Return all well-known models by name.
 
     The file has each shape once; models of the same shape are its list `also`.
     """
-    models: dict[str, _KnownModel] = {}
+    models: dict[str, KnownModel] = {}
     for name, config in json.loads(KNOWN.read_text(encoding="utf-8")).items():
         others = config.pop("also", [])
         counted = config.pop("structure", None)
         structure = None if counted is None else structure_from_json(counted)
-        models.update(dict.fromkeys([name, *others], _KnownModel(name, config, structure)))
+        models.update(dict.fromkeys([name, *others], KnownModel(name, config, structure)))
     return models
 
 

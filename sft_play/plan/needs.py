@@ -16,7 +16,7 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.cards import Card
-from sft_play.plan.devices import Hardware
+from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.ranks import Ranks
 
@@ -54,21 +54,29 @@ def _require_flash_attention(loaded: LoadedConfig, hardware: Hardware) -> None:
     instead = "set MODEL_ATTN_IMPLEMENTATION=auto, whose kernels need no package"
     if hardware.kind != "cuda":
         raise EnvironmentFault(f"{asked}: {needed}, and no GPU is usable here; {instead}")
-    for gpu in hardware.gpus:
-        if gpu.capability < FLASH2_CAPABILITY:
-            found = ".".join(map(str, gpu.capability))
-            raise EnvironmentFault(
-                f"{asked}: cuda:{gpu.index} {gpu.name} has capability {found}, and {needed}; "
-                f"{instead}"
-            )
-    if _are_here(hardware) and _version(FLASH2) is None:
+    gpu = _first_below(FLASH2_CAPABILITY, hardware)
+    if gpu is not None:
+        raise EnvironmentFault(
+            f"{asked}: cuda:{gpu.index} {gpu.name} has capability {_capability(gpu)}, and "
+            f"{needed}; {instead}"
+        )
+    if _gpus_here(hardware) and _version(FLASH2) is None:
         raise EnvironmentFault(
             f"{asked}: {FLASH2} is not installed; run {INSTALL_FLASH2}, or {instead}"
         )
 
 
-def _are_here(hardware: Hardware) -> bool:
-    return any(gpu.uuid for gpu in hardware.gpus)  # those of a plan for others have none
+def _first_below(capability: tuple[int, int], hardware: Hardware) -> Gpu | None:
+    return next((gpu for gpu in hardware.gpus if gpu.capability < capability), None)
+
+
+def _capability(gpu: Gpu) -> str:
+    return ".".join(map(str, gpu.capability))
+
+
+def _gpus_here(hardware: Hardware) -> list[Gpu]:
+    """Return the GPUs of this machine; those that GPUS names have no UUID."""
+    return [gpu for gpu in hardware.gpus if gpu.uuid]
 
 
 def _version(package: str) -> str | None:
@@ -82,11 +90,6 @@ def _version(package: str) -> str | None:
 FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with float8 tensor cores
 
 
-def supports_float8(hardware: Hardware) -> bool:
-    """Return whether every GPU here multiplies float8 numbers; a CPU computes what they would."""
-    return all(gpu.capability >= FLOAT8_CAPABILITY for gpu in hardware.gpus)
-
-
 def may_be_float8(config: Config, card: Card | None) -> bool:
     """Return whether a run that has no float8 base could have one on GPUs of a known card."""
     if card is None or card.capability < FLOAT8_CAPABILITY or config.tuning.has_float8_base:
@@ -97,15 +100,17 @@ def may_be_float8(config: Config, card: Card | None) -> bool:
 
 
 def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
-    """Raise EnvironmentFault where a base in float8 is asked for and a GPU has no float8."""
-    if not loaded.config.tuning.has_float8_base or supports_float8(hardware):
-        return
-    gpu = next(gpu for gpu in hardware.gpus if gpu.capability < FLOAT8_CAPABILITY)
-    raise EnvironmentFault(
-        f"{loaded.described('tuning.base_dtype')}: cuda:{gpu.index} {gpu.name} has capability "
-        f"{gpu.capability[0]}.{gpu.capability[1]}, and float8 products need 8.9 (Ada, Hopper and "
-        "later); set TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
-    )
+    """Raise EnvironmentFault where a base in float8 is asked for and a GPU has no float8.
+
+    A CPU computes what they would.
+    """
+    gpu = _first_below(FLOAT8_CAPABILITY, hardware)
+    if loaded.config.tuning.has_float8_base and gpu is not None:
+        raise EnvironmentFault(
+            f"{loaded.described('tuning.base_dtype')}: cuda:{gpu.index} {gpu.name} has capability "
+            f"{_capability(gpu)}, and float8 products need 8.9 (Ada, Hopper and later); set "
+            "TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
+        )
 
 
 def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
@@ -142,7 +147,7 @@ def why_no_kernels(capability: tuple[int, int], triton: str | None) -> str | Non
 def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
     """Return what is to be said of recurrent layers on the GPUs of this machine."""
     layers = model.counts.recurrent_layers
-    here = [gpu for gpu in hardware.gpus if gpu.uuid]  # others have none
+    here = _gpus_here(hardware)
     if not layers or not here:
         return []
     reason = MISSING
@@ -202,7 +207,7 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
 def needs_boundaries(attn_implementation: str, has_fast_attention: bool = False) -> bool:
     """Return whether a packed batch has to name the boundaries of its documents.
 
-    Flash attention and our own work by them; sdpa and eager find them in position ids, in any
+    Flash attention and our kernels work by them; sdpa and eager find them in position ids, in any
     batch.
     """
     return has_fast_attention or attn_implementation not in ("auto", "sdpa", "eager")
@@ -242,7 +247,7 @@ def slow_switches(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _unread_because(name: str, config: Config, ranks: Ranks) -> str | None:
-    """Return why a run does not read a variable, None where it may."""
+    """Return why a run does not read a variable, None if it may."""
     backend = config.tuning.backend
     if name.startswith("UNSLOTH_") and name != FORCE_SINGLE and backend != "unsloth":
         return f"tuning.backend={backend}, and TUNING_BACKEND=unsloth reads it"

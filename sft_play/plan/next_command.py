@@ -134,7 +134,7 @@ def after_out_of_memory(
 
 
 def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, object]:
-    """Return the settings with which `phase` needs less; {} where only more GPUs help."""
+    """Return the settings with which `phase` needs less; {} if only more GPUs help."""
     layout = plan.layout
     eval_batch_size = config.train.eval_batch_size
     if phase == "evaluation" and isinstance(eval_batch_size, int) and eval_batch_size > 1:
@@ -144,7 +144,8 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
         return _halved(plan)
     if is_micro_batch and plan.checkpointing != "full":
         return {"train.gradient_checkpointing": True}
-    if is_micro_batch and _can_offload_activations(config, plan):
+    can_offload = plan.ranks.device == "cuda" and backend_of(config).recomputes_by_layer
+    if is_micro_batch and can_offload and not plan.step.offload_activations:
         return {"train.activation_offloading": True}
     depends_on_rows = is_micro_batch or phase == "evaluation"
     if depends_on_rows and config.model.max_seq_len > 1:
@@ -164,11 +165,6 @@ def _divided(config: Config) -> dict[str, object]:
         "train.grad_accum": "auto",
         "train.strategy": "zero3" if is_zero else "fsdp",
     }
-
-
-def _can_offload_activations(config: Config, plan: RunPlan) -> bool:
-    is_possible = plan.ranks.device == "cuda" and backend_of(config).recomputes_by_layer
-    return is_possible and not plan.step.offload_activations
 
 
 def _halved(plan: RunPlan) -> dict[str, object]:

@@ -12,7 +12,6 @@ from sft_play.config.sections.model import MapRule
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.structure import Structure
-from sft_play.plan.traced import TracedStep
 
 # The last words of modules that hold all layers: of most models, GPT-2, MPT, BLOOM, and so on
 CONTAINERS = frozenset(
@@ -54,10 +53,10 @@ def _filled(sizes: Sequence[int], limit: int) -> list[int]:
 def places_by_rule(
     rule: MapRule, before: int, layers: Sequence[int], behind: int, gpus: int, most_layers: int
 ) -> list[int]:
-    """Return the GPU of what comes before the layers, of each layer, and of what comes behind.
+    """Return the GPU of what comes before the layers, of each layer, and of what comes after them.
 
     `before`, `layers` and `behind` are bytes of weights. `most_layers` is how many layers of a
-    training step fit on one GPU, which sequential fills; 0 where no step is planned.
+    training step fit on one GPU, which sequential fills; 0 if no step is planned.
     """
     if gpus == 1:
         return [0] * (len(layers) + 2)
@@ -69,7 +68,7 @@ def places_by_rule(
     return spread([before, *layers, behind], gpus)
 
 
-def layers_of_map(devices: Mapping[str, int | str], layers: int) -> list[int]:
+def map_layers(devices: Mapping[str, int | str], layers: int) -> list[int]:
     """Return the GPU of each layer by a mapping of module names, as far as the names tell.
 
     The mapping is checked against the model's modules where it is loaded.
@@ -114,16 +113,20 @@ def parts_by_gpu(step: StepSpec, layout: Layout) -> list[tuple[StepSpec, Layout]
 
 
 def _part(step: StepSpec, layers: int) -> StepSpec:
-    share = layers / step.model.layers
-    traced = None if step.traced is None else _part_of_trace(step.traced, share)
-    return replace(step, model=_part_of_model(step.model, layers), traced=traced, layers_by_gpu=())
-
-
-def _part_of_model(model: ModelShape, layers: int) -> ModelShape:
+    """Return the step of some of the layers, and of one matrix of the vocabulary."""
+    model, traced = step.model, step.traced
+    share = layers / model.layers
     structure = model.structure
     if structure is not None:
-        structure = _part_of_structure(structure, model, layers / model.layers)
-    return replace(model, layers=layers, is_tied=True, structure=structure)
+        structure = _part_of_structure(structure, model, share)
+    if traced is not None:
+        traced = replace(
+            traced,
+            plain=traced.plain.with_kept_share(share),
+            checkpointed=traced.checkpointed.with_kept_share(share),
+        )
+    part = replace(model, layers=layers, is_tied=True, structure=structure)
+    return replace(step, model=part, traced=traced, layers_by_gpu=())
 
 
 def _part_of_structure(structure: Structure, model: ModelShape, share: float) -> Structure:
@@ -143,10 +146,3 @@ def _part_of_structure(structure: Structure, model: ModelShape, share: float) ->
         parameters=part.product_weights + others - head,
         active_parameters=part.active_product_weights + active - head,
     )
-
-
-def _part_of_trace(traced: TracedStep, share: float) -> TracedStep:
-    """Return the trace of a share of the layers: what they keep is as much less."""
-    plain = traced.plain.with_kept_share(share)
-    checkpointed = traced.checkpointed.with_kept_share(share)
-    return replace(traced, plain=plain, checkpointed=checkpointed)

@@ -60,7 +60,7 @@ class ProbeReport:
     points: tuple[Point, ...]  # the two that were fitted first, where there are two
     predicted_before: Mapping[str, int]  # bytes of each phase by the closed form
     predicted_after: Mapping[str, int] | None  # by what was measured; None without a GPU
-    verified_bytes: int | None  # of the chosen step, measured; None where it was not
+    verified_bytes: int | None  # of the chosen step, measured; None if it was not
     seconds: float
     cached: bool  # points of an earlier probe sufficed
     changed: bool  # another batch was chosen than planned
@@ -187,7 +187,7 @@ def context_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def unmeasured_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what a step takes beside a point: the context, and CUDA graphs recorded later."""
+    """Return what a step takes beyond a point: the context, and CUDA graphs recorded later."""
     return context_bytes(step, layout) + graph_bytes(step, layout)
 
 
@@ -240,7 +240,7 @@ def digest_of_code() -> str:
 def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:
     """Return the points of an earlier probe, the two of its fit first.
 
-    None where there was no probe, or its file is damaged.
+    None if there was no probe, or its file is damaged.
     """
     path = folder / f"{fingerprint}.json"
     try:

@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a first look at the training rows tells."""
+    """What a first read of the training rows tells."""
 
     rows: int  # of an epoch
     lengths: tuple[int, ...]  # tokens of some rows, shortest first; at least one
@@ -94,7 +94,7 @@ def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
 
 
 def depends_on_rows(config: Config) -> bool:
-    """Return whether some auto needs a look at the rows."""
+    """Return whether some auto needs a read of the rows."""
     return "auto" in (config.train.epochs, config.model.max_seq_len)
 
 
@@ -113,7 +113,7 @@ def choose_learning_rate(mode: str, parameters: int | None) -> Choice:
     if parameters is None:
         return Choice(rates[0][1], f"{mode}, of a model of unknown size")
     rate = next(rate for below, rate in rates if parameters < below)
-    return Choice(rate, f"{mode} of {count_in_words(parameters)} weights")
+    return Choice(rate, f"{mode} of {format_count(parameters)} weights")
 
 
 def choose_epochs(facts: RowFacts | str) -> Choice:
@@ -143,7 +143,7 @@ def choose_max_seq_len(
     shortest = max(SHORTEST_LIMIT, round_up(2 * generated_tokens))
     if isinstance(facts, str):
         return Choice(int(min(max(shortest, ASSUMED_LIMIT), limit)), f"assumed, as {facts}")
-    needed = _tokens_of_almost_all(facts.lengths)
+    needed = _covering_tokens(facts.lengths)
     reason = f"{_share(facts, needed)} have at most {needed:,} tokens"
     if facts.uncounted_because:
         reason = f"by their characters {reason}, as {facts.uncounted_because}"
@@ -183,21 +183,21 @@ def foreign_recipe(loaded: LoadedConfig) -> list[str]:
     ]
 
 
-def count_in_words(number: float) -> str:
+def format_count(number: float) -> str:
     """Return a large number as `1.54 billion` or `2.7 million`."""
     if number >= 1e9:
         return f"{number / 1e9:.2f} billion"
     return f"{number / 1e6:.1f} million"
 
 
-def weights_in_words(model: ModelShape) -> str:
-    """Return a model's number of weights in words, and what is not plain about its layers."""
-    words = f"{count_in_words(model.parameters)} weights"
+def describe_weights(model: ModelShape) -> str:
+    """Return a model's number of weights as text, and what is not plain about its layers."""
+    words = f"{format_count(model.parameters)} weights"
     if model.guess is not None:
         words = f"about {words}, a guess"
     if model.active_parameters < model.parameters:
-        words += f", {count_in_words(model.active_parameters)} active for a token"
-    return words + model.counts.words()
+        words += f", {format_count(model.active_parameters)} active for a token"
+    return words + model.counts.describe()
 
 
 def _generated_tokens(config: Config) -> int:
@@ -208,7 +208,7 @@ def _generated_tokens(config: Config) -> int:
     return train.generation_max_new_tokens
 
 
-def _tokens_of_almost_all(lengths: tuple[int, ...]) -> int:
+def _covering_tokens(lengths: tuple[int, ...]) -> int:
     """Return the tokens that hold KEPT_ROWS of the rows and KEPT_TOKENS of their tokens."""
     by_rows = lengths[math.ceil(KEPT_ROWS * len(lengths)) - 1]
     wanted = KEPT_TOKENS * sum(lengths)
@@ -221,7 +221,7 @@ def _tokens_of_almost_all(lengths: tuple[int, ...]) -> int:
 
 
 def _share(facts: RowFacts, limit: int) -> str:
-    """Return how many of the rows a limit holds, in words."""
+    """Return how many of the rows a limit covers, as text."""
     looked_at = len(facts.lengths)
     share = bisect_right(facts.lengths, limit) / looked_at
     is_sample = looked_at < facts.rows

@@ -4,7 +4,6 @@ import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
@@ -12,12 +11,10 @@ from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
 from sft_play.plan.ranks import DTYPE_NAMES, precision
-from sft_play.plan.recipe import count_in_words, weights_in_words
+from sft_play.plan.recipe import describe_weights, format_count
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.step import adapter_words
-from sft_play.plan.structure import adapted_matrices
-from sft_play.plan.workload import Workload, float8_words, run_words, speed_words
+from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
 LINE_WIDTH = 110
 LABEL_WIDTH = 14  # of a line's first column, which says what the line is about
@@ -63,7 +60,7 @@ def plan_line(planned: PlannedRun) -> str:
 
 
 def packing_line(plan: RunPlan, unpacked: int) -> str:
-    """Return how a packed run makes its steps, in place of `unpacked` micro-batches."""
+    """Return how a packed run makes its steps, instead of `unpacked` micro-batches."""
     layout = plan.layout
     sequences = f"{layout.sequences} sequence{'s' * (layout.sequences > 1)}"
     return (
@@ -74,7 +71,7 @@ def packing_line(plan: RunPlan, unpacked: int) -> str:
     )
 
 
-def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict[str, Any]:
+def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict[str, object]:
     """Return what `plan --json` prints."""
     ranks = plan.ranks
     layout = plan.layout
@@ -132,7 +129,7 @@ def lines(
     """
     plan = planned.plan
     model = plan.step.model
-    shown = [] if model.composite is None else _labelled("model", composite_words(planned))
+    shown = [] if model.composite is None else _labelled("model", describe_towers(planned))
     shown += [
         *_labelled("plan", _what(planned)),
         *_labelled("on", _where(plan)),
@@ -143,16 +140,16 @@ def lines(
     shown += _labelled("memory", _memory(plan))
     shown += _labelled("batch", _batch(plan))
     shown += _labelled("checkpointing", _checkpointing(plan))
-    shown += _labelled("longest row", plan.longest_rows.words())
+    shown += _labelled("longest row", plan.longest_rows.describe())
     shown += _labelled("packing", _packing(plan))
     for number, sentence in enumerate(plan.recipe):
         shown += _labelled("" if number else "recipe", sentence)
     shown += _labelled("precision", _precision(planned))
-    shown += _labelled("speed", speed_words(plan))
-    offer = float8_words(planned)
+    shown += _labelled("speed", describe_speed(plan))
+    offer = describe_float8(planned)
     if offer:
         shown += _labelled("float8", offer)
-    shown += _labelled("run", run_words(workload))
+    shown += _labelled("run", describe_run(workload))
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]
         for change in plan.changes:
@@ -195,10 +192,14 @@ def _difference(name: str, exact: int, closed: int) -> str:
 
 
 def _labelled(label: str, text: str) -> list[str]:
+    return _wrapped(f"{label:<{LABEL_WIDTH}}{text}", LABEL_WIDTH)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(
-        f"{label:<{LABEL_WIDTH}}{text}",
+        text,
         LINE_WIDTH,
-        subsequent_indent=" " * LABEL_WIDTH,
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -218,11 +219,11 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
     return rows
 
 
-def composite_words(planned: PlannedRun) -> str:
+def describe_towers(planned: PlannedRun) -> str:
     """Return what is trained of a model with towers, and what becomes of those."""
     model = planned.plan.step.model
     towers = "dropped" if planned.config.tuning.towers == "drop" else "frozen"
-    size = f", {count_in_words(model.counts.towers)} weights" if model.counts.towers else ""
+    size = f", {format_count(model.counts.towers)} weights" if model.counts.towers else ""
     return (
         f"text of {model.composite or model.model_type}; towers {towers}{size}, kept in what leaves"
     )
@@ -235,15 +236,16 @@ def _what(planned: PlannedRun) -> str:
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         layers = "all linear layers" if targets == "all-linear" else ", ".join(targets)
-        adapted = adapted_matrices(model.matrices, targets, tuning.lora.experts)
+        adapted = planned.plan.step.adapted_matrices
         if targets == "all-linear" and any(kind.is_stacked for kind in adapted):
             layers += " and experts"
-        method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}{adapter_words(tuning.lora)}"
-    kernels = planned.kernels.words()
+        layers += planned.plan.step.adapter_options.describe()
+        method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
+    kernels = planned.kernels.describe()
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title
-    return f"{planned.config.model.name} ({weights_in_words(model)}), {method}, {kernels}"
+    return f"{planned.config.model.name} ({describe_weights(model)}), {method}, {kernels}"
 
 
 def _where(plan: RunPlan) -> str:
@@ -256,12 +258,8 @@ def _where(plan: RunPlan) -> str:
     machines = f"{ranks.nodes} machines x " if ranks.nodes > 1 else ""
     if ranks.gpus_per_process > 1:
         layers = " + ".join(map(str, plan.step.layers_by_gpu))
-        return f"{ranks.gpus_per_process} x {_gpus(plan)} for one process, {layers} layers"
-    return f"{machines}{ranks.per_node} x {_gpus(plan) or 'a process on the CPU'}, {strategy}"
-
-
-def _gpus(plan: RunPlan) -> str:
-    return " and ".join(sorted(set(plan.gpu_names)))
+        return f"{ranks.gpus_per_process} x {plan.gpus} for one process, {layers} layers"
+    return f"{machines}{ranks.per_node} x {plan.gpus or 'a process on the CPU'}, {strategy}"
 
 
 def _phase_table(planned: PlannedRun) -> list[str]:
@@ -377,10 +375,4 @@ def _change(change: Change) -> list[str]:
         facts += f", {change.relative_speed:.2f} x the speed"
     if change.costs:
         facts += f"; {change.costs}"
-    return textwrap.wrap(
-        f"  {change.words}  ({facts})",
-        LINE_WIDTH,
-        subsequent_indent=" " * 6,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(f"  {change.words}  ({facts})", 6)

@@ -14,7 +14,7 @@ from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
-from sft_play.plan.counting import Tracer, load_counted_shape
+from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.fast import graph_warnings
 from sft_play.plan.inputs import (
@@ -43,7 +43,7 @@ from sft_play.runs import stamp
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
 NCCL_SECONDS = 1800
-# accelerate puts DeepSpeed's CPU Adam in the place of any other optimizer too, without a word
+# accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -67,18 +67,15 @@ def resolve(
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
-    ranks = strategy.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
+    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
     needs.require(loaded, hardware)
     sources.require(loaded)
-    first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
-    planned = _resolve(loaded, hardware, environ, ranks, first)
-    for engine in others:
-        if planned.plan.fits:
-            break
-        other = _resolve(loaded, hardware, environ, ranks, engine)
-        if other.plan.fits:
-            planned = other
-    return planned
+    plans = []
+    for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
+        plans.append(_resolve(loaded, hardware, environ, ranks, engine))
+        if plans[-1].plan.fits:
+            return plans[-1]
+    return plans[0]
 
 
 def fastest(
@@ -89,7 +86,7 @@ def fastest(
 ) -> PlannedRun:
     """Return the plan of the fastest strategy that fits on all GPUs, unless one is asked for.
 
-    Where nobody knows how fast a card is, whole weights on every GPU come first. A device map asks
+    If no speed of a card is known, full weights on every GPU come first. A device map asks
     for one process.
     Raises: as `resolve`.
     """
@@ -148,7 +145,7 @@ def _resolve(
         budget_bytes=_budget_bytes(hardware, ranks),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
-        tracer=Tracer.of(config, model, environ),
+        environ=environ,
     )
     _refuse_combinations(loaded, inputs)
     inputs = with_offloading(with_placement(inputs))

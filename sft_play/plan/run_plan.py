@@ -4,7 +4,7 @@ Loads no torch. What follows from chosen numbers is a property, never stored.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,9 +14,9 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, speed
 from sft_play.plan.advice import Change
 from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
-from sft_play.plan.fast import FastPlan, FastSetup, has_liger, plan_kernels
+from sft_play.plan.fast import FastPlan, FastSetup, plan_kernels
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
+from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import Layout, StepSpec
@@ -117,7 +117,7 @@ class RunPlan:
 
     @property
     def speed(self) -> speed.Speed | None:
-        """What is predicted where all rows are full; None where nothing is known of the device."""
+        """What is predicted where all rows are full; None if nothing is known of the device."""
         work = speed.full_rows(self.layout)
         return speed.predict(self.step, self.layout, work, self.card, self.ranks.nodes)
 
@@ -125,6 +125,11 @@ class RunPlan:
     def longest_rows(self) -> LongestRows:
         """The longest rows that the memory takes, with and without offloaded activations."""
         return longest_rows(self.step, self.request, self.budget_bytes)
+
+    @property
+    def gpus(self) -> str:
+        """The names of the GPUs, each once."""
+        return " and ".join(sorted(set(self.gpu_names)))
 
     def used_before(self, local_rank: int) -> tuple[int, ...]:
         """Return what others used on each GPU of a rank of this machine; 0 on a CPU."""
@@ -160,7 +165,7 @@ class PlannedRun:
         plan = self.plan
         traced = plan.step.traced
         if traced is not None:
-            return FastPlan(traced.on, dict(traced.off))
+            return FastPlan(traced.on, traced.off)
         return plan_kernels(
             FastSetup(
                 config=self.config,
@@ -168,7 +173,6 @@ class PlannedRun:
                 is_gpu=plan.ranks.device == "cuda",
                 is_half=plan.step.is_half,
                 zero_stage=plan.zero_stage,
-                has_liger=has_liger(),
                 capability=plan.card.capability if plan.card else None,
             )
         )
@@ -191,12 +195,9 @@ class PlannedRun:
         plan = self.plan.packed(fullest_step)
         if plan.may_grow:
             plan = replace(plan, request=replace(plan.request, step_tokens=step_tokens))
-
-        def peak_bytes(layout: Layout) -> int:
-            return step_bytes(plan.step, layout).predicted_peak
-
         planned = replace(self, plan=plan)
-        layout = merged(plan.request, plan.layout, peak_bytes, plan.budget_bytes)
+        peak = partial(peak_bytes, plan.step)
+        layout = merged(plan.request, plan.layout, peak, plan.budget_bytes)
         if layout == plan.layout:
             return planned
         return planned.with_layout(layout, step_bytes(plan.step, layout))

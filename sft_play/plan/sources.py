@@ -43,7 +43,7 @@ def require(loaded: LoadedConfig) -> None:
     """
     data = resolved(loaded.config.data)
     for setting in SETTINGS:
-        for path in paths_of(getattr(data, setting)):
+        for path in list_paths(getattr(data, setting)):
             if not Path(path).exists() and not HUB_ID.fullmatch(path):
                 name = f"data.{setting}"
                 raise DataError(
@@ -52,7 +52,7 @@ def require(loaded: LoadedConfig) -> None:
                 )
 
 
-def paths_of(value: Value) -> list[str]:
+def list_paths(value: Value) -> list[str]:
     """Return the path of every source that a setting names."""
     if not value:
         return []

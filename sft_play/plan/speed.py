@@ -21,7 +21,7 @@ def step_flops(
     """Return the operations of forward and backward passes over documents of `lengths` tokens.
 
     `labelled` of the tokens have loss. `adapters` is the number of LoRA weights over a frozen base,
-    None where every weight is trained. A weight costs a token 2 operations forward, 2 for the
+    None if every weight is trained. A weight costs a token 2 operations forward, 2 for the
     gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
     et al. 2020, section 2.1). The head is computed where there is a label. Attention is 2 products
     forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
@@ -41,7 +41,10 @@ def step_flops(
     tokens = sum(lengths)
     flops_per_weight = 6 if adapters is None else 4
     weights = model.counts.active_product_weights * tokens + model.vocab * model.hidden * labelled
-    attention = 12 * sum(_attended_features(model, length) for length in lengths)
+    attention = 0.0
+    for kind in model.counts.layers:
+        pairs = sum(_pairs(length, kind.window) for length in lengths)
+        attention += 12 * kind.count * kind.query_features * pairs
     return flops_per_weight * weights + 6 * (adapters or 0) * tokens + attention
 
 
@@ -56,14 +59,6 @@ def pair_cost(model: ModelShape, adapters: int | None) -> float:
     everywhere = [kind for kind in model.counts.layers if kind.window is None]
     features = sum(kind.count * kind.query_features for kind in everywhere)
     return 6 * features / linear
-
-
-def _attended_features(model: ModelShape, length: int) -> float:
-    """Return the features of all heads and layers, each times the pairs of tokens that it sees."""
-    total = 0.0
-    for kind in model.counts.layers:
-        total += kind.count * kind.query_features * _pairs(length, kind.window)
-    return total
 
 
 def _pairs(length: int, window: int | None) -> float:
@@ -149,7 +144,7 @@ class Speed:
     step_seconds: float
     compute_seconds: float  # of a step: forward and backward passes
     optimizer_seconds: float
-    collective_seconds: float  # not hidden behind computation
+    collective_seconds: float  # not overlapped with computation
     mfu: float  # operations that the work cannot do without, of the data sheet's
     flops_per_token: float
 
@@ -187,15 +182,16 @@ def predict(
 
 
 def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
-    adapters = None if step.is_full else step.active_adapter_weights
     length = max(1, round(work.row_tokens))
-    return work.rows * step_flops(step.model, adapters, [length], round(labelled * length))
+    labelled_tokens = round(labelled * length)
+    adapters = step.active_adapter_weights
+    return work.rows * step_flops(step.model, adapters, [length], labelled_tokens)
 
 
 def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
     """Return how many tokens a GPU computes while its host works on one micro-batch.
 
-    0 where nothing is known of the device: then the host is not thought to set the pace.
+    0 if nothing is known of the device: then the host is not thought to set the pace.
     """
     if card is None or not step.is_gpu or not step.is_half:
         return 0.0
@@ -266,17 +262,14 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
     writes weight and state.
     """
     size = _trained_bytes(step)
-    state = memory.ADAM_BYTES[step.optim]
-    if step.optim in memory.TORCH_ADAM and not step.zero_stage:
-        state = 2 * size
+    state = step.moment_bytes
     trained = step.trained_weights
     is_divided = step.zero_stage or step.divides_training
     share = trained / (layout.world_size if is_divided else 1)
     if step.offload or step.offloads_training:
         moved = share * 2 * size / HOST_LINK_BYTES
         return moved + trained * (6 * size + 2 * state) / HOST_MEMORY_BYTES
-    master = 4 if step.zero_stage else 0
-    return share * (6 * size + 2 * state + 2 * master) / card.bandwidth
+    return share * (6 * size + 2 * state + 2 * step.master_bytes) / card.bandwidth
 
 
 def _link_bytes(card: Card, nodes: int) -> float:

@@ -1,7 +1,7 @@
 """What an optimizer step computes, and how its rows are cut into micro-batches. Pure: no torch.
 
 Counts of adapters are exact where the matrices of the model are, but for biases of modules that are
-trained whole; `models.parameters` counts the real model.
+trained in full; `models.parameters` counts the real model.
 """
 
 from collections.abc import Sequence
@@ -89,6 +89,16 @@ class Layout:
         return replace(self, fullest_step=None)
 
 
+# Optimizer state for each float32 weight
+ADAM_BYTES = {
+    "adamw_torch": 8,
+    "adamw_torch_fused": 8,
+    "paged_adamw_32bit": 8,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "sgd": 0,
+}
+TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -99,7 +109,7 @@ class AdapterOptions:
     layers: tuple[int, ...] | None = None  # with adapters; None: all
     use_dora: bool = False
     has_dropout: bool = False
-    saved_modules: tuple[str, ...] = ()  # trained whole
+    saved_modules: tuple[str, ...] = ()  # trained in full
     experts: str = "auto"  # per_expert, none
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
@@ -123,77 +133,42 @@ class AdapterOptions:
             return kinds
         return tuple(kind.in_layers(self.layers, model.layers) for kind in kinds)
 
-    def adapter_weights(self, model: ModelShape, rank: int, targets: str | Sequence[str]) -> int:
+    def adapter_weights(
+        self, model: ModelShape, rank: int, targets: str | Sequence[str], is_active: bool = False
+    ) -> int:
         """Return the weights of the A and B matrices, and of DoRA's magnitudes.
 
-        Each expert has an A and a B of its own.
+        Each expert has an A and a B; `is_active` counts those that a token is routed to.
         """
         weights = 0
         for kind in self.adapted(model, targets):
-            weights += kind.count * kind.experts * self._weights_of_one(kind, rank)
+            of_one = rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
+            weights += kind.count * (kind.active if is_active else kind.experts) * of_one
         return weights
 
-    def active_adapter_weights(
-        self, model: ModelShape, rank: int, targets: str | Sequence[str]
-    ) -> int:
-        """Return those of `adapter_weights` that a token meets."""
-        weights = 0
-        for kind in self.adapted(model, targets):
-            weights += kind.count * kind.active * self._weights_of_one(kind, rank)
-        return weights
-
-    def _weights_of_one(self, kind: MatrixKind, rank: int) -> int:
-        """Return the weights of the adapter of one matrix."""
-        return rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
-
-    def kept_bytes_per_token(
-        self, model: ModelShape, targets: str | Sequence[str], is_4bit: bool
-    ) -> int:
-        """Return what PEFT keeps of a token in a layer, beyond its plain adapters, in 16 bits.
-
-        Dropout keeps a copy of each linear's input and a mask, DoRA several outputs of each linear.
-        A 1B Llama on an H200, beside the fused kernels: 2.6 bytes an input for dropout, 5.3 an
-        output for DoRA, and 7.7 over 4-bit weights, where PEFT computes the base once more.
-        """
-        kept = 0
-        for kind in self.adapted(model, targets):
-            of_one = 3 * self.has_dropout * kind.inputs
-            of_one += (8 if is_4bit else 6) * self.use_dora * kind.outputs
-            kept += kind.count * kind.active * of_one
-        return kept // model.layers
-
-    def kept_weight_bytes(self, model: ModelShape, targets: str | Sequence[str]) -> int:
-        """Return the 4-bit weights in 16 bits, which DoRA keeps for the backward pass."""
-        if not self.use_dora:
-            return 0
-        return 2 * sum(kind.weights for kind in self.adapted(model, targets))
-
-    def working_bytes(self, model: ModelShape, targets: str | Sequence[str]) -> int:
-        """Return what DoRA holds to take the length of the largest linear's weights, in 16 bits.
-
-        PEFT multiplies A and B through an identity matrix in 32 and in 16 bits.
-        """
-        if not self.use_dora:
-            return 0
-        sizes = []
-        for kind in self.adapted(model, targets):
-            sizes.append(6 * kind.inputs * kind.inputs + 4 * kind.inputs * kind.outputs)
-        return max(sizes, default=0)
-
     @property
-    def saves_head(self) -> bool:
-        """Whether the output head is trained whole."""
-        return bool(self._saved_words & HEADS)
-
-    @property
-    def _saved_words(self) -> set[str]:
+    def saved_names(self) -> set[str]:
+        """The last words of the names of the modules that are trained in full."""
         return {name.rpartition(".")[2] for name in self.saved_modules}
 
+    def describe(self) -> str:
+        """Return what is trained beyond rank and targets, after a comma; "" for nothing."""
+        text = ""
+        if self.layers is not None:
+            text += f", layers {', '.join(map(str, self.layers))}"
+        if self.use_dora:
+            text += ", DoRA"
+        if self.saved_modules:
+            text += f", {', '.join(self.saved_modules)} whole"
+        if self.trained_tokens:
+            text += f", the rows of {self.trained_tokens} tokens"
+        return text
+
     def other_weights(self, model: ModelShape) -> int:
-        """Return the weights of whole modules and of rows of tokens."""
+        """Return the weights of modules trained in full and of rows of tokens."""
         matrices = 1 if model.is_tied else 2
         rows = self.trained_tokens * matrices * model.hidden
-        names = self._saved_words
+        names = self.saved_names
         saved_matrices = bool(names & EMBEDDINGS) + bool(names & HEADS)
         rows += min(matrices, saved_matrices) * model.vocab * model.hidden  # tied: either is both
         sizes = _module_sizes(model)
@@ -203,22 +178,8 @@ class AdapterOptions:
 PLAIN = AdapterOptions()  # on the linear layers of all blocks, and nothing else
 
 
-def adapter_words(lora: LoraSection) -> str:
-    """Return what adapters train beyond rank and targets, after a comma; "" for nothing."""
-    words = []
-    if lora.layers_to_transform is not None:
-        words.append(f"layers {', '.join(map(str, sorted(set(lora.layers_to_transform))))}")
-    if lora.use_dora:
-        words.append("DoRA")
-    if lora.modules_to_save:
-        words.append(f"{', '.join(lora.modules_to_save)} whole")
-    if lora.trainable_tokens:
-        words.append(f"the rows of {len(set(lora.trainable_tokens))} tokens")
-    return "".join(f", {word}" for word in words)
-
-
 def _module_sizes(model: ModelShape) -> dict[str, int]:
-    """Return the weights of all modules of a name, of those beside embedding and head."""
+    """Return the weights of all modules of a name, except embedding and head."""
     sizes = {"norm": model.hidden}
     for name in LAYER_NORMS:
         sizes[name] = model.layers * model.hidden
@@ -283,12 +244,12 @@ class StepSpec:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether base weights are in 4 bits or in float8; they are read whole."""
+        """Whether base weights are in 4 bits or in float8; they are read in full."""
         return self.mode == "qlora" or self.is_float8
 
     @property
     def divides_training(self) -> bool:
-        """Whether FSDP divides gradients and optimizer too; adapters are whole on every rank."""
+        """Whether FSDP divides gradients and optimizer too; adapters are complete on every rank."""
         return self.is_fsdp and self.is_full
 
     @property
@@ -303,7 +264,7 @@ class StepSpec:
 
     @property
     def adapter_weights(self) -> int:
-        """Weights trained beside a frozen base, 0 where the base itself is trained."""
+        """Weights trained on top of a frozen base, 0 if the base itself is trained."""
         if self.is_full:
             return 0
         return self.linear_adapter_weights + self.adapter_options.other_weights(self.model)
@@ -311,13 +272,23 @@ class StepSpec:
     @property
     def linear_adapter_weights(self) -> int:
         """Weights of the adapters on linear layers and experts."""
-        return self.adapter_options.adapter_weights(self.model, self.lora_rank, self.lora_targets)
+        return self._count_adapter_weights(is_active=False)
 
     @property
-    def active_adapter_weights(self) -> int:
-        """Those of the linear adapters' weights that a token meets."""
+    def active_adapter_weights(self) -> int | None:
+        """Adapter weights that a token is routed to, None if every weight is trained."""
+        if self.is_full:
+            return None
+        return self._count_adapter_weights(is_active=True)
+
+    def _count_adapter_weights(self, is_active: bool) -> int:
         options = self.adapter_options
-        return options.active_adapter_weights(self.model, self.lora_rank, self.lora_targets)
+        return options.adapter_weights(self.model, self.lora_rank, self.lora_targets, is_active)
+
+    @property
+    def adapted_matrices(self) -> tuple[MatrixKind, ...]:
+        """The matrices that have adapters."""
+        return self.adapter_options.adapted(self.model, self.lora_targets)
 
     @property
     def has_fused_loss(self) -> bool:
@@ -334,3 +305,15 @@ class StepSpec:
     def trained_bytes(self) -> int:
         """Bytes of a trained weight and of its gradient; adapters are in float32."""
         return self.weight_bytes if self.is_full else 4
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's state for each trained weight."""
+        if self.optim in TORCH_ADAM and not self.zero_stage:
+            return 2 * self.trained_bytes
+        return ADAM_BYTES[self.optim]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of DeepSpeed's float32 copy of each trained weight."""
+        return 4 if self.zero_stage else 0

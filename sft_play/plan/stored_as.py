@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
+from sft_play.plan.model_shape import ModelConfigJson
 from sft_play.runs.model_folder import Header
 
-ConfigJson = Mapping[str, Any]
 Block = tuple[int, int]
 
 FP8_BLOCK = (128, 128)  # of DeepSeek V3 and all that follow it
 SECTIONS = ("quantization_config", "compression_config", "quantization")
-# formats of compressed-tensors that store each weight in a tensor of its own shape
+# formats of compressed-tensors that store each weight in a tensor of the same shape
 ONE_TO_ONE = {"float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "dense"}
 PACKED = {  # by the end of the names of their tensors
     ".absmax": "4 bits of bitsandbytes",
@@ -53,7 +53,7 @@ class StoredAs:
     dtype: str = "bfloat16"  # in which the model says that it computes
 
 
-def stored_as(config: ConfigJson, headers: Iterable[Header] = ()) -> StoredAs | None:
+def stored_as(config: ModelConfigJson, headers: Iterable[Header] = ()) -> StoredAs | None:
     """Return the format that a config.json declares, or its files show; None for plain weights."""
     declared = _declared(config)
     dtypes = dict(headers)
@@ -68,7 +68,7 @@ def stored_as(config: ConfigJson, headers: Iterable[Header] = ()) -> StoredAs | 
     return replace(found, dtype=dtype) if dtype in ("float16", "float32") else found
 
 
-def _format(declared: ConfigJson) -> StoredAs:
+def _format(declared: ModelConfigJson) -> StoredAs:
     """Return the format that a quantization_config declares."""
     method = str(declared.get("quant_method") or "").lower()
     if declared.get("load_in_8bit"):
@@ -113,8 +113,8 @@ def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
         )
 
 
-def _declared(config: ConfigJson) -> ConfigJson | None:
-    """Return what a config.json says of quantisation; None where it says nothing."""
+def _declared(config: ModelConfigJson) -> ModelConfigJson | None:
+    """Return what a config.json says of quantisation; None if it says nothing."""
     for part in (config, config.get("text_config") or {}):
         for section in SECTIONS:
             declared = part.get(section)
@@ -123,7 +123,7 @@ def _declared(config: ConfigJson) -> ConfigJson | None:
     return None
 
 
-def _compressed(declared: ConfigJson) -> StoredAs:
+def _compressed(declared: ModelConfigJson) -> StoredAs:
     """Return the format of compressed-tensors, whose groups of layers may have one each."""
     groups = [group for group in (declared.get("config_groups") or {}).values() if group]
     found = {group.get("format") or declared.get("format") for group in groups}

@@ -27,9 +27,9 @@ ZERO_CONFIGS = {
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 WORTH_A_WORD = 1.05  # of ZeRO-3's speed
-# Settings of tuning.lora for which PEFT reads whole weights
+# Settings of tuning.lora for which PEFT reads full weights
 UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
-# The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take whole tensors
+# The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take full tensors
 DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
@@ -154,7 +154,7 @@ def faster_than_zero3(inputs: PlanInputs, layout: Layout) -> list[str]:
     if step.zero_stage != 3 or offloads or why_not_fsdp(inputs.config, inputs.is_float16):
         return []
     fsdp = replace(step, zero_stage=0, is_fsdp=True)
-    if memory.step_bytes(fsdp, layout).predicted_peak > inputs.budget_bytes:
+    if memory.peak_bytes(fsdp, layout) > inputs.budget_bytes:
         return []
     work = speed.full_rows(layout)
     nodes = inputs.ranks.nodes
@@ -202,7 +202,7 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
 MAP_NAME = "model.device_map"
 
 
-def gpus_of_one_process(
+def apply_device_map(
     loaded: LoadedConfig,
     asked: AskedStrategy,
     ranks: Ranks,
@@ -259,24 +259,24 @@ def _refuse_map(loaded: LoadedConfig, asked: AskedStrategy, ranks: Ranks) -> Non
 def _refuse_devices(
     loaded: LoadedConfig, devices: ModuleDevices, hardware: Hardware, gpus: int
 ) -> None:
-    described = loaded.described(MAP_NAME)
     is_cuda = hardware.kind == "cuda"
     for name, device in devices.items():
-        if device == "cpu" and is_cuda:
+        module = f"{loaded.described(MAP_NAME)}: {name or 'the whole model'}"
+        if device == "cpu":
+            if is_cuda:
+                raise ConfigError(
+                    f"{module} would wait on the CPU, where nothing is trained beside GPUs; write "
+                    f"GPU numbers below {gpus}, or TRAIN_STRATEGY=fsdp"
+                )
+        elif not is_cuda:
             raise ConfigError(
-                f"{described}: {name or 'the whole model'} would wait on the CPU, where nothing is "
-                f"trained beside GPUs; write GPU numbers below {gpus}, or TRAIN_STRATEGY=fsdp"
+                f"{module} is put on GPU {device}, and this run computes on the CPU; write cpu, or "
+                "MODEL_DEVICE_MAP=null"
             )
-        if device != "cpu" and not is_cuda:
+        elif device >= gpus:
             raise ConfigError(
-                f"{described}: {name or 'the whole model'} is put on GPU {device}, and this run "
-                "computes on the CPU; write cpu, or MODEL_DEVICE_MAP=null"
-            )
-        if device != "cpu" and device >= gpus:
-            raise ConfigError(
-                f"{described}: {name or 'the whole model'} is put on GPU {device}, and this run "
-                f"sees {gpus}; write numbers below {gpus}, see make gpu-info (NUM_GPUS and "
-                "CUDA_VISIBLE_DEVICES hide others)"
+                f"{module} is put on GPU {device}, and this run sees {gpus}; write numbers below "
+                f"{gpus}, see make gpu-info (NUM_GPUS and CUDA_VISIBLE_DEVICES hide others)"
             )
 
 

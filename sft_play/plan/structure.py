@@ -84,7 +84,7 @@ class Structure:
     active_parameters: int  # without the experts that a token does not meet
     matrices: tuple[MatrixKind, ...]
     layers: tuple[LayerKind, ...]
-    towers: int = 0  # of the parameters: in towers beside the language model, which are not trained
+    towers: int = 0  # of the parameters: in towers, which are not trained
 
     def without_towers(self) -> "Structure":
         """Return the counts of the language model alone."""
@@ -128,7 +128,7 @@ class Structure:
         """Features of a token's keys in all layers: half of what a cache holds."""
         return sum(kind.count * kind.kv_features for kind in self.layers)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return what is not plain about the layers, after a comma; "" for nothing."""
         words = ""
         if self.experts:

@@ -5,9 +5,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.errors import ConfigError
 
@@ -47,7 +46,7 @@ def grid(over: str) -> list[Point]:
     return [Point(words) for words in itertools.product(*axes.values())]
 
 
-def name_of(prefix: str, settings: dict[str, Any]) -> str:
+def name_of(prefix: str, settings: Mapping[str, object]) -> str:
     """Return the name of the run with these settings, the same whenever they are the same."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return f"{prefix}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"

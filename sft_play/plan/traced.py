@@ -91,7 +91,7 @@ class LayersGrowth:
     backward: Growth
 
     def with_kept_share(self, share: float) -> Self:
-        """Return the growth where only a share of what is kept is, beside equal work."""
+        """Return the growth where only a share of what is kept is, with equal work."""
         less = share - 1
         return type(self)(
             self.kept.plus(self.kept, less),
@@ -142,7 +142,7 @@ class TracedStep:
     def layers_peak(self, rows: int, tokens: int, share: float) -> float:
         """Return the peak of the forward pass before the head.
 
-        A layer that is not checkpointed works beside all that is kept by then.
+        A layer that is not checkpointed works with all that is kept by then allocated.
         """
         if share == 1:
             return self.checkpointed.layers.at(rows, tokens)

@@ -1,4 +1,4 @@
-"""How much a run trains and writes, and its speed and hours in words. Pure: no torch, no I/O."""
+"""How much a run trains and writes, and its speed and hours as text. Pure: no torch, no I/O."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.train import TrainSection
-from sft_play.plan.memory import ADAM_BYTES, GIB, TORCH_ADAM, step_bytes
+from sft_play.plan.memory import GIB, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, full_rows, predict
@@ -18,9 +18,8 @@ CHARACTERS_PER_TOKEN = 4
 # steps of 32 rows
 PACKED = 1.07  # tokens computed for each real one; in one row hardly any
 PADDED = 2.4  # the same, unpacked, is 1 + PADDED x (batch size / rows of a step)
-FULLEST = (
-    1.4  # micro-batches of the fullest packed step, which all steps take, over those of the mean
-)
+# micro-batches of the fullest packed step, which all steps take, over those of the mean
+FULLEST = 1.4
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ class Workload:
     is_estimated: bool
     epochs: float
     steps: int
-    tokens_per_second: (
-        float | None
-    )  # real ones of these rows, all ranks; None where the speed is not known
+    # real ones of these rows, all ranks; None if the speed is not known
+    tokens_per_second: float | None
     seconds: float | None
     gpu_hours: float | None
 
@@ -58,8 +56,8 @@ def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: fl
     """Return what sources of (rows, tokens of a row, weight or None) come to in an epoch.
 
     `held_out` is the share of the rows that are evaluated on. Weights set the ratio of the sources:
-    the one that is scarcest for its weight is whole and the others are repeated, as the run mixes
-    them.
+    the one that is scarcest for its weight is read once and the others are repeated, as the run
+    mixes them.
     """
     weights = [weight for _, _, weight in sources]
     most = max((rows / weight for rows, _, weight in sources if weight), default=0.0)
@@ -73,9 +71,8 @@ def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: fl
 
 def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
     """Return what a plan makes of counted rows, of which there is at least one."""
-    train = config.train
     steps_per_epoch = math.ceil(counted.samples / plan.layout.rows_per_step)
-    steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
+    steps = _count_steps(config.train, steps_per_epoch)
     work = _mean_step(plan, counted)
     speed = predict(plan.step, plan.layout, work, plan.card, plan.ranks.nodes)
     seconds = steps * speed.step_seconds if speed else None
@@ -89,6 +86,10 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
     )
+
+
+def _count_steps(train: TrainSection, steps_per_epoch: int) -> int:
+    return train.max_steps or math.ceil(train.epochs * steps_per_epoch)
 
 
 def _mean_step(plan: RunPlan, counted: Counted) -> StepWork:
@@ -112,12 +113,7 @@ SMALL_FILES_BYTES = 50 << 20  # tokenizer, logs, answers, curves; without weight
 
 def checkpoint_bytes(step: StepSpec) -> int:
     """Return the bytes of a checkpoint of all ranks: trained weights and the optimizer's state."""
-    state = ADAM_BYTES[step.optim]
-    if step.zero_stage:
-        state += 4  # DeepSpeed's float32 copy of what it trains
-    elif step.optim in TORCH_ADAM:
-        state = 2 * step.trained_bytes
-    return step.trained_weights * (step.trained_bytes + state)
+    return step.trained_weights * (step.trained_bytes + step.moment_bytes + step.master_bytes)
 
 
 def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
@@ -133,7 +129,7 @@ def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
 def _checkpoints(train: TrainSection, samples: int) -> int:
     """Return how many checkpoints are on disk at most. A run that is stopped leaves one."""
     steps_per_epoch = math.ceil(samples / train.effective_batch_size)
-    steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
+    steps = _count_steps(train, steps_per_epoch)
     saved = 0
     if train.save_strategy == "steps":
         saved = steps // train.save_steps
@@ -148,7 +144,7 @@ FLOAT8_KL = "0.10 to 0.19"
 FLOAT8_MEASURED = "8B on an H200: 1.4 times, in 37 GiB instead of 43"  # docs/speed-h200.md
 
 
-def speed_words(plan: RunPlan) -> str:
+def describe_speed(plan: RunPlan) -> str:
     """Return how fast a run is where its rows are full, and how well that is known."""
     speed = plan.speed
     if speed is None:
@@ -156,8 +152,7 @@ def speed_words(plan: RunPlan) -> str:
             return "not known on a CPU"
         if not plan.step.is_half:
             return "not known in float32"
-        gpus = " and ".join(sorted(set(plan.gpu_names)))
-        return f"not known: {gpus} is no card whose data sheet is known here"
+        return f"not known: {plan.gpus} is no card whose data sheet is known here"
     world_size = plan.ranks.world_size
     share = ""
     if world_size > 1:
@@ -176,14 +171,14 @@ def speed_words(plan: RunPlan) -> str:
     )
 
 
-def float8_words(planned: PlannedRun) -> str | None:
+def describe_float8(planned: PlannedRun) -> str | None:
     """Return what a float8 base would change and what is known of its quality, None without one."""
     plan = planned.plan
     if plan.zero_stage or plan.speed is None or not may_be_float8(planned.config, plan.card):
         return None
     step = replace(plan.step, is_float8=True)
     speed = predict(step, plan.layout, full_rows(plan.layout), plan.card, plan.ranks.nodes)
-    peak = step_bytes(step, plan.layout).predicted_peak
+    peak = peak_bytes(step, plan.layout)
     faster = speed.tokens_per_second / plan.speed.tokens_per_second
     return (
         f"TUNING_BASE_DTYPE=float8 is expected to train {faster:.1f} times as fast in "
@@ -193,7 +188,7 @@ def float8_words(planned: PlannedRun) -> str | None:
 
 
 def _unmeasured(step: StepSpec) -> str | None:
-    """Return why a speed is rough, None where such runs were measured."""
+    """Return why a speed is rough, None if such runs were measured."""
     model = step.model
     if model.guess is not None:
         return "the model's layers are not known"
@@ -208,7 +203,7 @@ def _unmeasured(step: StepSpec) -> str | None:
     return None if step.is_fast else "no run of such a model without fused kernels was measured"
 
 
-def run_words(workload: Workload | str) -> str:
+def describe_run(workload: Workload | str) -> str:
     """Return how long a run takes; `workload` may be why that is not known."""
     if isinstance(workload, str):
         return f"length not known: {workload}"

@@ -113,8 +113,7 @@ def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None
     if peak_flops(plan) is None:
         return None
     step = plan.step
-    adapters = None if step.is_full else step.active_adapter_weights
-    return functools.partial(step_flops, step.model, adapters)
+    return functools.partial(step_flops, step.model, step.active_adapter_weights)
 
 
 def build_collator(

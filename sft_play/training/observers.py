@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers import TrainerCallback
 
-from sft_play.plan.devices import NvmlUnavailable
-from sft_play.plan.gpu_load import sample_gpus
+from sft_play.plan.devices import NvmlUnavailable, sample_gpus
 from sft_play.process import Process
 from sft_play.runs import metrics
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer

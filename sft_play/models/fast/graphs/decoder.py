@@ -39,7 +39,7 @@ from sft_play.models.fast.graphs.recorded import (
 )
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.plan.fast import MOST_RECORDINGS, GraphSetup, without_effect
+from sft_play.plan.fast import MOST_RECORDINGS, FastPlan, GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import RunPlan
 
@@ -184,4 +184,4 @@ def graph_setup(model: PreTrainedModel, config: Config, ranks: Ranks) -> GraphSe
     kernels = fused_kernels_of(model)
     layers = decoder_layers(base_model_of(model))
     is_recomputed = any(layer.gradient_checkpointing for layer in layers)
-    return GraphSetup(config, ranks, kernels.on, kernels.off, is_recomputed)
+    return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), is_recomputed)
