@@ -26,7 +26,8 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
 from sft_play.evaluation.generate import Answer, Generator, Room, split_batches, take_rank_share
-from sft_play.evaluation.scores import UnicodeTokenizer, rouge
+from sft_play.evaluation.rouge import UnicodeTokenizer
+from sft_play.evaluation.scores import rouge
 from sft_play.models.fast.loss.head import fuse_loss
 from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import read_plan
@@ -361,6 +362,12 @@ def test_rouge_l_is_the_mean_f_measure_of_the_rouge_score_package():
     found = rouge("rougeL", ANSWERS, REFERENCES)
     assert found.estimate.mean == sum(expected) / len(expected)
     assert list(found.of_answers) == expected
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 4, 99])
+def test_rouge_l_in_batches_is_rouge_l_at_once(batch_rows):
+    in_batches = rouge("rougeL", ANSWERS, REFERENCES, batch_rows)
+    assert in_batches == rouge("rougeL", ANSWERS, REFERENCES)
 
 
 SCRIPTS = [

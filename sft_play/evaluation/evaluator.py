@@ -121,7 +121,8 @@ class Evaluator:
             rows = zip(self.questions, answers, strict=True)
             answered = [Answered(row.plain_prompt, text.text, row.expected) for row, text in rows]
             metrics = dict.fromkeys((ALWAYS, *self.train.metrics))
-            found = score_answers(list(metrics), answered)
+            batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
+            found = score_answers(list(metrics), answered, batch_rows)
         return self.process.broadcast(found)
 
     @torch.no_grad()

@@ -5,12 +5,11 @@ import inspect
 import json
 import math
 import unicodedata
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import regex
 
 from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, score_name
 from sft_play.errors import ConfigError, first_line
@@ -19,31 +18,6 @@ from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
 from sft_play.runs.files import json_line
 
 CORPUS_RESAMPLES = 200  # each scores all answers anew
-# rouge-score's own words, [a-z0-9]+, and what it drops: words of other scripts than Latin.
-# Scripts without spaces between words give a word for each character.
-_UNSPACED = (
-    r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\u30fc"  # U+30FC lengthens a vowel
-    r"\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}\p{Script=Myanmar}\p{Script=Tibetan}"
-)
-# The script Common has letters that are signs of Latin texts too, such as the micro sign.
-_LETTER = rf"[[\p{{L}}--[\p{{Script=Latin}}\p{{Script=Common}}{_UNSPACED}]]||[\p{{Nd}}--[0-9]]]"
-_WORD = regex.compile(
-    rf"[a-z0-9]+|[[{_UNSPACED}]&&[\p{{L}}\p{{Nd}}]]\p{{M}}*|{_LETTER}(?:{_LETTER}|\p{{M}}|\u200d)*",
-    regex.VERSION1,
-)
-
-
-class UnicodeTokenizer:
-    """Splits a text of any script into words. Latin script is split as rouge-score splits it."""
-
-    def tokenize(self, text: str) -> list[str]:
-        """Return the words in lower case, one for each character of a script without spaces.
-
-        >>> UnicodeTokenizer().tokenize("The cat, \u041a\u043e\u0442 \u732b\u3060")
-        ['the', 'cat', '\u043a\u043e\u0442', '\u732b', '\u3060']
-        """
-        # a word may be written with composed or with combining characters
-        return [unicodedata.normalize("NFKC", word) for word in _WORD.findall(text.lower())]
 
 
 class Answered(NamedTuple):
@@ -63,20 +37,24 @@ class MetricScore:
     of_answers: tuple[float, ...]
 
 
-def score_answers(metrics: Sequence[str], rows: Sequence[Answered]) -> tuple[MetricScore, ...]:
+def score_answers(
+    metrics: Sequence[str], rows: Sequence[Answered], batch_rows: int | None = None
+) -> tuple[MetricScore, ...]:
     """Return the scores of metrics by their names in `train.metrics`.
+
+    ROUGE gets `batch_rows` answers at a time; None: all.
 
     Raises: ConfigError where a function of the user's fails, or returns no number.
     """
-    return tuple(_score(metric, rows) for metric in metrics)
+    return tuple(_score(metric, rows, batch_rows) for metric in metrics)
 
 
-def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
+def _score(metric: str, rows: Sequence[Answered], batch_rows: int | None) -> MetricScore:
     if metric in OF_SACREBLEU:
         return _sacrebleu(metric, rows)
     answers = [row.answer for row in rows]
     if metric.startswith("rouge"):
-        return rouge(metric, answers, [row.expected for row in rows])
+        return rouge(metric, answers, [row.expected for row in rows], batch_rows)
     if metric == "exact_match":
         found = [float(_plain(row.answer) == _plain(row.expected)) for row in rows]
     elif metric == "json_valid":
@@ -88,16 +66,21 @@ def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
     return MetricScore(score_name(metric), estimate(found), tuple(found))
 
 
-def rouge(kind: str, answers: Sequence[str], references: Sequence[str]) -> MetricScore:
+def rouge(
+    kind: str, answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
+) -> MetricScore:
     """Return the F-measures in [0, 1] of common words, pairs of words or subsequences.
 
     rouge1, rouge2 or rougeL (Lin, 2004: ROUGE, a package for automatic evaluation of summaries).
+    With `batch_rows` the metric gets the answers in batches of that size; the result is the same.
     """
-    from rouge_score.rouge_scorer import RougeScorer  # a second
+    from sft_play.evaluation.rouge import Rouge  # imports evaluate, which takes seconds
 
-    scorer = RougeScorer([kind], tokenizer=UnicodeTokenizer())
-    pairs = zip(references, answers, strict=True)
-    found = [scorer.score(reference, answer)[kind].fmeasure for reference, answer in pairs]
+    metric = Rouge(config_name=kind, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
+    for start in range(0, len(answers), batch_rows or len(answers)):
+        batch = slice(start, start + (batch_rows or len(answers)))
+        metric.add_batch(predictions=list(answers[batch]), references=list(references[batch]))
+    found = metric.compute()["scores"]
     return MetricScore(kind, estimate(found), tuple(found))
 
 

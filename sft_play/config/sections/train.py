@@ -299,8 +299,8 @@ class TrainSection(Section):
     )
     eval_do_concat_batches: bool = Field(
         False,
-        description="Taken for configs that have it: answers are scored one by one, so the scores "
-        "are equal.",
+        description="Score an evaluation's answers as one list, not batch by batch; the scores are "
+        "equal.",
     )
     eval_accumulation_steps: PositiveInt | None = Field(
         None,
