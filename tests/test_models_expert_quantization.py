@@ -144,6 +144,18 @@ def test_what_stays_in_16_bits_for_no_known_reason_is_named() -> None:
     assert weights.unexplained == {"mlp.w1": 80}
 
 
+def test_weights_that_code_reads_stay_as_they_are_and_train(tmp_path: Path) -> None:
+    config = config_of(base_of(tmp_path, "gemma3n_text"))
+    model = load_base(config, CPU)
+    layer = model.model.layers[0]
+    assert isinstance(layer.mlp.up_proj, Linear4bit)
+    assert type(layer.altup.prediction_coefs) is nn.Linear  # clamped in training
+    assert type(layer.altup.correction_coefs) is nn.Linear
+    loss = lora.add_adapters(model, config).train()(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
 def test_towers_are_no_weights_that_could_not_be_packed() -> None:
     model = published_model("gemma3")
     weights = packed_weights(model)

@@ -13,6 +13,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
+from sft_play.runs import metrics
 from sft_play.training.batches import token_mean_loss
 from sft_play.training.trackers import HPARAMS
 
@@ -145,16 +146,12 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
-def test_a_warm_up_begins_at_its_first_fraction(plan_run, build_trainer, schedule):
-    changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 8}
-    trainer, _ = build_trainer(plan_run(changes))
-    trainer.create_optimizer()
-    trainer.create_scheduler(8)
-    rates = []
-    for _ in range(6):
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
-        trainer.optimizer.step()
-        trainer.lr_scheduler.step()
+def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
+    changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
+    folder = plan_run({**changes, "train.predict_with_generate": False})
+    assert run_worker(folder) == 0
+    logged = [line.values for line in metrics.read(folder.metrics).lines]
+    rates = [values["learning_rate"] for values in logged if "learning_rate" in values]
     begun = [1.0] * 4 if schedule == "constant" else [0.25, 0.5, 0.75, 1.0]
     assert rates[:4] == pytest.approx([0.01 * share for share in begun])
     assert rates[4] == pytest.approx(0.01) and rates[5] <= rates[4]

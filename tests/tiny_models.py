@@ -199,6 +199,16 @@ def _dense_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
         "gemma": {},
         "gemma2": {**window, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
         "gemma3": {**window, "query_pre_attn_scalar": 16},
+        "gemma3n_text": {
+            **window,
+            "vocab_size_per_layer_input": sizes.vocabulary,
+            "hidden_size_per_layer_input": sizes.hidden,
+            "intermediate_size": [sizes.intermediate] * 2,
+            "activation_sparsity_pattern": [0.9, 0.0],
+            "num_kv_shared_layers": 0,
+            "laurel_rank": sizes.hidden,
+            "altup_num_inputs": 2,
+        },
         "gemma4": {
             **window,
             "num_hidden_layers": 4,

@@ -38,7 +38,7 @@ from sft_play.models.experts import (
     expert_weights,
     is_expert_weight,
     packed_weight,
-    routing_linears,
+    unquantised_linears,
 )
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.parameters import dtype_name, log_packed
@@ -173,7 +173,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
                 "tuning.mode=qlora: ZeRO-3 cannot share out experts in 4 bits; set "
                 "TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp"
             )
-        self.whole = [*sorted(routing_linears(model)), *towers_of(model)]
+        self.whole = [*sorted(unquantised_linears(model)), *towers_of(model)]
         if self.pre_quantized:
             self.whole = []  # its config.json says what is in 16 bits
         super()._process_model_before_weight_loading(model, *args, **kwargs)

@@ -8,8 +8,6 @@ again by the `target_modules` and `target_parameters` of adapter_config.json.
 The same holds for models with linear layers that PEFT cannot adapt: all-linear leaves those out.
 """
 
-import functools
-import inspect
 import logging
 import os
 import re
@@ -37,7 +35,9 @@ from sft_play.models.experts import (
     is_linear,
     is_named,
     linear_names,
+    reads_weight,
     routing_linears,
+    source_of,
 )
 from sft_play.plan.structure import FUSED, with_fused
 
@@ -167,7 +167,7 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
     unmoved = _without_gradient(model)
     for name in linear_names(model):
         parent_name, _, word = name.rpartition(".")
-        if name.startswith(unmoved) or _is_read(word, type(model.get_submodule(parent_name))):
+        if name.startswith(unmoved) or reads_weight(word, type(model.get_submodule(parent_name))):
             refused.add(name)
             continue
         try:
@@ -182,31 +182,8 @@ def _without_gradient(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         f"{name}."
         for name, module in model.named_modules()
-        if re.search(r"@torch\.no_grad\(\)\s+def forward\(", _source(type(module)))
+        if re.search(r"@torch\.no_grad\(\)\s+def forward\(", source_of(type(module)))
     )
-
-
-@functools.cache
-def _is_read(word: str, module_class: type[nn.Module]) -> bool:
-    """Return whether a class multiplies by the weight of its layer `word`, beside the layer."""
-    weight = rf"self\.{re.escape(word)}\.weight"
-    of_function = rf"\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b"
-    ways = (f"{weight} @", of_function, rf"{weight}\.clamp\(")  # the last: Gemma 3n, in training
-    source = _source(module_class)
-    return any(re.search(way, source) for way in ways)
-
-
-@functools.cache
-def _source(module_class: type[nn.Module]) -> str:
-    """Return the code of a class's own methods, "" where they have none.
-
-    inspect finds methods by line; for a class it parses the whole file.
-    """
-    methods = [value for value in vars(module_class).values() if inspect.isfunction(value)]
-    try:
-        return "".join(inspect.getsource(method) for method in methods)
-    except OSError:
-        return ""
 
 
 def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:

@@ -5,7 +5,9 @@ parameters of one module, (experts, out, in), or (experts, in, out) where `is_tr
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
 """
 
+import functools
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -95,6 +97,44 @@ def routing_linears(model: nn.Module) -> set[str]:
             if _outputs(model.get_submodule(linear)) in (1, experts):
                 names.add(linear)
     return names
+
+
+def unquantised_linears(model: nn.Module) -> set[str]:
+    """Return the names of linear layers that no base stores in fewer bits.
+
+    They route, or the code of their module reads their weight: it multiplies by it, or changes its
+    data, as Gemma 3n does in training.
+    """
+    names = routing_linears(model)
+    for name in linear_names(model):
+        parent_name, _, word = name.rpartition(".")
+        parent = type(model.get_submodule(parent_name))
+        if reads_weight(word, parent) or f"self.{word}.weight.data" in source_of(parent):
+            names.add(name)
+    return names
+
+
+@functools.cache
+def reads_weight(word: str, module_class: type[nn.Module]) -> bool:
+    """Return whether a class multiplies by the weight of its layer `word`, beside the layer."""
+    weight = rf"self\.{re.escape(word)}\.weight"
+    of_function = rf"\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b"
+    ways = (f"{weight} @", of_function, rf"{weight}\.clamp\(")  # the last: Gemma 3n, in training
+    source = source_of(module_class)
+    return any(re.search(way, source) for way in ways)
+
+
+@functools.cache
+def source_of(module_class: type[nn.Module]) -> str:
+    """Return the code of a class's own methods, "" where they have none.
+
+    inspect finds methods by line; for a class it parses the whole file.
+    """
+    methods = [value for value in vars(module_class).values() if inspect.isfunction(value)]
+    try:
+        return "".join(inspect.getsource(method) for method in methods)
+    except OSError:
+        return ""
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """What a trainer is made of once its run begins: state, wrapped model, optimizer and schedule."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DummyScheduler
 from torch import nn
@@ -11,10 +12,11 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.integrations import deepspeed_init
 from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
+from transformers.trainer_utils import SchedulerType
 
 from sft_play.errors import CheckpointError
 from sft_play.models.sharding import is_divided
-from sft_play.training.checkpoints import load_optimizer, load_weights
+from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -71,6 +73,8 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
             trainer.model, trainer.optimizer
         )
     trainer.create_scheduler(num_training_steps=max_steps)
+    if trainer.args.lr_scheduler_type != SchedulerType.CONSTANT:
+        begin_warm_up(trainer.lr_scheduler, trainer.args.get_warmup_steps(max_steps))
     if checkpoint is not None:
         if trainer.is_deepspeed_enabled:
             load_weights(trainer, checkpoint)
@@ -100,6 +104,20 @@ def wrap_divided(trainer: "SftTrainer") -> nn.Module:
         device_ids=[accelerator.local_process_index] if on_gpu else None,
         **accelerator.ddp_handler.to_kwargs(),
     )
+
+
+def begin_warm_up(schedule: Any, warmup: int) -> None:
+    """Let the warm-up of a schedule, which may be wrapped, begin at 1/W of the rate.
+
+    transformers' begins at 0: a run of one step would train nothing.
+    """
+
+    def with_warm_up(factor: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda step: (step + 1) / warmup if step < warmup else factor(step)
+
+    schedule = getattr(schedule, "scheduler", schedule)
+    schedule.lr_lambdas = list(map(with_warm_up, schedule.lr_lambdas))
+    apply_schedule(schedule)
 
 
 def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:

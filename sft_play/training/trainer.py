@@ -17,10 +17,9 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import send_to_device
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import SchedulerType, speed_metrics
+from transformers.trainer_utils import speed_metrics
 
 from sft_play import stops
 from sft_play.data.collate import Batch
@@ -42,7 +41,6 @@ from sft_play.training.batches import (
 from sft_play.training.best import LossWatch
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checkpoints import (
-    apply_schedule,
     dtypes_of,
     load_random_state,
     save_checkpoint,
@@ -223,23 +221,6 @@ class SftTrainer(Trainer):
             raise_learning_rate_of_b(optimizer, model or self.model, self.loraplus_lr_ratio)
         return optimizer
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> LRScheduler:
-        """Return transformers' schedule, whose first step has a rate: a warm-up of W begins at 1/W.
-
-        transformers' begins at 0, and a run of one step would train nothing.
-        """
-        is_new = self.lr_scheduler is None
-        schedule = super().create_scheduler(num_training_steps, optimizer)
-        has_warmup = self.args.lr_scheduler_type != SchedulerType.CONSTANT
-        if is_new and has_warmup and isinstance(schedule, LambdaLR):
-            warmup = self.args.get_warmup_steps(num_training_steps)
-            factors = schedule.lr_lambdas
-            schedule.lr_lambdas = [functools.partial(_warm_up, own, warmup) for own in factors]
-            apply_schedule(schedule)
-        return schedule
-
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches.
 
@@ -416,8 +397,3 @@ class SftTrainer(Trainer):
     def save_model(self, output_dir: str) -> None:
         """Save the trained weights, their config and the tokenizer. Every rank must call it."""
         write_weights(self, output_dir)
-
-
-def _warm_up(factor: Callable[[int], float], warmup: int, step: int) -> float:
-    """Return the factor of a schedule at a step, with a warm-up of its own."""
-    return (step + 1) / warmup if step < warmup else factor(step)

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.experts import expert_weights, routing_linears
+from sft_play.models.experts import expert_weights, unquantised_linears
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
@@ -60,14 +60,14 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
 
     Those are frozen linears of the decoder: not embeddings, the head, routers or 3-D experts.
     """
-    routers = routing_linears(model)
+    routers = unquantised_linears(model)
     of_layers = {module for layer in decoder_layers(model) for module in layer.modules()}
     found = Float8Layers()
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or module not in of_layers:
             continue
         if name in routers:
-            found.kept[name] = "it chooses experts"
+            found.kept[name] = "it chooses experts, or code reads its weight"
         elif module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
             found.kept[name] = f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
         else:
