@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
+from sft_play.errors import EnvironmentFault
 from sft_play.models import lora
 from sft_play.models import structure as counter
 from sft_play.models.fake_model import build_on_meta
@@ -234,6 +235,15 @@ def test_a_model_like_llama_is_not_counted(tmp_path, counted_here) -> None:
     config = config_of(tmp_path / "one", tiny_config("llama").to_dict(), tmp_path)
     assert load_counted_shape(config, {}).structure is None
     assert not counted_here
+
+
+def test_a_package_that_a_model_s_code_needs_is_named_each_time(tmp_path, counted_here) -> None:
+    facts = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    config = config_of(tmp_path / "one", facts, tmp_path)  # its tower is one of timm
+    for _ in range(2):  # it may be installed in between
+        with pytest.raises(EnvironmentFault, match=r"needs timm; type \S+ -m pip install timm$"):
+            load_counted_shape(config, {})
+    assert len(counted_here) == 2
 
 
 def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here) -> None:

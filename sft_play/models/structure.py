@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ UNBUILDABLE = (
     OSError,
     RuntimeError,
 )
+# In transformers' errors, for packages of its own code and of a model's
+PIP_INSTALL = re.compile(r"`pip install ([^`]+)`")
 IDLE_SECONDS = 5.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 LISTED_EXPERT = re.compile(r"(.*experts)\.\d+(?=\.|$)")
@@ -84,15 +87,32 @@ def structure_of(model: PreTrainedModel) -> Structure:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return {"answer": the structure}, or {"refused": why the model cannot be built}."""
+    """Return {"answer": the structure}, or {"refused": why the model cannot be built}.
+
+    Where its code needs a package that is not here, return {"missing": what to type}.
+    """
     try:
         config = Config.model_validate({"model": request["model"]})
         structure = count_structure(load_architecture(config), config.model.trust_remote_code)
     except ConfigError as error:  # the model is none that can be trained on text
         return {"answer": {"unusable": str(error)}}
     except UNBUILDABLE as error:
+        package = _missing_package(error)
+        if package is not None:
+            name = request["model"]["name"]
+            command = f"{sys.executable} -m pip install {package}"
+            return {"missing": f"model.name={name}: its code needs {package}; type {command}"}
         return {"refused": f"{type(error).__name__}: {first_line(error)}"}
     return {"answer": structure_as_json(structure)}
+
+
+def _missing_package(error: Exception) -> str | None:
+    """Return what is to be installed, None for another error than a missing package."""
+    found = PIP_INSTALL.search(str(error)) if isinstance(error, ImportError) else None
+    if found is None and isinstance(error, ModuleNotFoundError):
+        package = str(error.name).partition(".")[0]
+        return None if find_spec(package) else package
+    return found and found[1]
 
 
 def write_known_models() -> None:

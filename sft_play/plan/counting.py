@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config, ModelSection, TuningSection
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
     LLAMA_LIKE,
@@ -79,8 +79,8 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     built without weights in a separate process, once. Where that fails the shape has the reason
     as its `guess`, and the counts of a Llama of its sizes.
 
-    Raises: EnvironmentFault where there is no config.json; ConfigError for a model that cannot be
-    run on text alone.
+    Raises: EnvironmentFault where there is no config.json, or its code needs a package that is
+    missing; ConfigError for a model that cannot be run on text alone.
     """
     shape = _counted_shape(config, environ)
     return shape.without_towers() if config.tuning.towers == "drop" else shape
@@ -197,13 +197,16 @@ def answer(
     `told` is one line about the work, which is said where there was nothing in the cache. What a
     model's code refuses is kept too, as it would be refused again.
 
-    Raises: Uncounted with the reason why there is no answer.
+    Raises: Uncounted with the reason why there is no answer; EnvironmentFault for a package that
+    is missing.
     """
     path = folder / f"{_digest(module, request)}.json"
     kept = _read(path)
     if kept is None:
         logger.warning("%s", told)
         kept = _ask(module, request, environ)
+        if "missing" in kept:  # once it is installed, the model is counted
+            raise EnvironmentFault(kept["missing"])
         write_json(path, kept)
     if "refused" in kept:
         raise Uncounted(kept["refused"])
