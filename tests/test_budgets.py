@@ -29,22 +29,22 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 8_300,
-    "commands": 18_700,
+    "commands": 18_750,
     "compat": 1_300,
-    "config": 20_500,
+    "config": 20_700,
     "data": 46_300,
     "evaluation": 10_400,
     "inference": 16_400,
-    "models": 92_300,
+    "models": 92_350,
     "monitor": 8_400,
     "notebooks": 15_000,
     "plan": 44_100,
     "reporting": 11_700,
-    "runs": 12_400,
+    "runs": 13_000,
     "training": 43_100,
 }
-FILES = 300
-FUNCTIONS = 3_540
+FILES = 301
+FUNCTIONS = 3_550
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 900
 CALLED_FUNCTIONS = 80

@@ -18,6 +18,7 @@ from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_of_adapter
 from sft_play.runs.files import write_text
 from sft_play.runs.resumed import settings_of_run
 
@@ -74,7 +75,11 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     resumed = settings_of_run(resume_from, path is not None) if resume_from else None
     if backend and resumed is None:
         path = path or BACKENDS[backend].default_config
-    return loader.load(path, call.environ, call.overrides, target, resumed)
+    named = loader.given_value(SETTING, path, call.environ, call.overrides)
+    adapter = settings_of_adapter(str(named), call.output_dir) if named else None
+    loaded = loader.load(path, call.environ, call.overrides, target, resumed, adapter)
+    refuse_other_base(loaded.config)
+    return loaded
 
 
 def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFacts:

@@ -7,6 +7,7 @@ loads no torch and opens nothing but YAML files.
 import difflib
 import operator
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from sft_play.config import layers, rules
 from sft_play.config.layers import BUILT_IN, Layer, displayed
 from sft_play.config.messages import invalid, is_switch, no_such_file, refuse, word
-from sft_play.config.schema import Config, settings
+from sft_play.config.schema import Config, env_name, settings
 from sft_play.config.yaml_source import YamlValue
 from sft_play.errors import ConfigError
 from sft_play.masking import holds_credential
@@ -32,6 +33,7 @@ SHIPPED_MODEL = PROJECT_ROOT / "data" / "tiny_llama"
 FREE_TEXTS = ("data.system_prompt",)  # what they say is for the model
 SHIPPED_PATHS = ("model.name", "data.train_path", "data.val_path", "data.test_path")
 
+MAX_VALUE = 100_000  # characters of a value that is to be typed
 CHOSEN = "auto: "  # begins the origin of a value that was chosen for the user, and why
 
 SettingValue = Any  # of the type that its field in the schema has
@@ -51,7 +53,7 @@ class LoadedConfig:
         if path in self.unset:
             return False
         origin = self.origin[path]
-        return origin != BUILT_IN and not origin.startswith((f"{displayed(BASE)}:", CHOSEN))
+        return not is_default(origin) and not origin.startswith(CHOSEN)
 
     def value(self, path: str) -> SettingValue:
         """Return the value of a setting by its dotted name."""
@@ -96,6 +98,7 @@ def load(
     overrides: Iterable[str] = (),
     target: Layer | None = None,
     resumed: RunSettings | None = None,
+    adapter: Layer | None = None,
 ) -> LoadedConfig:
     """Return the merged config.
 
@@ -103,7 +106,8 @@ def load(
     its own config, for any other configs/base.yaml.
     `overrides` are words such as `train.batch_size=4`; `target` is what the make target itself
     sets (train-unsloth: the backend). `resumed` are the settings of the run that goes on: they
-    take the place of configs/base.yaml, and without a `config_path` of the embedded default.
+    take the place of configs/base.yaml, and without a `config_path` of the embedded default;
+    `adapter` are those that follow from the adapter of model.adapter.
 
     Raises: ConfigError that lists every problem with its origin and what to write instead.
     """
@@ -113,7 +117,8 @@ def load(
         target or {},
         layers.from_overrides(overrides, problems),
     ]
-    source = _find(config_path) if config_path else _default_source(given)
+    default = BASE if adapter else _default_source(given)
+    source = _find(config_path) if config_path else default
     if resumed is None:
         files = layers.from_files(source, BASE, problems)
     elif config_path:
@@ -122,6 +127,7 @@ def load(
         files = [resumed.layer]
         source = resumed.source
     merged = _with_shipped_files(_merged([layers.defaults(), *files, *given]))
+    merged = _with_adapter(merged, adapter or {}, problems)
     problems += _credentials(merged)
     origin = {path: located.origin for path, located in merged.items()}
     unset = frozenset()
@@ -246,6 +252,29 @@ def _validate(merged: Layer, problems: list[str]) -> Config:
     refuse(problems + [invalid(path, merged[path]) for path in merged if path in wrong])
     assert config is not None, "a config that pydantic refused has a problem"
     return config
+
+
+def _with_adapter(merged: Layer, adapter: Layer, problems: list[str]) -> Layer:
+    """Return the settings with those of an adapter that training goes on from.
+
+    Its base may be elsewhere now, and rows may be written by another template.
+    """
+    found = dict(merged)
+    for path, located in adapter.items():
+        given = merged[path]
+        if path == "model.adapter" or is_default(given.origin):
+            found[path] = located
+        elif path.startswith("tuning.") and given.value != located.value:
+            problems.append(
+                f"{path}={word(given.value)} ({given.origin}): the adapter of {located.origin} "
+                f"has another; set {env_name(path)}={shlex.quote(word(located.value, MAX_VALUE))}"
+            )
+    return found
+
+
+def is_default(origin: str) -> bool:
+    """Return whether a value comes from a default or configs/base.yaml."""
+    return origin == BUILT_IN or origin.startswith(f"{displayed(BASE)}:")
 
 
 def _credentials(merged: Layer) -> list[str]:

@@ -45,7 +45,7 @@ FREE = """
 """.split()
 # Listed, too, so that a new setting has no class until someone has thought of one
 MUST_MATCH = """
-    model.name model.revision model.max_seq_len model.rope_scaling.rope_type
+    model.name model.adapter model.revision model.max_seq_len model.rope_scaling.rope_type
     model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings
     model.rope_scaling.attention_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor model.dtype

@@ -34,6 +34,7 @@ SAME_SETTING = names_by_meaning(
         "model.chat_template": "chat_template_path",
         "model.template_kwargs": "chat_template_kwargs",
         "model.device_map": "hf_device_map",
+        "model.adapter": "adapter_name_or_path lora_model_dir adapter_path",
         # adapters
         "tuning.lora.alpha": "lora_alpha",
         "tuning.lora.dropout": "lora_dropout",
@@ -136,9 +137,6 @@ ADVICE = names_by_meaning(
         "default, gaussian and orthogonal": "pissa_init",
         "write tuning.lora.target_modules: all-linear": "lora_target_linear",
         "it follows from the model; nothing to set": "lora_fan_in_fan_out",
-        "write the base in model.name; resume a run's adapter with train.resume_from": (
-            "adapter_name_or_path lora_model_dir adapter_path"
-        ),
         # attention and kernels
         "write model.attn_implementation: flash_attention_2; the fused kernels "
         "(train.fast_path) need no flash-attn": """
@@ -210,7 +208,7 @@ ADVICE = names_by_meaning(
 
 
 # Words that mean something else in another section: they count in their own section alone
-AMBIGUOUS = ("backend", "columns", "dropout", "mode", "name", "path", "split", "weight")
+AMBIGUOUS = ("adapter", "backend", "columns", "dropout", "mode", "name", "path", "split", "weight")
 ALIKE = 0.8  # of difflib's ratio: a letter or two of a word
 
 

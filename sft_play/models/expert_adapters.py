@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, first_line
 from sft_play.models.architecture import towers_of
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
@@ -140,6 +140,30 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     adapted = add_adapters(base, config)
     adapted.load_adapter(folder, ADAPTER)
     return adapted.eval()
+
+
+def load_weights(adapted: PeftModel, folder: str) -> None:
+    """Give adapters that were just added the weights of a saved adapter.
+
+    Raises: ConfigError where it has other tensors.
+    """
+    problem = None
+    try:
+        found = adapted.load_adapter(folder, ADAPTER, is_trainable=True)
+    except RuntimeError as error:  # sizes
+        problem = first_line(error)
+    else:
+        if found.missing_keys or found.unexpected_keys:
+            problem = (
+                f"{len(found.missing_keys)} of the tensors to train are not there, and "
+                f"{len(found.unexpected_keys)} of its own are not trained here: "
+                f"{[*found.missing_keys, *found.unexpected_keys][0]}"
+            )
+    if problem:
+        raise ConfigError(
+            f"model.adapter={folder}: no adapter of this model and these settings ({problem}); set "
+            "MODEL_NAME to its base, and leave TUNING_LORA_* out"
+        )
 
 
 def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:

@@ -59,6 +59,8 @@ def add_adapters(
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
     adapted = expert_adapters.add_adapters(model, adapters)
+    if config.model.adapter and not config.train.resume_from:
+        expert_adapters.load_weights(adapted, config.model.adapter)
     _train_modules_in_float32(adapted)
     refuse_merging(adapted)
     return adapted

@@ -93,6 +93,11 @@ class ModelSection(Section):
         min_length=1,
         description="Base model: a local folder, or a hub id such as Qwen/Qwen2.5-7B-Instruct.",
     )
+    adapter: str | None = Field(
+        None,
+        description="Adapter to go on from with other rows: a run, or a folder with "
+        "adapter_config.json. The base and the shape of the adapters follow from it.",
+    )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; null is the hub's default branch."
     )

@@ -1,0 +1,116 @@
+"""model.adapter: training goes on from an adapter, with other rows and in a run of its own."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from run_files import run_json
+from tiny_models import tiny_model
+
+from sft_play.errors import ConfigError
+from sft_play.runs import stamp
+
+SHAPE = {
+    "tuning.lora.r": 4,
+    "tuning.lora.target_modules": ["q_proj", "up_proj"],
+    "tuning.lora.use_rslora": True,
+}
+
+
+@pytest.fixture(scope="module")
+def earlier(plan_run, run_worker):
+    folder = plan_run({**SHAPE, "train.predict_with_generate": False})
+    assert run_worker(folder) == 0
+    return folder
+
+
+def loss(folder, when: str) -> float:
+    return run_json(folder)["metrics"][when]["eval_loss"]
+
+
+def plain_adapter(earlier, folder: Path) -> Path:
+    """Return a copy of the adapter as PEFT would have written it."""
+    shutil.copytree(earlier.path / "adapter", folder)
+    (folder / stamp.NAME).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("named", ["run", "name", "folder", "plain"])
+def test_a_run_goes_on_from_an_adapter(plan_run, run_worker, earlier, named, tmp_path, monkeypatch):
+    adapter = {
+        "run": earlier.path,
+        "name": earlier.path.name,
+        "folder": earlier.path / "adapter",
+        "plain": tmp_path / "plain",
+    }[named]
+    if named == "plain":
+        plain_adapter(earlier, adapter)
+    changes = {"model.adapter": adapter, "train.predict_with_generate": False}
+    if named == "name":
+        monkeypatch.setenv("TRAIN_OUTPUT_DIR", str(earlier.path.parent))
+    folder = plan_run(changes)
+    assert run_worker(folder) == 0
+    assert loss(folder, "before") == pytest.approx(loss(earlier, "after"), rel=1e-6)
+    assert loss(folder, "after") != loss(folder, "before")
+    saved = json.loads((folder.path / "adapter" / "adapter_config.json").read_text())
+    then = json.loads((earlier.path / "adapter" / "adapter_config.json").read_text())
+    assert {**saved, "target_modules": set(saved["target_modules"])} == {
+        **then,
+        "target_modules": set(then["target_modules"]),
+    }
+
+
+def test_the_remedy_for_another_shape_works(plan_run, earlier):
+    with pytest.raises(ConfigError) as error:
+        plan_run({"model.adapter": earlier.path, "tuning.lora.r": 16, "tuning.lora.alpha": 8})
+    remedies = dict(re.findall(r"set TUNING_LORA_(\w+)=(\S+)", str(error.value)))
+    assert {name: float(value) for name, value in remedies.items()} == {"R": 4, "ALPHA": 32}
+    changes = {f"tuning.lora.{name.lower()}": value for name, value in remedies.items()}
+    plan_run({"model.adapter": earlier.path, **changes})
+
+
+def test_what_cannot_go_on_is_refused(plan_run, earlier, tmp_path):
+    with pytest.raises(ConfigError, match="no run with an adapter"):
+        plan_run({"model.adapter": tmp_path})
+    with pytest.raises(ConfigError, match="set TUNING_MODE=lora"):
+        plan_run({"model.adapter": earlier.path, "tuning.mode": "full"})
+    other = tiny_model("llama")
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="was trained over"):
+        plan_run({"model.adapter": earlier.path, "model.name": tmp_path / "other"})
+    plain = plain_adapter(earlier, tmp_path / "plain")
+    config = json.loads((plain / "adapter_config.json").read_text())
+    (plain / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"q": 2}}))
+    with pytest.raises(ConfigError, match="has rank_pattern"):
+        plan_run({"model.adapter": plain})
+
+
+def test_an_adapter_of_other_layers_is_refused(plan_run, run_worker, earlier, tmp_path):
+    plain = plain_adapter(earlier, tmp_path / "plain")
+    config = json.loads((plain / "adapter_config.json").read_text())
+    (plain / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["k_proj"]}))
+    folder = plan_run({"model.adapter": plain})
+    assert run_worker(folder) == 10
+    assert "no adapter of this model and these settings" in run_json(folder)["cause"]
+
+
+def test_a_resumed_run_needs_the_earlier_adapter_no_more(plan_run, run_worker, earlier, tmp_path):
+    plain = plain_adapter(earlier, tmp_path / "plain")
+    every_step = {"train.save_strategy": "steps", "train.save_steps": 1}
+    settings = {"model.adapter": plain, "train.predict_with_generate": False, **every_step}
+    whole = plan_run(settings)
+    assert run_worker(whole) == 0
+    stopped = plan_run({**settings, "train.stop_after": 2})
+    assert run_worker(stopped) == 75
+    shutil.rmtree(plain)
+    resumed = plan_run(
+        {
+            "train.output_dir": stopped.path.parent,
+            "train.resume_from": stopped.path,
+            "train.predict_with_generate": False,
+        }
+    )
+    assert run_worker(resumed) == 0
+    assert loss(resumed, "after") == loss(whole, "after")
