@@ -38,7 +38,7 @@ TOKENS = {
     "models": 92_350,
     "monitor": 8_400,
     "notebooks": 15_000,
-    "plan": 44_100,
+    "plan": 44_200,
     "reporting": 11_700,
     "runs": 13_000,
     "training": 43_100,

@@ -80,6 +80,11 @@ OTHER_FILES = {
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "config.json": SIZES},
         "an adapter of org/base; set MODEL_NAME=org/base",
     ),
+    "run": (
+        {"plan.json": {}, "adapter": ""},
+        "a run; leave MODEL_NAME out, and set MODEL_ADAPTER=",
+    ),
+    "full run": ({"plan.json": {}, "model": ""}, "a run; set MODEL_NAME=.*model$"),
     "damaged adapter": ({"adapter_config.json": "{"}, "adapter_config.json: not valid JSON"),
     "adapter of nothing": ({"adapter_config.json": {}}, "names no base"),
     "gguf": ({"m-Q4_K_M.gguf": ""}, "a folder of GGUF files, packed for llama.cpp"),

@@ -151,6 +151,10 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
     """Say what a folder is and what to type, None if it may be a model."""
     if ADAPTER in files:
         return _adapter(folder)
+    if "plan.json" in files and "adapter" in files:
+        return f"a run; leave MODEL_NAME out, and set MODEL_ADAPTER={folder} to go on from it"
+    if "plan.json" in files and "model" in files:
+        return f"a run; set MODEL_NAME={folder / 'model'}"
     if "model_index.json" in files:
         return f"a diffusion pipeline; {CAUSAL}"
     if any(file in files for file in EMBEDDERS):
@@ -177,7 +181,7 @@ def _adapter(folder: Path) -> str:
             f"an adapter of {base}, which is not here; set MODEL_NAME to where that model is, or "
             "to its name on the hub"
         )
-    return f"an adapter of {base}; set MODEL_NAME={base}"
+    return f"an adapter of {base}; set MODEL_NAME={base} MODEL_ADAPTER={folder} to go on from it"
 
 
 def _refuse_pointers(folder: Path, name: str) -> None:
