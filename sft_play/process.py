@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+Number = TypeVar("Number", int, float)
 Value = TypeVar("Value")
 
 
@@ -55,7 +56,7 @@ class Process:
         is_half = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=is_half)
 
-    def sum(self, number: int) -> int:
+    def sum(self, number: Number) -> Number:
         """Return the sum of all ranks' numbers. Every rank must call it."""
         return self._reduced(number, ReduceOp.SUM)
 
@@ -83,12 +84,12 @@ class Process:
         distributed.broadcast_object_list(values, src=0, group=self._cpu_group())
         return values[0]
 
-    def _reduced(self, number: int, operation: ReduceOp.RedOpType) -> int:
+    def _reduced(self, number: Number, operation: ReduceOp.RedOpType) -> Number:
         if self.world_size == 1:
             return number
-        total = torch.tensor(number, dtype=torch.int64)
+        total = torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64)
         distributed.all_reduce(total, operation, group=self._cpu_group())
-        return int(total)
+        return total.item()
 
     def _cpu_group(self) -> distributed.ProcessGroup:
         return _cpu_group(distributed.group.WORLD, self.timeout)

@@ -27,7 +27,6 @@ from sft_play.models.fast.install import (
     takes_one_row,
     uses_varlen_attention,
 )
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
 from sft_play.process import Process
@@ -36,7 +35,8 @@ from sft_play.training.batches import (
     LOSS_TARGETS,
     REAL_LENGTHS,
     collate_for_step,
-    token_mean_loss,
+    take_nll,
+    total_weight,
 )
 
 CPU = torch.device("cpu")
@@ -52,6 +52,7 @@ class Document:
 
     ids: np.ndarray
     labels: np.ndarray
+    weights: np.ndarray | None = None
 
 
 def documents(vocabulary: int = TINY.vocabulary) -> list[Document]:
@@ -187,13 +188,9 @@ def batch_of(model: nn.Module, is_packed: bool) -> Batch:
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss of a whole step of one micro-batch, as `SftTrainer.compute_loss` does."""
-    labels, positions, targets = (
-        batch.pop(name) for name in ("labels", LOSS_POSITIONS, LOSS_TARGETS)
-    )
     batch.pop(REAL_LENGTHS)
-    if is_loss_fused(model):
-        return fused_nll(model, model, batch, positions, targets) / len(targets)
-    return token_mean_loss(model(**batch), labels, len(targets))
+    tokens = total_weight(batch)
+    return take_nll(model, model, batch) / tokens
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ class Document:
 
     ids: list[int]
     labels: list[int]
+    weights: list[float] | None = None
 
 
 ROWS = TrainRows(

@@ -400,7 +400,8 @@ def store_of(folder, *samples: tuple[list[int], list[bool]]) -> Store:
         for number, (ids, trained) in enumerate(samples, start=1):
             record = np.zeros(1, RECORD)
             record["end"], record["number"] = len(ids), number
-            writer.append(SampleArrays(np.array(ids), np.array(trained), record))
+            record["weights"] = -1
+            writer.append(SampleArrays(np.array(ids), np.array(trained), np.zeros(0), record))
     return Store(folder)
 
 

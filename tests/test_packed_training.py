@@ -27,10 +27,10 @@ from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
+from sft_play.models.losses import summed_nll
 from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training import runtime
-from sft_play.training.batches import token_mean_loss
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_cross_document, measure_cross_document
 from sft_play.training.trainer import SftTrainer
@@ -46,6 +46,7 @@ class Document:
 
     ids: list[int]
     labels: list[int]
+    weights: list[float] | None = None
 
 
 def documents(count: int) -> list[Document]:
@@ -124,7 +125,7 @@ def step(
         assert not packed or max(map(len, micro_batch)) > 1
         batch = change(collator_of(packed)([rows[sequence] for sequence in micro_batch]))
         labels = batch.pop("labels")
-        loss = token_mean_loss(model(**batch), labels, labelled)
+        loss = summed_nll(model(**batch).logits, labels) / labelled
         loss.backward()
         total += loss.item()
     return total, [

@@ -13,8 +13,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
+from sft_play.models.losses import summed_nll
 from sft_play.runs import metrics
-from sft_play.training.batches import token_mean_loss
 from sft_play.training.trackers import HPARAMS
 
 ANSWER_KEYS = {"origin", "prompt", "expected", "answer", "rougeL", "was_cut"}
@@ -38,7 +38,7 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(
         for part in cuts:
             batch = collate(part)
             labels = batch.pop("labels")
-            token_mean_loss(trainer.model(**batch), labels, labelled).backward()
+            (summed_nll(trainer.model(**batch).logits, labels) / labelled).backward()
         return [
             parameter.grad.clone()
             for parameter in trainer.model.parameters()

@@ -72,7 +72,9 @@ def fit_sample(
         piece = _cut_piece(rendered, total - max_tokens + keeps_bos, total)
         if keeps_bos:
             start = piece.answer_start + 1 if piece.answer_start else 0
-            piece = RenderedSample([bos_id, *piece.ids], [IGNORE_INDEX, *piece.labels], start)
+            labels = [IGNORE_INDEX, *piece.labels]
+            weights = piece.weights and [1.0, *piece.weights]
+            piece = RenderedSample([bos_id, *piece.ids], labels, start, weights=weights)
         pieces.append(piece)
     kept = tuple(piece for piece in pieces if piece.trained_tokens)
     lost = rendered.trained_tokens - sum(piece.trained_tokens for piece in kept)
@@ -87,7 +89,12 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     ids = rendered.ids[start:end]
     labels = [IGNORE_INDEX, *rendered.labels[start + 1 : end]]
     has_prompt_end = start < rendered.answer_start < start + len(ids)
-    return RenderedSample(ids, labels, rendered.answer_start - start if has_prompt_end else 0)
+    return RenderedSample(
+        ids,
+        labels,
+        rendered.answer_start - start if has_prompt_end else 0,
+        weights=rendered.weights and rendered.weights[start:end],
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 
 Batch = dict[str, torch.Tensor | int | list[int]]
+WEIGHTS = "loss_weights"  # (B, T) float32 of labels, where some weigh other than 1
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class TokenSequence:
     labels: np.ndarray
     lengths: tuple[int, ...]
     real_tokens: int  # without fillers
+    weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weighs 1
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
@@ -55,10 +57,12 @@ class TrainRows(Dataset[TokenSequence]):
             indices = [indices]
         ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
+        weights: list[np.ndarray | None] = []
         real_tokens = 0
         for index in indices:
             is_filler = index < 0
             document = self.samples[~index if is_filler else index]
+            weights.append(document.weights)
             ids.append(np.asarray(document.ids, dtype=np.int64))
             if is_filler:
                 labels.append(np.full(len(document.labels), IGNORE_INDEX, dtype=np.int64))
@@ -69,7 +73,24 @@ class TrainRows(Dataset[TokenSequence]):
             labels.append(np.asarray(document.labels, dtype=np.int64))
             real_tokens += len(document.labels)
         lengths = tuple(map(len, labels))
-        return TokenSequence(np.concatenate(ids), np.concatenate(labels), lengths, real_tokens)
+        return TokenSequence(
+            np.concatenate(ids),
+            np.concatenate(labels),
+            lengths,
+            real_tokens,
+            _join_weights(weights, lengths),
+        )
+
+
+def _join_weights(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
+    """Return the weights of consecutive parts, None where each token weighs 1."""
+    if all(part is None for part in parts):
+        return None
+    given = [
+        np.ones(length, np.float32) if part is None else part
+        for part, length in zip(parts, lengths, strict=True)
+    ]
+    return np.concatenate(given)
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,7 @@ class PadCollator:
             "input_ids": _pad(ids, self.pad_id, width),
             "attention_mask": _pad([np.ones_like(row) for row in ids], 0, width),
             "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
+            **_pad_weights(sequences, width),
         }
 
 
@@ -139,12 +161,17 @@ class PackCollator:
                 np.concatenate([sequence.labels for sequence in sequences]),
                 tuple(chain.from_iterable(lengths)),
                 sum(sequence.real_tokens for sequence in sequences),
+                _join_weights(
+                    [sequence.weights for sequence in sequences],
+                    [len(sequence.ids) for sequence in sequences],
+                ),
             )
             sequences = [joined]
         batch: Batch = {
             "input_ids": _pad([sequence.ids for sequence in sequences], self.pad_id, width),
             "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
             "position_ids": _position_ids(sequences, width),
+            **_pad_weights(sequences, width),
         }
         if self.varlen:
             filled: list[int] = []  # (N,)
@@ -191,8 +218,21 @@ def _position_ids(sequences: Sequence[TokenSequence], width: int) -> torch.Tenso
     return torch.from_numpy(position_ids)
 
 
-def _pad(rows: Sequence[np.ndarray], fill: int, width: int) -> torch.Tensor:
-    padded = np.full((len(rows), width), fill, dtype=np.int64)  # (B, T)
+def _pad_weights(sequences: Sequence[TokenSequence], width: int) -> Batch:
+    """Return {WEIGHTS: (B, T)}, {} where each token weighs 1."""
+    if all(sequence.weights is None for sequence in sequences):
+        return {}
+    rows = [
+        np.ones(len(sequence.ids), np.float32) if sequence.weights is None else sequence.weights
+        for sequence in sequences
+    ]
+    return {WEIGHTS: _pad(rows, 0, width, np.float32)}
+
+
+def _pad(
+    rows: Sequence[np.ndarray], fill: int, width: int, dtype: type[np.generic] = np.int64
+) -> torch.Tensor:
+    padded = np.full((len(rows), width), fill, dtype=dtype)  # (B, T)
     for target, values in zip(padded, rows, strict=True):
         target[: len(values)] = values
     return torch.from_numpy(padded)

@@ -7,6 +7,7 @@ An answer that a flag excludes from loss stays in the conversation, so later ans
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ FOLLOWING_ROLES = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-# Flag: the value that asks for loss
+# Flag: the value that asks for loss; a weight may be any number from 0 up
 LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
@@ -72,6 +73,17 @@ def parse_optional_text(value: Any, name: str) -> str | None:
     return None if _is_blank(value) else parse_text(value, name)
 
 
+def parse_weight(value: Any, name: str) -> float:
+    """Return a weight in the loss; 1 for null. Raises InvalidRowError, which calls it `name`."""
+    if value is None:
+        return 1.0
+    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+        return float(value)  # True is 1
+    raise InvalidRowError(
+        f"{name} is {shorten(value)}; a weight is a number from 0 up, 1 as a rule"
+    )
+
+
 def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
     """Return Axolotl's [{"label": true or false, "text": "..."}]. Raises InvalidRowError."""
     segments = []
@@ -84,7 +96,8 @@ def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
                 'a segment is {"label": true or false, "text": "..."}'
             )
         _check_encodable(text, f"{name}[{number}].text")
-        segments.append(Segment(text, label == 1))
+        weight = parse_weight(record.get("weight"), f"{name}[{number}].weight")
+        segments.append(Segment(text, label == 1 and weight > 0, weight))
     return tuple(segments)
 
 
@@ -118,8 +131,8 @@ def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple
             names.append(f"{name}[{number}]")
             try:
                 message = _parse_message(record, is_sharegpt)
-                if not FLAG_KEYS.isdisjoint(record) and is_excluded(message, record):
-                    message = replace(message, is_trained=False)
+                if not FLAG_KEYS.isdisjoint(record):
+                    message = apply_flags(message, record)
             except InvalidRowError as error:
                 raise InvalidRowError(f"{names[-1]}{error}") from None
             messages.append(message)
@@ -297,12 +310,12 @@ def _check_encodable(text: str, name: str) -> None:
         raise InvalidRowError(f"{name} holds a NUL character, which belongs to no text")
 
 
-def is_excluded(message: Message, record: Json) -> bool:
-    """Return whether the flags of a message's record exclude it from loss.
+def apply_flags(message: Message, record: Json) -> Message:
+    """Return a message as the flags of its record ask: without loss, or with another weight.
 
     Raises InvalidRowError, whose reason continues the name of the message: for another value than
-    true and false (1 and 0), for flags that contradict each other, and for a flag that asks for
-    loss on a message that is no answer.
+    true and false (1 and 0, of a weight any number from 0 up), for flags that contradict each
+    other, and for a flag that asks for loss on a message that is no answer.
     """
     if any(record.get(key) for key in PARTS_OF_ANSWERS):
         raise InvalidRowError(
@@ -314,6 +327,9 @@ def is_excluded(message: Message, record: Json) -> bool:
         value = record.get(name)
         if value is None:
             continue
+        if name == "weight":
+            asked[name] = parse_weight(value, ".weight") > 0
+            continue
         if value not in (0, 1):  # True equals 1
             raise InvalidRowError(
                 f".{name} is {shorten(value)}; an answer is trained or not: write 1 or 0"
@@ -322,11 +338,13 @@ def is_excluded(message: Message, record: Json) -> bool:
     if len(set(asked.values())) > 1:
         raise InvalidRowError(f": {' and '.join(asked)} contradict each other; keep one")
     if message.role == "assistant":
-        return False in asked.values()
+        if False in asked.values():
+            return replace(message, is_trained=False)
+        return replace(message, weight=parse_weight(record.get("weight"), ".weight"))
     for name, is_trained in asked.items():
         if is_trained:
             raise InvalidRowError(
                 f".{name} asks for loss on a message of the {message.role}; "
                 "only answers of the assistant carry loss"
             )
-    return False
+    return message

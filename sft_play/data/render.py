@@ -55,6 +55,7 @@ class RenderedSample:
     labels: list[int]
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
+    weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
 
     @property
     def trained_tokens(self) -> int:
@@ -176,15 +177,17 @@ class Renderer:
             return (_join_segments(row.segments, prepared.texts),)
         samples: list[RenderedSample] = []
         try:
-            for text in prepared.texts:
+            for text in prepared.texts if row.weight else ():
                 if row.text is None:
-                    samples += self._label_answers(text, tails)
+                    weights = [message.weight for message in row.messages]
+                    samples += self._label_answers(text, tails, weights)
                     continue
                 ids = [*self._text_prefix, *text.ids]
                 if ids[-1:] != [self._eos]:
                     ids.append(self._eos)
                 self._refuse_second_bos(ids)
-                samples.append(RenderedSample(ids, [IGNORE_INDEX, *ids[1:]]))
+                weights = None if row.weight == 1 else [row.weight] * len(ids)
+                samples.append(RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights))
         except RenderError as error:
             return RenderError(self._special.plain(f"{row.origin}: {error}"))
         if row is not prepared.given:
@@ -193,24 +196,28 @@ class Renderer:
         return tuple(samples)
 
     def _label_answers(
-        self, text: TrainingText, tails: Mapping[str, list[int]]
+        self, text: TrainingText, tails: Mapping[str, list[int]], weights: Sequence[float]
     ) -> list[RenderedSample]:
         """Return the sample of a text, and one of each answer whose line breaks join its prompt's.
 
-        Such an answer is tokenized apart, as it follows the prompt's tokens at use.
+        Such an answer is tokenized apart, as it follows the prompt's tokens at use. `weights` are
+        those of the messages.
         """
         ids = text.ids
         self._refuse_second_bos(ids)
         spans: list[TokenSpan] = []
+        span_weights: list[float] = []
         apart: list[RenderedSample] = []
         checks_marks = text.generated is not None and not marks_equal_answers(text)
         for answer, tail in zip(text.answers, text.tails, strict=True):
+            weight = weights[answer.message]
             try:
                 spans.append(self._find_answer(text, answer, tail.first_token, tails[tail.text]))
+                span_weights.append(weight)
             except _JoinedLineBreaks:
                 if checks_marks:
                     raise
-                apart.append(self._label_apart(text.text, answer))
+                apart.append(self._label_apart(text.text, answer, weight))
         if not spans:
             return apart
         if apart:
@@ -222,9 +229,14 @@ class Renderer:
             (encoding,) = self._special.encode([text.text], with_offsets=True)
             check_generation_marks(text, spans, encoding)
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
-        return [*apart, RenderedSample(ids, labels, spans[-1].start)]
+        of_tokens = None
+        if set(span_weights) != {1.0}:
+            of_tokens = [1.0] * len(ids)
+            for (start, end), weight in zip(spans, span_weights, strict=True):
+                of_tokens[start:end] = [weight] * (end - start)
+        return [*apart, RenderedSample(ids, labels, spans[-1].start, weights=of_tokens)]
 
-    def _label_apart(self, text: str, answer: AnswerSpan) -> RenderedSample:
+    def _label_apart(self, text: str, answer: AnswerSpan, weight: float) -> RenderedSample:
         """Return the sample of one answer, its tokens after those of the prompt."""
         written = text[answer.start : answer.end]
         prompt, ids = self._tokenize([text[: answer.start], written])
@@ -232,7 +244,9 @@ class Renderer:
             raise RenderError(
                 f"the tokenizer does not read messages[{answer.message}] by itself as the answer"
             )
-        return RenderedSample([*prompt, *ids], [*[IGNORE_INDEX] * len(prompt), *ids], len(prompt))
+        labels = [*[IGNORE_INDEX] * len(prompt), *ids]
+        weights = None if weight == 1 else [weight] * len(labels)
+        return RenderedSample([*prompt, *ids], labels, len(prompt), weights=weights)
 
     def _find_answer(
         self, text: TrainingText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
@@ -296,6 +310,7 @@ class Renderer:
 def _join_segments(segments: Sequence[Segment], texts: Sequence[TrainingText]) -> RenderedSample:
     ids: list[int] = []
     labels: list[int] = []
+    weights: list[float] = []
     answer_start = 0
     was_trained = False
     for segment, text in zip(segments, texts, strict=True):
@@ -304,8 +319,10 @@ def _join_segments(segments: Sequence[Segment], texts: Sequence[TrainingText]) -
         was_trained = segment.is_trained
         labels += text.ids if was_trained else [IGNORE_INDEX] * len(text.ids)
         ids += text.ids
+        weights += [segment.weight] * len(text.ids)
     labels[:1] = [IGNORE_INDEX]  # nothing predicts the first token
-    return RenderedSample(ids, labels, answer_start)
+    has_weights = any(segment.weight != 1 for segment in segments)
+    return RenderedSample(ids, labels, answer_start, weights=weights if has_weights else None)
 
 
 def render_prompt(

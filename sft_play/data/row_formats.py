@@ -54,20 +54,25 @@ ROW_FORMATS: dict[str, tuple[str, ...]] = {
 TURN_FORMATS = ("messages", "conversations", "conversation")  # one column has all turns
 PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may have turns, in this order
 TEXT_FORMATS = ("text", "segments")  # no chat template is used
-# Optional in every format but plain text: the system message, and the functions that may be called
-SHARED_FIELDS = ("system", "tools")
+# Optional in every format but plain text: the system message, the functions that may be called; in
+# every format the row's weight in the loss
+SHARED_FIELDS = ("system", "tools", "weight")
 OPTIONAL_FIELDS = {
     **dict.fromkeys(ROW_FORMATS, SHARED_FIELDS),
     "instruction": (*SHARED_FIELDS, "input"),
     "instruction_response": (*SHARED_FIELDS, "context"),
-    "calls": ("system",),
-    **dict.fromkeys(TEXT_FORMATS, ()),
+    "calls": ("system", "weight"),
+    **dict.fromkeys(TEXT_FORMATS, ("weight",)),
 }
 FIELDS = (
     *dict.fromkeys(chain.from_iterable(ROW_FORMATS.values())),
     *SHARED_FIELDS,
 )
-OTHER_NAMES = {"system": "system_prompt", "tools": "functions"}  # that an optional field may have
+OTHER_NAMES = {
+    "system": "system_prompt",
+    "tools": "functions",
+    "weight": "sample_weight",
+}  # that an optional field may have
 MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 
 

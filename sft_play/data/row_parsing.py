@@ -7,9 +7,9 @@ would be may be missing. Loads no torch.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sft_play.config.schema import Config
 from sft_play.data.files import (
@@ -30,6 +30,7 @@ from sft_play.data.messages import (
     parse_optional_text,
     parse_segments,
     parse_text,
+    parse_weight,
 )
 from sft_play.data.row_formats import (
     PROMPT_FORMATS,
@@ -48,10 +49,12 @@ from sft_play.data.rows import (
     Json,
     Message,
     Row,
+    Segment,
     UnreadableRecord,
     list_columns,
 )
 
+Part = TypeVar("Part", Message, Segment)
 USED_TURN_KEYS = frozenset(
     (
         *("role", "content", "from", "value", "input", "output"),
@@ -63,11 +66,9 @@ USED_TURN_KEYS = frozenset(
 TURN_PREFIX = "messages[]."
 TURNS_IN_TEXT = "Human: and Assistant: in the text"
 MAX_LISTED = 12  # keys without a meaning of their own
-EVERY_ROW = "every row weighs the same; weights are of files: DATA_TRAIN_PATH='{a.jsonl: 3, b: 1}'"
 NOT_CHOSEN = "no row is chosen or left out by it"
 TEXT_ONLY = "models here take text"
 MEANINGS = {
-    **dict.fromkeys(("weight", "sample_weight"), EVERY_ROW),
     **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
     **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
     "split": "all rows are read; name files of their own in data.train_path and data.val_path",
@@ -184,10 +185,13 @@ def _parse_row(
                 f"the rows of this file have {' and '.join(row_format.required)}"
             )
     column = row_format.required[0]
+    weight_column = row_format.columns["weight"]
+    weight = parse_weight(record.get(weight_column), weight_column)
     if row_format.name == "text":
-        return Row((), origin, text=parse_text(record[column], column))
+        return Row((), origin, text=parse_text(record[column], column), weight=weight)
     if row_format.name == "segments":
-        return Row((), origin, segments=parse_segments(record[column], column))
+        segments = parse_segments(record[column], column)
+        return Row((), origin, segments=weigh(segments, weight))
     messages = _parse_messages(record, row_format)
     media_column = row_format.media_column
     for message in messages if media_column is not None else ():
@@ -214,7 +218,17 @@ def _parse_row(
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
         rest = messages[1:] if has_system else messages
         messages = (Message("system", system_prompt.text), *rest)
-    return Row(messages, origin, tools=tools)
+    return Row(weigh(messages, weight), origin, tools=tools)
+
+
+def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
+    """Return messages or segments with a row's weight; of the weight 0 none is trained."""
+    if weight == 1:
+        return parts
+    return tuple(
+        replace(part, weight=part.weight * weight, is_trained=part.is_trained and weight > 0)
+        for part in parts
+    )
 
 
 def _parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:

@@ -29,13 +29,16 @@ class Message:
     name: str | None = None  # of the tool that a tool message answers for
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
+    weight: float = 1.0  # of its tokens in the loss
 
 
-class Segment(NamedTuple):
-    """A piece of a text, and whether it is trained."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a text, whether it is trained, and the weight of its tokens in the loss."""
 
     text: str
     is_trained: bool
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Row:
     messages: tuple[Message, ...]
     origin: str
     text: str | None = None  # plain text: then there are no messages, and every token is trained
+    weight: float = 1.0  # of a plain text
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
 

@@ -24,10 +24,12 @@ from sft_play.errors import DataError
 
 IDS = "ids.bin"
 TRAINED = "trained.bin"
+WEIGHTS = "weights.bin"
 RECORDS = "records.bin"
 SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
 ID = np.dtype("<i4")
+WEIGHT = np.dtype("<f4")
 RECORD = np.dtype(
     [
         ("end", "<i8"),  # of its tokens in ids.bin
@@ -38,6 +40,7 @@ RECORD = np.dtype(
         ("answer_start", "<i4"),  # first token of the last answer; 0: none, as in plain text
         ("trained", "<i4"),  # tokens that carry loss
         ("cut", "<i4"),  # tokens of its row that the length policy cut
+        ("weights", "<i8"),  # where those of its tokens begin in weights.bin; -1: each weighs 1
     ]
 )
 
@@ -46,12 +49,14 @@ RECORD = np.dtype(
 class Sample:
     """One sequence as the model sees it.
 
-    ids (T,) int32; labels (T,) int64, IGNORE_INDEX where no loss.
+    ids (T,) int32; labels (T,) int64, IGNORE_INDEX where no loss; weights (T,) float32 of tokens in
+    the loss, None where each weighs 1.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     answer_start: int
+    weights: np.ndarray | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -71,6 +76,7 @@ class Store:
         self.records = _map_array(folder / RECORDS, RECORD)
         self.ids = _map_array(folder / IDS, ID)
         self.trained = _map_array(folder / TRAINED, np.dtype(np.bool_))
+        self.weights = _map_array(folder / WEIGHTS, WEIGHT)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -80,7 +86,9 @@ class Store:
         end = int(self.records["end"][index])
         ids = np.asarray(self.ids[start:end])
         labels = np.where(self.trained[start:end], ids.astype(np.int64), IGNORE_INDEX)
-        return Sample(ids, labels, int(self.records["answer_start"][index]))
+        first = int(self.records["weights"][index])
+        weights = None if first < 0 else np.asarray(self.weights[first : first + end - start])
+        return Sample(ids, labels, int(self.records["answer_start"][index]), weights)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -109,10 +117,14 @@ class StoredSample(NamedTuple):
 
 
 class SampleArrays(NamedTuple):
-    """Samples as a store has them: ids and trained of all tokens, records (N,) RECORD."""
+    """Samples as a store has them: ids and trained of all tokens, records (N,) RECORD.
+
+    `weights` are those of the samples that have some.
+    """
 
     ids: np.ndarray
     trained: np.ndarray
+    weights: np.ndarray
     records: np.ndarray
 
 
@@ -122,12 +134,13 @@ class StoreWriter(contextlib.ExitStack):
     def __init__(self, folder: Path):
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        names = (IDS, TRAINED, RECORDS)
+        names = (IDS, TRAINED, WEIGHTS, RECORDS)
         self._files = [self.enter_context((folder / name).open("wb")) for name in names]
         self._tokens = 0
+        self._weights = 0
 
     def append(self, samples: SampleArrays) -> None:
-        """Add samples whose records' `end` counts from 0."""
+        """Add samples whose records' `end` and `weights` count from 0."""
         records = samples.records.copy()
         tokens = int(records["end"][-1]) if len(records) else 0
         assert len(samples.ids) == len(samples.trained) == tokens, (
@@ -135,8 +148,12 @@ class StoreWriter(contextlib.ExitStack):
         )
         records["end"] += self._tokens
         self._tokens += tokens
-        arrays = ((samples.ids, ID), (samples.trained, np.bool_), (records, RECORD))
-        for file, (array, dtype) in zip(self._files, arrays, strict=True):
+        records["weights"][records["weights"] >= 0] += self._weights
+        self._weights += len(samples.weights)
+        arrays = (*samples[:-1], records)
+        for file, array, dtype in zip(
+            self._files, arrays, (ID, np.bool_, WEIGHT, RECORD), strict=True
+        ):
             file.write(np.ascontiguousarray(array, dtype=dtype).tobytes())
 
 
@@ -146,12 +163,15 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     ids = np.fromiter(chain.from_iterable(sample.ids for sample in rendered), dtype=ID)
     labels = np.fromiter(chain.from_iterable(sample.labels for sample in rendered), dtype=np.int64)
     records = np.zeros(len(samples), dtype=RECORD)
+    weights: list[float] = []
     end = 0
     for index, (sample, file, number, hashes, cut) in enumerate(samples):
         end += len(sample.ids)
         tokens = (sample.answer_start, sample.trained_tokens, cut)
-        records[index] = (end, number, *hashes, file, *tokens)
-    return SampleArrays(ids, labels != IGNORE_INDEX, records)
+        first = -1 if sample.weights is None else len(weights)
+        weights += sample.weights or ()
+        records[index] = (end, number, *hashes, file, *tokens, first)
+    return SampleArrays(ids, labels != IGNORE_INDEX, np.array(weights, WEIGHT), records)
 
 
 class Split:

@@ -1,26 +1,57 @@
 """Micro-batches of a training step, and their share of its loss."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional
 
-from sft_play.data.collate import Batch, TokenSequence, labelled
+from sft_play.data.collate import WEIGHTS, Batch, TokenSequence, labelled
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
 REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
 LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
 LOSS_TARGETS = "loss_targets"  # (N,)
+LOSS_GROUPS = "loss_groups"  # `WeightGroups` of them in this order; missing: each weighs 1
 
 
-def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
-    """Return this micro-batch's share of the step's mean loss: nats / labelled tokens of the step.
+class WeightGroups(NamedTuple):
+    """Labelled tokens by their weight in the loss: G groups of consecutive tokens."""
 
-    `num_items_in_batch` counts the labelled tokens of all micro-batches of all ranks. So every
-    token has the same weight, however the step is split.
+    weights: torch.Tensor  # (G,) float32
+    counts: list[int]  # of tokens
+    total: float  # the weights of all tokens, summed
+
+
+def total_weight(batch: Batch) -> float:
+    """Return the weights of a micro-batch's labelled tokens, summed: their number, as a rule."""
+    groups = batch.get(LOSS_GROUPS)
+    return float(len(batch[LOSS_TARGETS])) if groups is None else groups.total
+
+
+def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> torch.Tensor:
+    """Return the nats of a micro-batch's labelled tokens times their weights, summed, with a graph.
+
+    `wrapped` is the model, or what calls it. What is no input of the model is taken from `inputs`.
     """
-    return summed_nll(outputs.logits, labels) / num_items_in_batch
+    labels = inputs.pop("labels")
+    positions = inputs.pop(LOSS_POSITIONS)
+    targets = inputs.pop(LOSS_TARGETS)
+    groups: WeightGroups | None = inputs.pop(LOSS_GROUPS, None)
+    if is_loss_fused(model):
+        counts = groups and groups.counts
+        nll = fused_nll(model, wrapped, inputs, positions, targets, counts)
+        return nll if groups is None else nll @ groups.weights.to(nll.device)
+    logits = wrapped(**inputs).logits
+    if groups is None:
+        return summed_nll(logits, labels)
+    predicted = logits.flatten(0, 1).index_select(0, positions.to(logits.device)).float()
+    nll = functional.cross_entropy(predicted, targets.to(logits.device), reduction="none")
+    weights = groups.weights.repeat_interleave(torch.tensor(groups.counts, device=targets.device))
+    return nll @ weights.to(nll.device)
 
 
 def collate_for_step(
@@ -32,6 +63,13 @@ def collate_for_step(
     """
     batch = collate(sequences)
     positions, targets = labelled(batch["labels"])
+    weights = batch.pop(WEIGHTS, None)
+    if weights is not None:
+        of_tokens, order = weights.flatten()[positions + 1].sort(stable=True)
+        positions, targets = positions[order], targets[order]
+        distinct, counts = of_tokens.unique_consecutive(return_counts=True)
+        total = of_tokens.double().sum().item()
+        batch[LOSS_GROUPS] = WeightGroups(distinct, counts.tolist(), total)
     return {
         **batch,
         LOSS_POSITIONS: positions,

@@ -27,16 +27,15 @@ from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.sharding import trains_divided
 from sft_play.runs import stamp
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.training.batches import (
-    LOSS_POSITIONS,
     LOSS_TARGETS,
     REAL_LENGTHS,
     collate_for_step,
-    token_mean_loss,
+    take_nll,
+    total_weight,
 )
 from sft_play.training.best import LossWatch
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
@@ -238,10 +237,10 @@ class SftTrainer(Trainer):
         )
         return self.accelerator.prepare(loader)
 
-    def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], int]:
-        """Return the micro-batches of one step, and the number of labelled tokens on all ranks.
+    def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
+        """Return the micro-batches of one step, and the weight of labelled tokens on all ranks.
 
-        Adds the work of this rank to the throughput.
+        That is their number where each weighs 1. Adds the work of this rank to the throughput.
         """
         self.guard.begin(self.summed_loss)
         started = time.perf_counter()
@@ -250,10 +249,10 @@ class SftTrainer(Trainer):
         labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in fetched)
         lengths = [length for batch in fetched for length in batch.pop(REAL_LENGTHS)]
         self.throughput.add(lengths, labelled_tokens)
-        return fetched, self.process.sum(labelled_tokens)
+        return fetched, self.process.sum(sum(map(total_weight, fetched)))
 
     def training_step(
-        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int
+        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: float
     ) -> torch.Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
@@ -278,27 +277,21 @@ class SftTrainer(Trainer):
         self.accelerator.backward(loss, **options)
 
     def compute_loss(
-        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int
+        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: float
     ) -> torch.Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks.
 
         Gradients become the mean over ranks, which undoes the factor.
         """
         inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        positions = inputs.pop(LOSS_POSITIONS)
-        targets = inputs.pop(LOSS_TARGETS)
+        share = total_weight(inputs) / num_items_in_batch
         if self.router_loss is not None:
             inputs |= self.router_loss.inputs()
-        if is_loss_fused(self.model):
-            loss = fused_nll(self.model, model, inputs, positions, targets) / num_items_in_batch
-        else:
-            loss = token_mean_loss(model(**inputs), labels, num_items_in_batch)
+        loss = take_nll(self.model, model, inputs) / num_items_in_batch
         if self.router_loss is not None:
-            share = len(targets) / num_items_in_batch
             loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
         loss = spread(loss)
-        self.step_log.add_loss(loss.detach(), len(targets) / num_items_in_batch)
+        self.step_log.add_loss(loss.detach(), share)
         self.memory.enter("backward")
         # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
         return (loss * self.accelerator.num_processes).to(self.args.device)

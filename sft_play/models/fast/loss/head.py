@@ -51,11 +51,10 @@ class FusedHead:
             hidden = hidden * self.formula.scale
         hidden = to_compute_dtype(hidden)
         weight = to_compute_dtype(self.head.weight)  # (V, H)
-        if self._tokens_of_rows is not None:
-            self._nll = self._nll_of_rows(hidden, weight, targets)
-            return self._nll.sum().reshape(1, 1, 1)
         # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it;
         # what a hook sees before that is used.
+        if self._tokens_of_rows is not None:
+            return self._nll_of_rows(hidden, weight, targets).reshape(1, 1, -1)
         nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
         return nll.reshape(1, 1, 1)
 
@@ -90,8 +89,7 @@ class FusedHead:
             self._tokens_of_rows = None
 
     def _keep(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        if self._tokens_of_rows is None:
-            self._nll = output.reshape(())
+        self._nll = output.reshape(() if self._tokens_of_rows is None else -1)
 
     def take_nll(self) -> Tensor:
         """Return the loss of the last pass, and drop the reference to its graph."""
