@@ -200,7 +200,7 @@ def test_rows_without_a_value_are_bad_rows_with_a_remedy_that_works(built) -> No
 
 
 def test_one_question_alone_cannot_be_split_but_by_row(built) -> None:
-    with pytest.raises(DataError, match=r"data.split_by=prompt.* or DATA_SPLIT_BY=row"):
+    with pytest.raises(DataError, match=r"data.split_by=prompt .* or DATA_SPLIT_BY=row"):
         built(answers(1, 20))
     assert len(built(answers(1, 20), split_by="row").validation) == 1
     with pytest.raises(DataError, match=r"set DATA_VAL_PATH$"):

@@ -118,6 +118,7 @@ def test_which_rows_are_held_out_does_not_depend_on_their_order(seed: int) -> No
         ([60, 40], 0.1, 40),
         ([8] * 500, 0.4, 496),  # at most 500
         ([300] * 40, 0.2, 600),
+        ([1001] * 4, 0.2, 0),  # twice as many as 500 would slow every evaluation
     ],
 )
 def test_as_many_rows_are_held_out_as_whole_groups_come_to(
@@ -126,6 +127,16 @@ def test_as_many_rows_are_held_out_as_whole_groups_come_to(
     questions = [group for group, size in enumerate(sizes) for _ in range(size)]
     rows = records(list(range(len(questions))), questions=questions)
     assert splits.choose_held_out(rows, fraction, seed, "prompt").sum() == held
+
+
+def test_a_long_chain_of_links_is_one_group_and_takes_no_time() -> None:
+    numbers = np.arange(100_000)
+    rows = records(((numbers + 1) // 2).tolist(), groups=(numbers // 2).tolist())
+    assert not splits.choose_held_out(rows, 0.1, 0, "id").any()
+    rows["group"][50_000:] += 1  # one link fewer: the word that both halves have
+    assert not splits.choose_held_out(rows, 0.1, 0, "id").any()
+    rows["normalized"][50_000:] += 1
+    assert len(np.unique(splits._connect(rows, ("normalized", "group")))) == 2
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])

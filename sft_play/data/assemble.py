@@ -206,8 +206,8 @@ def _choose_held_out(train: Selection, config: Config) -> np.ndarray:
         return mask
     by_row = " or DATA_SPLIT_BY=row" if choose("row").any() else ""
     message = (
-        f"{train.names}: {splits.count_rows(records)} usable rows, or all in one group of "
-        f"data.split_by={data.split_by}, cannot be split into training and validation; "
+        f"{train.names}: {splits.count_rows(records)} usable rows, or too many that data.split_by="
+        f"{data.split_by} keeps together, cannot be split into training and validation; "
         f"set DATA_VAL_PATH{by_row}"
     )
     for file in chain(*train.samples.files):

@@ -52,10 +52,10 @@ def begins_row(records: np.ndarray) -> np.ndarray:
 def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: str) -> np.ndarray:
     """Return a mask (N,) of the samples to hold out.
 
-    They are of about `fraction` of the rows, and of MAX_HELD_OUT_ROWS at most: as near to that as
-    whole groups come. Rows of the same words are in one group, and so are those of one question, or
-    of one value of a column, as `split_by` says (data.split_by). Which rows these are does not
-    depend on their order. The mask may be all false.
+    They are of about `fraction` of the rows, or of MAX_HELD_OUT_ROWS: as near to that as whole
+    groups come, and never of more than twice as many. Rows of the same words are in one group, and
+    so are those of one question, or of one value of a column, as `split_by` says (data.split_by).
+    Which rows these are does not depend on their order. The mask may be all false.
     """
     keys = {"row": (), "prompt": ("question",)}.get(split_by, ("group",))
     _, group_of = np.unique(_connect(records, ("normalized", *keys)), return_inverse=True)
@@ -68,13 +68,15 @@ def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: s
     tried: Counter[int] = Counter()  # groups by size
     for group in order:
         size = sizes[group]
-        if size * tried[size] > target or target in reached:
-            continue  # one more of this size reaches no better sum
-        tried[size] += 1
-        for held_out in [held_out for held_out in reached if held_out < target]:
-            reached.setdefault(held_out + size, (held_out, group))
-    possible = [held_out for held_out in reached if held_out < rows]
-    held_out = min(possible[1:], key=lambda count: (abs(count - target), count), default=0)
+        if target in reached:
+            break
+        if size * tried[size] <= target:  # else one more of this size reaches no better sum
+            tried[size] += 1
+            for held_out in [held_out for held_out in reached if held_out < target]:
+                reached.setdefault(held_out + size, (held_out, group))
+    most = min(rows - 1, 2 * MAX_HELD_OUT_ROWS)
+    possible = [held_out for held_out in reached if 0 < held_out <= most]
+    held_out = min(possible, key=lambda count: (abs(count - target), count), default=0)
     groups = []
     while held_out:
         held_out, group = reached[held_out]
@@ -87,16 +89,22 @@ def _connect(records: np.ndarray, keys: Sequence[str]) -> np.ndarray:
 
     The label is the least hash of the group's words.
     """
-    labels = records["normalized"]
     members = [np.unique(records[key], return_inverse=True)[1] for key in keys]
-    while True:
-        before = labels
+    first = np.arange(len(records))  # an earlier sample of the same group
+    before = None
+    while not np.array_equal(first, before):
+        before = first
         for values in members:
-            least = np.full(len(records), np.iinfo(np.uint64).max, np.uint64)
-            np.minimum.at(least, values, labels)
-            labels = least[values]
-        if np.array_equal(labels, before):
-            return labels
+            first = _least(first, values)
+        first = first[first]  # else a chain of groups would take a round for each link
+    return _least(records["normalized"], first)
+
+
+def _least(values: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """Return for each sample the least value of its group; groups are numbered below N."""
+    least = np.full(len(values), np.iinfo(values.dtype).max, values.dtype)
+    np.minimum.at(least, group_of, values)
+    return least[group_of]
 
 
 def find_overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
