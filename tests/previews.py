@@ -61,7 +61,7 @@ TRAIN = SplitLedger(
     Tally(rows_in=1, rows_used=1, samples=1, tokens=2, trained_tokens=1),
     lost_fraction=0.0,
     lengths=LengthPercentiles(2, 2, 2, max=2),
-    duplicates=EqualRows(0, 0),
+    duplicates=EqualRows(0, 0, 0),
     sources=(),
 )
 LEDGER = Ledger({"train": TRAIN}, max_seq_len=8)

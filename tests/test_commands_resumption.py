@@ -129,7 +129,9 @@ def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:
     assert "nothing to do" in typed(asked), "the same rows elsewhere"
     read: list[Path] = []
     digest = cache.digest_files
-    monkeypatch.setattr(cache, "digest_files", lambda files: read.extend(files) or digest(files))
+    monkeypatch.setattr(
+        cache, "digest_files", lambda files, *choice: read.extend(files) or digest(files, *choice)
+    )
     for edited, is_read in ((rows.replace(b"1", b"2", 1), True), (rows + b"\n", False)):
         copied.write_bytes(edited)
         read.clear()

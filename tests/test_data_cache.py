@@ -79,7 +79,7 @@ def test_a_damaged_entry_is_tokenised_again(
     right = [sample.ids.tolist() for sample in build_run_data(config, tokenizer).train]
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     names = sorted(path.name for path in folder.iterdir() if path.stat().st_size)
-    assert {"ids.bin", "trained.bin", "records.bin", "meta.json", seal.NAME} <= set(names)
+    assert {"ids.bin", "trained.bin", "samples.bin", "meta.json", seal.NAME} <= set(names)
     for number, name in enumerate(names * 2):
         caplog.clear()
         damage(folder / name, 1009 * number)

@@ -120,8 +120,8 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
     assert facts["rows_in"] == len(train)
     assert facts["dropped"] == {"bad_row": 7, "unproven": 1, "too_long": 1, "evaluated_on": 2}
     assert facts["rows_used"] == 42
-    assert facts["duplicates"] == {"exact": 1, "normalised": 2}
-    assert facts["overlap"] == {"validation": {"exact": 1, "normalised": 2}}
+    assert facts["duplicates"] == {"exact": 1, "normalised": 2, "questions": 2}
+    assert facts["overlap"] == {"validation": {"exact": 1, "normalised": 2, "questions": 2}}
     assert facts["lost_trained_tokens"] > 0 and facts["lost_fraction"] == pytest.approx(
         facts["lost_trained_tokens"]
         / (

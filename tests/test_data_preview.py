@@ -161,7 +161,7 @@ def plain(
     mask = trained or (False, *[True] * (tokens - 1))
     ids = list(range(10, 10 + tokens))
     labels = [i if is_trained else IGNORE_INDEX for i, is_trained in zip(ids, mask, strict=True)]
-    hashes = RowHashes(number, number)
+    hashes = RowHashes(number, number, number)
     return StoredSample(RenderedSample(ids, labels), 0, number, hashes, cut)
 
 

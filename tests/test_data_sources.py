@@ -124,8 +124,9 @@ def test_split_and_subset_are_of_hub_data_sets(
         found(tmp_path / "a.jsonl", **more)
 
 
-def test_a_part_of_a_split_is_no_split() -> None:
+def test_several_splits_are_no_split() -> None:
     with pytest.raises(
-        DataError, match=r"split 'train\[:10%\]' is no name; name a whole split, such as train"
+        DataError,
+        match=r"split 'train\+test' is no name; name one split, such as train, or a part ",
     ):
-        found("owner/name", split="train[:10%]")
+        found("owner/name", split="train+test")

@@ -16,12 +16,16 @@ def records(
     numbers: list[int] | None = None,
     exact: list[int] | None = None,
     file: int = 0,
+    questions: list[int] | None = None,
+    groups: list[int] | None = None,
 ) -> np.ndarray:
     """Records of samples whose rows say `words`, from lines `numbers` of a file."""
     made = np.zeros(len(words), dtype=RECORD)
     made["normalized"], made["file"] = words, file
     made["number"] = range(1, len(words) + 1) if numbers is None else numbers
     made["exact"] = words if exact is None else exact
+    made["question"] = words if questions is None else questions
+    made["group"] = 0 if groups is None else groups
     return made
 
 
@@ -40,12 +44,17 @@ def test_samples_of_one_row_count_as_one_row() -> None:
 def test_the_asked_for_fraction_is_held_out_at_least_one_row_and_at_most_500(
     rows: int, fraction: float, held: int
 ) -> None:
-    assert splits.choose_held_out(records(list(range(rows))), fraction, seed=1).sum() == held
+    assert (
+        splits.choose_held_out(
+            records(list(range(rows))), fraction, seed=1, split_by="prompt"
+        ).sum()
+        == held
+    )
 
 
 def test_the_held_out_rows_follow_from_the_seed() -> None:
     rows = records(list(range(200)))
-    one, again, other = (splits.choose_held_out(rows, 0.1, seed) for seed in (1, 1, 2))
+    one, again, other = (splits.choose_held_out(rows, 0.1, seed, "row") for seed in (1, 1, 2))
     assert np.array_equal(one, again) and not np.array_equal(one, other)
 
 
@@ -53,13 +62,88 @@ def test_the_held_out_rows_follow_from_the_seed() -> None:
 def test_rows_of_the_same_words_are_never_on_both_sides(seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = records(draw.integers(0, 40, size=200).tolist())
-    held = splits.choose_held_out(rows, 0.2, seed)
+    held = splits.choose_held_out(rows, 0.2, seed, "row")
     assert held.any() and not held.all()
     assert not set(rows["normalized"][held].tolist()) & set(rows["normalized"][~held].tolist())
 
 
 def test_rows_that_all_say_the_same_cannot_be_held_out() -> None:
-    assert not splits.choose_held_out(records([5] * 10), 0.1, seed=0).any()
+    assert not splits.choose_held_out(records([5] * 10), 0.1, seed=0, split_by="row").any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("answers", [8, 16])
+def test_all_answers_to_a_question_are_on_one_side(seed: int, answers: int) -> None:
+    rows = records(list(range(40 * answers)), questions=[n // answers for n in range(40 * answers)])
+    held = splits.choose_held_out(rows, 0.1, seed, "prompt")
+    assert held.sum() == 4 * answers
+    assert not set(rows["question"][held].tolist()) & set(rows["question"][~held].tolist())
+    by_row = splits.choose_held_out(rows, 0.1, seed, "row")
+    assert by_row.sum() == 4 * answers
+    assert set(rows["question"][by_row].tolist()) & set(rows["question"][~by_row].tolist())
+
+
+def test_a_group_is_all_rows_that_others_link() -> None:
+    """Rows 0 and 1 say the same, 1 and 2 are of one value; 4 repeats 3 in another group."""
+    rows = records([10, 10, 12, 13, 13, *range(20, 60)], groups=[1, 2, 2, 3, 4, *range(20, 60)])
+    kept_together = set()
+    for seed in range(200):
+        held = splits.choose_held_out(rows, 0.1, seed, "conversation_id")
+        assert held.sum() == 4
+        assert held[0] == held[1] == held[2] and held[3] == held[4]
+        kept_together.add((bool(held[0]), bool(held[3])))
+    assert kept_together >= {(True, False), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_which_rows_are_held_out_does_not_depend_on_their_order(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    rows = records(draw.permutation(300).tolist(), questions=draw.integers(0, 90, 300).tolist())
+    held = rows["exact"][splits.choose_held_out(rows, 0.1, 7, "prompt")]
+    turned = rows[draw.permutation(300)]
+    again = turned["exact"][splits.choose_held_out(turned, 0.1, 7, "prompt")]
+    assert sorted(held.tolist()) == sorted(again.tolist())
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "held"),
+    [
+        ([2] * 12, 0.05, 2),  # 24 rows of two answers: of one question
+        ([8] * 20, 0.05, 8),  # 8 are wanted
+        ([8] * 10, 0.05, 8),  # 4 are wanted, and no group is smaller
+        ([8] * 100, 0.025, 16),  # 20 are wanted: 16 and 24 are as near
+        ([7, 11, 13, 69], 0.2, 20),  # 20 are wanted: 7 and 13
+        ([7, 11, 13, 69], 0.24, 24),  # 11 and 13
+        ([60, 40], 0.1, 40),
+        ([8] * 500, 0.4, 496),  # at most 500
+        ([300] * 40, 0.2, 600),
+        ([1001] * 4, 0.2, 0),  # twice as many as 500 would slow every evaluation
+    ],
+)
+def test_as_many_rows_are_held_out_as_whole_groups_come_to(
+    sizes: list[int], fraction: float, held: int, seed: int
+) -> None:
+    questions = [group for group, size in enumerate(sizes) for _ in range(size)]
+    rows = records(list(range(len(questions))), questions=questions)
+    assert splits.choose_held_out(rows, fraction, seed, "prompt").sum() == held
+
+
+def test_a_long_chain_of_links_is_one_group_and_takes_no_time() -> None:
+    numbers = np.arange(100_000)
+    rows = records(((numbers + 1) // 2).tolist(), groups=(numbers // 2).tolist())
+    assert not splits.choose_held_out(rows, 0.1, 0, "id").any()
+    rows["group"][50_000:] += 1  # one link fewer: the word that both halves have
+    assert not splits.choose_held_out(rows, 0.1, 0, "id").any()
+    rows["normalized"][50_000:] += 1
+    assert len(np.unique(splits._connect(rows, ("normalized", "group")))) == 2
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_rows_are_counted_not_their_samples(samples: int) -> None:
+    numbers = [row for row in range(12) for _ in range(samples)]
+    rows = records(numbers, numbers=numbers)
+    assert splits.choose_held_out(rows, 0.05, 0, "prompt").sum() == samples
 
 
 def test_overlap_names_the_training_sample_and_the_evaluated_one_that_it_equals() -> None:
@@ -71,17 +155,25 @@ def test_overlap_names_the_training_sample_and_the_evaluated_one_that_it_equals(
     assert found.exact.tolist() == [3]
 
 
+def test_a_question_overlaps_also_with_other_answers() -> None:
+    trained = records([10, 11, 12], questions=[1, 2, 3])
+    found = splits.find_overlap(trained, records([11, 13], questions=[5, 3]))
+    assert found.normalized.tolist() == [1]
+    assert found.questions.tolist() == [1, 2], "a row of the same words is among them"
+
+
 def test_nothing_overlaps_with_nothing() -> None:
     assert not len(splits.find_overlap(records([1, 2]), records([])).normalized)
     assert not len(splits.find_overlap(records([]), records([1, 2])).normalized)
 
 
 def test_duplicates_are_the_rows_behind_the_first_of_their_kind() -> None:
-    assert splits.count_duplicates(records([7, 8, 7, 7], exact=[1, 2, 1, 3])) == EqualRows(1, 2)
-    assert splits.count_duplicates(records([7, 7], numbers=[4, 4])) == EqualRows(0, 0), (
+    rows = records([7, 8, 7, 7], exact=[1, 2, 1, 3], questions=[4, 4, 4, 4])
+    assert splits.count_duplicates(rows) == EqualRows(1, 2, 3)
+    assert splits.count_duplicates(records([7, 7], numbers=[4, 4])) == EqualRows(0, 0, 0), (
         "two samples of one row"
     )
-    assert splits.count_duplicates(records([])) == EqualRows(0, 0)
+    assert splits.count_duplicates(records([])) == EqualRows(0, 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -93,7 +93,7 @@ def test_a_store_has_the_weights_of_samples_that_have_some(tmp_path: Path) -> No
             for given in part:
                 ids = list(range(2, 2 + len(given or "abcd")))
                 rendered = RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=given)
-                samples.append(StoredSample(rendered, 0, 0, RowHashes(0, 0), 0))
+                samples.append(StoredSample(rendered, 0, 0, RowHashes(0, 0, 0), 0))
             writer.append(to_arrays(samples))
     found = [sample.weights for sample in map(Store(tmp_path).__getitem__, range(4))]
     assert [None if one is None else one.tolist() for one in found] == weights

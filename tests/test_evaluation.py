@@ -313,7 +313,7 @@ def test_the_answer_limit_follows_the_scored_rows(tmp_path, answers, max_seq_len
         ids = [1] * (10 + tokens)
         labels = [IGNORE_INDEX] * 10 + ids[10:]
         rendered = RenderedSample(ids, labels, answer_start=10)
-        samples.append(StoredSample(rendered, 0, number, RowHashes(number, number), 0))
+        samples.append(StoredSample(rendered, 0, number, RowHashes(number, number, number), 0))
     with StoreWriter(tmp_path) as writer:
         writer.append(to_arrays(samples))
     rows = Split.whole([Store(tmp_path)])

@@ -180,8 +180,8 @@ def test_rows_of_a_hub_set_keep_split_and_subset(tmp_path: Path) -> None:
     cells = (LOAD, "d = load_dataset('a/b', 'c', split='train_sft[:500]')", TRAIN.format(""))
     made = Exported(write_notebook(tmp_path / "in.ipynb", *cells), tmp_path, None)
     (source,) = made["data.train_path"]
-    assert (source.path, source.subset, source.split) == ("a/b", "c", "train_sft")
-    assert "the part in brackets is not carried" in made.report
+    taken = (source.path, source.subset, source.split, source.part)
+    assert taken == ("a/b", "c", "train_sft", "[:500]")
 
 
 def test_the_users_rows_win(tmp_path: Path) -> None:

@@ -223,7 +223,8 @@ def test_a_data_file_that_is_not_there_is_refused_before_a_run_is_made(
         plan_for(CPU, f"data.{name}_path={missing}")
     assert str(error.value) == (
         f"data.{name}_path={missing} (--set data.{name}_path): no such file; "
-        f"set DATA_{name.upper()}_PATH to a data file, a folder of them, or a hub data set id"
+        f"set DATA_{name.upper()}_PATH to a data file, a folder of them, or a hub data set id; "
+        "for some of its rows write [{path: a.jsonl, rows: 500}]"
     )
 
 

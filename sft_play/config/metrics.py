@@ -69,6 +69,8 @@ def _problem(metric: str) -> str | None:
     if metric.startswith(SCHEMA):
         return _problem_with_schema(Path(metric.removeprefix(SCHEMA)))
     function = FUNCTION.fullmatch(metric)
+    if function and function["name"].endswith("_loss"):
+        return f"{metric}: names of the losses of sources end in _loss; rename the function"
     if function:
         return _problem_with_function(Path(function["file"]), function["name"])
     near = difflib.get_close_matches(metric, (*OF_TEXT, *OF_SACREBLEU), n=1)

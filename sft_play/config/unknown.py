@@ -202,7 +202,7 @@ ADVICE = names_by_meaning(
         "the number of processes that tokenize follows from the machine; nothing to set": (
             "dataset_num_proc dataset_processes preprocessing_num_workers"
         ),
-        "train.max_steps ends a run early": "max_samples max_train_samples",
+        "write data.train_path: [{path: a.jsonl, rows: 1000}]": "max_samples max_train_samples",
     }
 )
 

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -198,12 +199,16 @@ def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
 
 def _choose_held_out(train: Selection, config: Config) -> np.ndarray:
     records = train.samples.records
-    mask = splits.choose_held_out(records, config.data.val_size, config.train.order_seed)
-    if mask.any() and not mask.all():
+    data = config.data
+    choose = partial(splits.choose_held_out, records, data.val_size, config.train.order_seed)
+    mask = choose(data.split_by)
+    if mask.any():
         return mask
+    by_row = " or DATA_SPLIT_BY=row" if choose("row").any() else ""
     message = (
-        f"{train.names}: {splits.count_rows(records)} usable rows, or all of the same words, "
-        "cannot be split into training and validation; set DATA_VAL_PATH"
+        f"{train.names}: {splits.count_rows(records)} usable rows, or too many that data.split_by="
+        f"{data.split_by} keeps together, cannot be split into training and validation; "
+        f"set DATA_VAL_PATH{by_row}"
     )
     for file in chain(*train.samples.files):
         if file.lower().endswith(".txt"):
@@ -225,17 +230,19 @@ def _without_overlap(
     """
     records = train.samples.records
     found = splits.find_overlap(records, evaluated.samples.records)
-    equal = EqualRows(
-        exact=splits.count_rows(records[found.exact]),
-        normalised=splits.count_rows(records[found.normalized]),
-    )
+    samples = (found.exact, found.normalized, found.questions)
+    equal = EqualRows(*(splits.count_rows(records[indices]) for indices in samples))
     train = replace(train, overlap={**train.overlap, split: equal})
-    if not equal.normalised or config.data.on_overlap == "allow":
+    policy = config.data.on_overlap
+    reason, unwanted = "evaluated_on", found.normalized
+    if policy == "drop_questions":
+        reason, unwanted = "question_evaluated_on", found.questions
+    if not len(unwanted) or policy == "allow":
         return train
-    if config.data.on_overlap == "drop":
+    if policy != "fail":
         mask = np.zeros(len(records), dtype=bool)
-        mask[found.normalized] = True
-        return train.without(mask, "evaluated_on")
+        mask[unwanted] = True
+        return train.without(mask, reason)
     pairs = list(zip(found.normalized, found.equal_to, strict=True))
     lines = [
         f"{train.samples.origin(one)} is {evaluated.samples.origin(other)} of the {split} rows"
@@ -297,7 +304,7 @@ def _build_ledger(selection: Selection) -> SplitLedger:
         lost_fraction=round(tally.lost_fraction, 6),
         lengths=splits.length_percentiles(samples.lengths),
         duplicates=splits.count_duplicates(samples.records),
-        sources=tuple(SourceLedger(source.name, source.weight, found) for source, found in pairs),
+        sources=tuple(SourceLedger(source.label, source.weight, found) for source, found in pairs),
     )
 
 

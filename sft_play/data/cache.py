@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 
 
-def digest_files(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of the contents of files, in their order."""
-    total = hashlib.sha256()
+def digest_files(paths: Iterable[Path], choice: str = "") -> str:
+    """Return the SHA-256 of the contents of files, in their order, and of a choice of rows."""
+    total = hashlib.sha256(choice.encode())
     for path in paths:
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())

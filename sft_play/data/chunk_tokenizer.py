@@ -3,20 +3,22 @@
 Legend: T tokens of a sample.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk
+from sft_play.data.files import Chunk, parse_records
 from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
-from sft_play.data.row_formats import RowFormat
+from sft_play.data.row_formats import RowFormat, find_values
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Row
+from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, InvalidRowError, Row
 from sft_play.data.store import (
     LongRow,
     RowHashes,
@@ -126,8 +128,10 @@ class TokenizedChunk:
 class ChunkTokenizer:
     """Tokenizes chunks. Has what a process needs for it, and nothing that changes."""
 
-    def __init__(self, config: Config, tokenizer: Any):
+    def __init__(self, config: Config, tokenizer: Any, group_by: str | None = None):
+        """`group_by` is a column, or a path into one, whose value is recorded with each sample."""
         data = config.data
+        self._group_by = group_by
         self._max_seq_len = config.model.max_seq_len
         self._too_long = data.too_long
         self._renderer = Renderer(
@@ -141,7 +145,8 @@ class ChunkTokenizer:
         """Return the samples of a chunk."""
         done = TokenizedChunk(Tally(rows_in=len(task.chunk.records)), task.chunk.bytes_read)
         tally = done.tally
-        records = self._parse(task, done)
+        groups = find_groups(task.chunk, self._group_by) if self._group_by else {}
+        records = self._parse(task, done, groups)
         rendered = iter(self._renderer.render([row for rows in records.values() for row in rows]))
         stored: list[StoredSample] = []
         for number, rows in records.items():
@@ -156,13 +161,13 @@ class ChunkTokenizer:
                 if excluded > row.begins_with_answer:
                     tally.untrained["excluded"] += excluded - row.begins_with_answer
             if refused is not None:
-                done.drop(task, _unproven_row(rows, refused), "unproven")
+                done.drop(task, _bad_row(rows, str(refused)), "unproven")
                 continue
             tally.as_text.update({name for sample in samples for name in sample.as_text})
             tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))
-            hashes = hash_rows(rows)
+            hashes = hash_rows(rows)._replace(group=groups.get(number, 0))
             for sample, cut_tokens in self._fit(samples, tally):
                 stored.append(StoredSample(sample, task.file, number, hashes, cut_tokens))
         done.samples = to_arrays(stored)
@@ -173,13 +178,18 @@ class ChunkTokenizer:
         tally.check()
         return done
 
-    def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
+    def _parse(
+        self, task: ChunkTask, done: TokenizedChunk, groups: Mapping[int, int]
+    ) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""
         chunk = task.chunk
         tally = done.tally
         parsed = parse_record_rows(chunk, task.row_format, self._system_prompt, tally.unused)
         records: dict[int, list[Row]] = {}
         for number, rows in zip(chunk.numbers, parsed, strict=True):
+            if self._group_by and number not in groups and not isinstance(rows, BadRow):
+                reason = f"no value in data.split_by={self._group_by}; set DATA_SPLIT_BY=prompt"
+                rows = _bad_row(rows, reason)
             if isinstance(rows, BadRow):
                 done.drop(task, rows, "bad_row")
                 continue
@@ -189,6 +199,8 @@ class ChunkTokenizer:
                     is_kept = rows[index] is row
                     tally.untrained["greeting" if is_kept else "greeting_left_out"] += 1
             records[number] = rows
+        if self._group_by:
+            del tally.unused[self._group_by.partition(".")[0]]
         return records
 
     def _fit(
@@ -215,27 +227,56 @@ class ChunkTokenizer:
             tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
 
 
+def find_groups(chunk: Chunk, column: str) -> dict[int, int]:
+    """Return the hash of each record's value in a column, or at a path, by the record's number.
+
+    Records without a value are left out.
+    """
+    groups = {}
+    records = parse_records(chunk, [column.partition(".")[0]])
+    for number, record in zip(chunk.numbers, records, strict=True):
+        with contextlib.suppress(InvalidRowError):  # also of a record that cannot be read
+            values = find_values(record, column).values
+            if any(value not in (None, "") for value in values):
+                groups[number] = _hash("\n".join(map(str, values)))
+    return groups
+
+
 def hash_rows(rows: Sequence[Row]) -> RowHashes:
     """Return hashes of a record's rows, which are trained or evaluated on together."""
-    hashes = [hash_row(row) for row in rows]
-    if len(hashes) == 1:
-        return hashes[0]
-    return RowHashes(*(_hash(repr(values)) for values in zip(*hashes, strict=True)))
+    found = []
+    for values in zip(*map(hash_row, rows), strict=True):
+        distinct = sorted(set(values))
+        found.append(distinct[0] if len(distinct) == 1 else _hash(repr(distinct)))
+    return RowHashes(*found)
 
 
 def hash_row(row: Row) -> RowHashes:
     """Return hashes of a row without its system message."""
-    content = exact = row.plain_text
+    exact = content = row.plain_text
+    asked = 0  # messages before the last trained answer
+    messages = [message for message in row.messages if message.role != "system"]
     if row.messages:
-        content = "\n".join(message.content for message in row.messages if message.role != "system")
+        content = "\n".join(message.content for message in messages)
         exact = repr(
             [
                 (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id)
                 for m in row.messages
             ]
         )
-    words = " ".join(re.findall(r"\w+", content.casefold()))
-    return RowHashes(_hash(exact), _hash(words or content))  # a text may have no words
+        answers = [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_trained]
+        asked = answers[-1] if answers else len(messages)
+    question = "\n".join(message.content for message in messages[:asked])
+    rest = content[len(question) :]
+    asked_words, other_words = _words(question), _words(rest)
+    words = f"{asked_words} {other_words}".strip() or content  # a text may have no words
+    return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words))
+
+
+def _words(text: str) -> str:
+    composed = unicodedata.normalize("NFC", text)
+    words = " ".join(re.findall(r"\w+", composed.casefold()))
+    return unicodedata.normalize("NFKC", words)  # at once, punctuation would cost thrice the time
 
 
 def _hash(text: str) -> int:
@@ -243,11 +284,11 @@ def _hash(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _unproven_row(rows: Sequence[Row], error: RenderError) -> BadRow:
+def _bad_row(rows: Sequence[Row], reason: str) -> BadRow:
     origin = rows[0].origin
     facts = [asdict(row) for row in rows]
     text = json.dumps(facts[0] if len(facts) == 1 else facts, ensure_ascii=False)
-    return BadRow(origin, str(error).removeprefix(f"{origin}: "), text)
+    return BadRow(origin, reason.removeprefix(f"{origin}: "), text)
 
 
 def longest_first(rows: Sequence[LongRow]) -> list[LongRow]:

@@ -116,10 +116,11 @@ class LengthPercentiles:
 
 @dataclass(frozen=True)
 class EqualRows:
-    """Rows that equal other rows: exactly, and by their words; exact ones are among the latter."""
+    """Rows that equal other rows: exactly, by their words, and by what is asked in them."""
 
     exact: int
     normalised: int
+    questions: int  # words before the last trained answer
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,16 @@ class SplitLedger:
 
     @property
     def notes(self) -> list[str]:
-        """What becomes of the keys of rows that are not used, of each source once."""
-        return list(chain.from_iterable(source.notes for source in self.sources))
+        """What becomes of keys that are not used, by source, and questions that are evaluated."""
+        notes = list(chain.from_iterable(source.notes for source in self.sources))
+        for split, equal in (self.overlap or {}).items():
+            asked = equal.questions - equal.normalised
+            if asked and not self.tally.dropped["question_evaluated_on"]:
+                notes.append(
+                    f"{asked:,} training rows ask what {split} rows ask, and answer otherwise; "
+                    "to train without them: DATA_ON_OVERLAP=drop_questions"
+                )
+        return notes
 
     def as_json(self) -> Json:
         """Return the ledger as plain data."""
@@ -233,6 +242,8 @@ DROPPED = {
     "all_excluded": "a flag excludes every answer",
     "held_out": "kept to be evaluated on",
     "evaluated_on": "evaluated on, so not trained",
+    "question_evaluated_on": "asked in evaluation, so not trained",
+    "not_chosen": "by rows or split of its source",
 }
 SHORTENED = {"truncated": "cut on the left", "split": "several samples each"}
 UNTRAINED = {
@@ -240,8 +251,11 @@ UNTRAINED = {
     "greeting": "before the first question",
     "greeting_left_out": "as the chat template refuses it",
 }
-EXACT = "to the letter"
-NORMALIZED = "in the same words"
+EQUAL = {  # the ways of EqualRows
+    "exact": "to the letter",
+    "normalised": "in the same words",
+    "questions": "by what is asked",
+}
 
 Line = tuple[str, ...]  # its first cell names it
 
@@ -287,8 +301,7 @@ def split_table(ledger: Ledger) -> Table:
         line("tokens of a sample, p90", "lengths.p90"),
         line("tokens of a sample, p99", "lengths.p99"),
         line(f"longest, of model.max_seq_len={ledger.max_seq_len}", "lengths.max"),
-        line(f"repeated rows, {EXACT}", "duplicates.exact"),
-        line(f"repeated rows, {NORMALIZED}", "duplicates.normalised"),
+        *(line(f"repeated rows, {words}", f"duplicates.{name}") for name, words in EQUAL.items()),
         *_overlap_lines(splits),
     ]
     return Table(("", *ledger.splits), tuple(lines))
@@ -310,15 +323,14 @@ def _reason_lines(
 
 
 def _overlap_lines(splits: Sequence[SplitLedger]) -> list[Line]:
-    """Return two lines for each split whose rows are looked for in another."""
+    """Return lines for each split whose rows are looked for in another."""
     overlaps = [split.overlap or {} for split in splits]
     lines = []
     for other in dict.fromkeys(chain.from_iterable(overlaps)):
         found = [overlap.get(other) for overlap in overlaps]
-        exact = [_format(equal and equal.exact) for equal in found]
-        normalized = [_format(equal and equal.normalised) for equal in found]
-        lines.append((f"also {other} rows, {EXACT}", *exact))
-        lines.append((f"also {other} rows, {NORMALIZED}", *normalized))
+        for name, words in EQUAL.items():
+            counts = [_format(equal and getattr(equal, name)) for equal in found]
+            lines.append((f"also {other} rows, {words}", *counts))
     return lines
 
 

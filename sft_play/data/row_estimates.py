@@ -155,7 +155,11 @@ def read_beginning(section: SourceSection, columns: Mapping[str, str]) -> Beginn
             break
     rows = sum(len(chunk.records) for chunk in chunks)
     share = max(1.0, source.file_bytes / bytes_read) if bytes_read >= READ_BYTES else 1.0
-    return Beginning(source.columns, source.weight, chunks, rows, rows * share)
+    all_rows = rows * share
+    if section.choice:
+        start, stop = source.bounds(round(all_rows))
+        all_rows = min(section.rows or all_rows, max(0, stop - start), all_rows)
+    return Beginning(source.columns, source.weight, chunks, rows, all_rows)
 
 
 def estimate_epoch(

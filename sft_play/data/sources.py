@@ -28,7 +28,7 @@ from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
 
 DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
-SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # whole splits only, not train[:10%]
+SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
@@ -61,7 +61,8 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
 
     if not SPLIT_NAME.fullmatch(section.split):
         raise DataError(
-            f"{where}: split {section.split!r} is no name; name a whole split, such as train"
+            f"{where}: split {section.split!r} is no name; name one split, such as train, or a "
+            "part of one, such as train[:10%]"
         )
     try:
         loaded = datasets.load_dataset(section.path, name=section.subset, split=section.split)
@@ -120,10 +121,23 @@ class Source:
     files: tuple[Path, ...]
     weight: float | None  # share of an epoch, relative to other sources
     columns: Mapping[str, str]  # field: the file's column
+    section: SourceSection  # as the user wrote it
+
+    def bounds(self, rows: int) -> tuple[int, int]:
+        """Return where its part of so many rows begins and ends; % are rounded as by datasets."""
+        start, stop = (self.section.part or "[:]")[1:-1].split(":")
+        return _bound(start or "0", rows), _bound(stop or "100%", rows)
 
     @property
     def file_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
+
+
+def _bound(text: str, rows: int) -> int:
+    count = int(text.removesuffix("%"))
+    if text.endswith("%"):
+        count = round(rows * count / 100)
+    return rows + count if text.startswith("-") else count
 
 
 def find_sources(
@@ -191,7 +205,8 @@ def find_source(
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
-    return Source(name_of(section), files, section.weight, section.columns or columns or {})
+    columns = section.columns or columns or {}
+    return Source(name_of(section), files, section.weight, columns, section)
 
 
 def name_of(section: SourceSection) -> str:
@@ -203,7 +218,7 @@ def digest_source(source: Source) -> str:
     """Return the SHA-256 of the contents of a source's files."""
     size = f"{source.file_bytes / 1e9:.1f} GB"
     with watched(Stage(f"reading {source.name}", measure=lambda: size)):
-        return cache.digest_files(source.files)
+        return cache.digest_files(source.files, source.section.choice)
 
 
 def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:
@@ -214,6 +229,8 @@ def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:
     tally, bad = Tally(), BadRows()
     for path in source.files:
         row_format = detect_format(path, source.columns)
+        if source.section.choice:  # the first rows may not be among those that are taken
+            continue
         chunk = next(read_chunks(path, CHECKED_ROWS))
         tally.rows_in += len(chunk.records)
         for rows in parse_record_rows(chunk, row_format, SystemPrompt.from_config(config)):
@@ -296,6 +313,9 @@ def _find_difference(now: SourceSection, then: Recorded, setting: str) -> str | 
     name = name_of(now)
     if now.weight != then["weight"]:
         return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"
+    choice = then.get("choice", "")
+    if now.choice != choice:
+        return f"{name} has {now.choice or 'all rows'}, and was trained with {choice or 'all'}"
     is_gone_or_of_hub = not Path(now.path).exists()
     names = (name, str(Path(now.path).resolve()))  # a run has absolute paths
     if is_gone_or_of_hub and then["name"] in names:

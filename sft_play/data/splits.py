@@ -6,6 +6,7 @@ torch.
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Overlap:
 
     exact: np.ndarray
     normalized: np.ndarray  # the same words; the exact ones are among them
+    questions: np.ndarray  # the same words are asked; the normalized ones are among them
     equal_to: np.ndarray  # for each of `normalized`, the first evaluated sample that it equals
 
 
@@ -47,28 +49,62 @@ def begins_row(records: np.ndarray) -> np.ndarray:
     return mask
 
 
-def choose_held_out(records: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: str) -> np.ndarray:
     """Return a mask (N,) of the samples to hold out.
 
-    They are about `fraction` of the rows, and at most MAX_HELD_OUT_ROWS. Rows of the same words are
-    held out together, so that nothing evaluated is trained on. The mask may be all true or all
-    false.
+    They are of about `fraction` of the rows, or of MAX_HELD_OUT_ROWS: as near to that as whole
+    groups come, and never of more than twice as many. Rows of the same words are in one group, and
+    so are those of one question, or of one value of a column, as `split_by` says (data.split_by).
+    Which rows these are does not depend on their order. The mask may be all false.
     """
-    _, group_of = np.unique(records["normalized"], return_inverse=True)
-    # the samples of a split row count one by one here, so fewer rows are held out
-    group_sizes = np.bincount(group_of).tolist()
-    target = min(max(1, round(len(records) * fraction)), MAX_HELD_OUT_ROWS)
-    order = list(range(len(group_sizes)))
+    keys = {"row": (), "prompt": ("question",)}.get(split_by, ("group",))
+    _, group_of = np.unique(_connect(records, ("normalized", *keys)), return_inverse=True)
+    sizes = np.bincount(group_of[begins_row(records)]).tolist()
+    rows = sum(sizes)
+    target = min(max(1, round(rows * fraction)), MAX_HELD_OUT_ROWS)
+    order = list(range(len(sizes)))
     random.Random(seed).shuffle(order)
-    groups: list[int] = []
-    held_out = 0
+    reached = {0: (0, -1)}  # rows held out: those without the last group, and that group
+    tried: Counter[int] = Counter()  # groups by size
     for group in order:
-        if held_out + group_sizes[group] <= target:
-            groups.append(group)
-            held_out += group_sizes[group]
-        if held_out == target:
+        size = sizes[group]
+        if target in reached:
             break
+        if size * tried[size] <= target:  # else one more of this size reaches no better sum
+            tried[size] += 1
+            for held_out in [held_out for held_out in reached if held_out < target]:
+                reached.setdefault(held_out + size, (held_out, group))
+    most = min(rows - 1, 2 * MAX_HELD_OUT_ROWS)
+    possible = [held_out for held_out in reached if 0 < held_out <= most]
+    held_out = min(possible, key=lambda count: (abs(count - target), count), default=0)
+    groups = []
+    while held_out:
+        held_out, group = reached[held_out]
+        groups.append(group)
     return np.isin(group_of, groups)
+
+
+def _connect(records: np.ndarray, keys: Sequence[str]) -> np.ndarray:
+    """Return labels (N,): samples with an equal value of any key, or linked by others, share one.
+
+    The label is the least hash of the group's words.
+    """
+    members = [np.unique(records[key], return_inverse=True)[1] for key in keys]
+    first = np.arange(len(records))  # an earlier sample of the same group
+    before = None
+    while not np.array_equal(first, before):
+        before = first
+        for values in members:
+            first = _least(first, values)
+        first = first[first]  # else a chain of groups would take a round for each link
+    return _least(records["normalized"], first)
+
+
+def _least(values: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """Return for each sample the least value of its group; groups are numbered below N."""
+    least = np.full(len(values), np.iinfo(values.dtype).max, values.dtype)
+    np.minimum.at(least, group_of, values)
+    return least[group_of]
 
 
 def find_overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
@@ -77,16 +113,16 @@ def find_overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
     normalized = np.flatnonzero(np.isin(trained["normalized"], evaluated["normalized"]))
     values, first_samples = np.unique(evaluated["normalized"], return_index=True)
     positions = np.searchsorted(values, trained["normalized"][normalized])
-    return Overlap(exact, normalized, first_samples[positions])
+    asked = np.flatnonzero(np.isin(trained["question"], evaluated["question"]))
+    questions = np.union1d(normalized, asked)
+    return Overlap(exact, normalized, questions, first_samples[positions])
 
 
 def count_duplicates(records: np.ndarray) -> EqualRows:
-    """Return how many rows repeat an earlier one, exactly and by their words."""
+    """Return how many rows repeat an earlier one: exactly, by their words, by their question."""
     rows = records[begins_row(records)]
-    return EqualRows(
-        exact=len(rows) - len(np.unique(rows["exact"])),
-        normalised=len(rows) - len(np.unique(rows["normalized"])),
-    )
+    keys = ("exact", "normalized", "question")
+    return EqualRows(*(len(rows) - len(np.unique(rows[key])) for key in keys))
 
 
 def mix_sources(

@@ -7,16 +7,17 @@ Legend: N samples, T tokens of one.
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from sft_play.data.files import format_origin
+from sft_play.data.files import file_format, format_origin
 from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.rows import BadRow, Json
@@ -25,9 +26,11 @@ from sft_play.errors import DataError
 IDS = "ids.bin"
 TRAINED = "trained.bin"
 WEIGHTS = "weights.bin"
-RECORDS = "records.bin"
+RECORDS = "samples.bin"  # "records.bin" of older versions had fewer fields
 SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
+MAX_PARTS = 99  # of a path
+NO_WORD = re.compile(r"[^\w.-]+")  # what no tracker's name may have
 ID = np.dtype("<i4")
 WEIGHT = np.dtype("<f4")
 RECORD = np.dtype(
@@ -36,6 +39,8 @@ RECORD = np.dtype(
         ("number", "<i8"),  # the row's line or index in its file
         ("exact", "<u8"),  # hash of the row's text
         ("normalized", "<u8"),  # hash of its words in lower case
+        ("question", "<u8"),  # hash of those before its last trained answer
+        ("group", "<u8"),  # hash of its value in the column data.split_by, 0 if that names none
         ("file", "<i4"),  # which file of the source
         ("answer_start", "<i4"),  # first token of the last answer; 0: none, as in plain text
         ("trained", "<i4"),  # tokens that carry loss
@@ -99,11 +104,14 @@ class Store:
 class RowHashes(NamedTuple):
     """64-bit hashes of a row.
 
-    `exact` is of all its text; `normalized`, of its words without case, punctuation and spacing.
+    `exact` is of all its text; `normalized`, of its words without case, punctuation and spacing;
+    `question`, of the words before its last trained answer, or of all where there are none.
     """
 
     exact: int
     normalized: int
+    question: int
+    group: int = 0  # of its value in the column data.split_by
 
 
 class StoredSample(NamedTuple):
@@ -182,22 +190,27 @@ class Split:
         stores: Sequence[Store],
         indices: Sequence[np.ndarray],
         files: Sequence[Sequence[str]] = (),
+        names: Sequence[str] = (),
     ):
-        """`indices` are of the samples in each store; `files` are the file names of each store."""
+        """`indices` are of the samples in each store; `files` are the file names of each store.
+
+        `names` are what the stores' sources are called in scores.
+        """
         self.stores = tuple(stores)
         self.files = tuple(files)
+        self.names = tuple(names)
         counts = [len(part) for part in indices]
         self.store_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self.index_in = np.concatenate([np.zeros(0, np.int64), *indices], dtype=np.int64)
 
     @classmethod
-    def whole(cls, stores: Sequence[Store], files: Sequence[Sequence[str]] = ()) -> Self:
+    def whole(cls, stores: Sequence[Store], *files_and_names: Sequence[Any]) -> Self:
         """Return all samples of stores."""
-        return cls(stores, [np.arange(len(store)) for store in stores], files)
+        return cls(stores, [np.arange(len(store)) for store in stores], *files_and_names)
 
     def take(self, mask: np.ndarray) -> "Split":
         """Return the samples at which `mask` (N,) is true."""
-        taken = Split(self.stores, (), self.files)
+        taken = Split(self.stores, (), self.files, self.names)
         taken.store_of = self.store_of[mask]
         taken.index_in = self.index_in[mask]
         return taken
@@ -207,6 +220,10 @@ class Split:
 
     def __getitem__(self, index: int) -> Sample:
         return self.stores[self.store_of[index]][int(self.index_in[index])]
+
+    def source(self, index: int) -> str | None:
+        """Return the name of a sample's source in scores, None if there is but one."""
+        return self.names[self.store_of[index]] if len(set(self.names)) > 1 else None
 
     def origin(self, index: int) -> str:
         """Return `file:line` or `file[index]` of a sample's row."""
@@ -286,12 +303,20 @@ class TokenizedSource:
     digest: str  # of the files' content
     folder: str
     file_bytes: int | None = None  # of the files; None in a data.json of an older version
+    choice: str = ""  # which of its rows were taken; empty for all of them
+    title: str | None = None  # that the user gave it
+
+    @property
+    def label(self) -> str:
+        """Its name in ledgers, with which of its rows were taken, and its name in scores."""
+        words = (self.name, self.choice, self.title and f"as {self.title}")
+        return " ".join(filter(None, words))
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
         """Return the source that `asdict` gave. Raises DataError when its samples are gone."""
         source = cls(**{**facts, "files": tuple(facts["files"])})
-        if not (Path(source.folder) / SUMMARY).is_file():
+        if not (Path(source.folder) / RECORDS).is_file():
             raise DataError(
                 f"{source.folder}: the tokenised rows of {source.name} are gone; "
                 "start the run anew, which makes them again"
@@ -313,7 +338,27 @@ class TokenizedSource:
 def open_samples(sources: Sequence[TokenizedSource]) -> Split:
     """Return all samples of sources."""
     stores = [Store(Path(source.folder)) for source in sources]
-    return Split.whole(stores, [source.files for source in sources])
+    return Split.whole(stores, [source.files for source in sources], name_sources(sources))
+
+
+def name_sources(sources: Sequence[TokenizedSource]) -> list[str]:
+    """Return the name of each source in scores.
+
+    It is the one that the user gave, or as much of the path's end as tells it from other paths.
+    """
+    given = [
+        one.title or one.name.removesuffix(file_format(Path(one.name)) or "") for one in sources
+    ]
+    names: list[str] = []
+    for length in range(1, MAX_PARTS):
+        ends = ["_".join(Path(name).parts[-length:]) for name in given]
+        names = [
+            NO_WORD.sub("_", source.title or end).strip("_")
+            for source, end in zip(sources, ends, strict=True)
+        ]
+        if len(set(names)) == len(set(given)):
+            break
+    return names
 
 
 # train; validation and test if they have rows of their own

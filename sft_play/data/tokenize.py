@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sft_play import stops
 from sft_play.config.schema import Config
 from sft_play.data import cache
@@ -38,7 +40,7 @@ from sft_play.data.store import (
     TokenizedSource,
     TokenizedSplits,
 )
-from sft_play.errors import OutOfMemory
+from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder
 
@@ -71,7 +73,9 @@ def tokenize_sources(
         for source in sources:
             reading = SourceAccount(split, source.name, len(source.files), Tally())
             account.record(reading)  # its tally grows while the source is read
-            done = _tokenize_source(config, source, tokenizer, tokenizer_digest, reading.tally)
+            done = _tokenize_source(
+                config, source, tokenizer, tokenizer_digest, reading.tally, split
+            )
             account.record(replace(reading, tally=done.read_summary().tally))
             tokenized.append(done)
         splits[split] = tuple(tokenized)
@@ -79,27 +83,50 @@ def tokenize_sources(
 
 
 def _tokenize_source(
-    config: Config, source: Source, tokenizer: Any, tokenizer_digest: str, tally: Tally
+    config: Config,
+    source: Source,
+    tokenizer: Any,
+    tokenizer_digest: str,
+    tally: Tally,
+    split: str,
 ) -> TokenizedSource:
     files_digest = digest_source(source)
+    group_by = config.data.split_column(split)
     key_facts = {
         **config.data.model_dump(include=ROW_SETTINGS),
         "max_seq_len": config.model.max_seq_len,
         "columns": dict(source.columns),
+        "group_by": group_by,
+        "seed": config.train.order_seed if source.section.rows else None,
         "suffixes": [path.suffix for path in source.files],
     }
     folder = cache.get_or_build(
         cache_folder(config),
         cache.entry_key(files_digest, tokenizer_digest, key_facts),
-        lambda unfinished: build_store(unfinished, source, config, tokenizer, tally),
+        lambda unfinished: build_store(unfinished, source, config, tokenizer, tally, group_by),
     )
     files = tuple(map(str, source.files))
+    section = source.section
     return TokenizedSource(
-        source.name, files, source.weight, files_digest, str(folder), source.file_bytes
+        source.name,
+        files,
+        source.weight,
+        files_digest,
+        str(folder),
+        source.file_bytes,
+        section.choice,
+        section.name,
     )
 
 
-def build_store(folder: Path, source: Source, config: Config, tokenizer: Any, tally: Tally) -> None:
+def build_store(
+    folder: Path,
+    source: Source,
+    config: Config,
+    tokenizer: Any,
+    tally: Tally,
+    group_by: str | None = None,
+) -> None:
     """Fill a store folder with a source's samples; `tally` counts what was read so far.
 
     Raises: DataError for rows that cannot be used, unless they are quarantined; OutOfMemory when a
@@ -116,12 +143,16 @@ def build_store(folder: Path, source: Source, config: Config, tokenizer: Any, ta
     )
     pace = Pace(stage)
     processes = count_processes(source.file_bytes)
-    tokenize = ChunkTokenizer(config, tokenizer)
+    tokenize = ChunkTokenizer(config, tokenizer, group_by)
+    chosen = None
+    if source.section.choice:
+        rows, chosen = choose_rows(source, config.train.order_seed)
+        tally.rows_in = tally.dropped["not_chosen"] = rows - len(chosen)
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
     ):
-        for done in _tokenize_tasks(_iterate_tasks(source), tokenize, processes):
+        for done in _tokenize_tasks(_iterate_tasks(source, chosen), tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
             pace.advance(done.bytes_read)
@@ -130,8 +161,28 @@ def build_store(folder: Path, source: Source, config: Config, tokenizer: Any, ta
                 bad.add(row.with_file(files))
                 bad_rows.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
     if bad.total and config.data.on_bad_row == "fail":
-        bad.refuse(tally.rows_in)
+        bad.refuse(tally.rows_in - tally.dropped["not_chosen"])
     StoreSummary(tally, long_rows).write(folder)
+
+
+def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
+    """Return how many rows a source has, and the sorted positions of those that its section takes.
+
+    Raises: DataError where it takes more than there are, or none.
+    """
+    total = sum(len(chunk.records) for path in source.files for chunk in read_chunks(path))
+    start, stop = source.bounds(total)
+    wanted = source.section.rows or max(1, stop - start)
+    if not 0 <= start <= stop <= total or stop - start < wanted:
+        there = max(0, min(stop, total) - max(start, 0)) or total
+        raise DataError(
+            f"{source.name}: {source.section.choice} takes no row, or more than there are; "
+            f"write rows of at most {there}, or a part within [:{total}]"
+        )
+    if source.section.rows is None:
+        return total, np.arange(start, stop)
+    drawn = np.random.default_rng(seed).permutation(stop - start)[:wanted]
+    return total, start + np.sort(drawn)
 
 
 def count_processes(file_bytes: int) -> int:
@@ -141,10 +192,20 @@ def count_processes(file_bytes: int) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-def _iterate_tasks(source: Source) -> Iterator[ChunkTask]:
+def _iterate_tasks(source: Source, chosen: np.ndarray | None) -> Iterator[ChunkTask]:
+    """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
+    start = 0  # of a chunk, among all rows of the source
     for number, path in enumerate(source.files):
         row_format = detect_format(path, source.columns)
         for chunk in read_chunks(path, ROWS_PER_CHUNK):
+            if chosen is not None:
+                end = start + len(chunk.records)
+                first, last = np.searchsorted(chosen, (start, end))
+                positions = (chosen[first:last] - start).tolist()
+                start = end
+                if not positions:
+                    continue
+                chunk = chunk.take(positions)
             yield ChunkTask(number, chunk, row_format)
 
 

@@ -99,9 +99,10 @@ class Evaluator:
             started = time.perf_counter()
             row_losses = self.row_losses(model)
             loss = mean_loss(row_losses)
+            of_sources = self._losses_of_sources(row_losses)
             loss_seconds = time.perf_counter() - started
             if not self.train.predict_with_generate or not self.question_indices:
-                return Scores(loss, loss_seconds, row_losses=row_losses)
+                return Scores(loss, loss_seconds, None, row_losses, of_sources)
             answers = self.answers(model)
         generation = GenerationScores(
             scores=self._answer_scores(answers),
@@ -109,7 +110,16 @@ class Evaluator:
             max_new_tokens=self.train.generation_max_new_tokens,
             seconds=time.perf_counter() - started - loss_seconds,
         )
-        return Scores(loss, loss_seconds, generation, row_losses)
+        return Scores(loss, loss_seconds, generation, row_losses, of_sources)
+
+    def _losses_of_sources(self, rows: Sequence[RowLoss]) -> dict[str, float]:
+        """Return the loss of the rows of each source by its name, {} if there is but one."""
+        found: dict[str, list[RowLoss]] = {}
+        for index, row in enumerate(rows):
+            name = self.split.source(index)
+            if name is not None:
+                found.setdefault(name, []).append(row)
+        return {name: mean_loss(found[name]) for name in sorted(found)}
 
     def _answer_scores(self, answers: Sequence[Answer]) -> tuple[MetricScore, ...]:
         """Return ROUGE-L and the scores of train.metrics, those of rank 0.

@@ -6,12 +6,13 @@ import json
 import math
 import unicodedata
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, score_name
+from sft_play.data.store import Split
 from sft_play.errors import ConfigError, first_line
 from sft_play.evaluation.generate import Answer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
@@ -232,17 +233,26 @@ class Scores:
     loss_seconds: float
     generation: GenerationScores | None = None  # None if no answers were generated
     row_losses: tuple[RowLoss, ...] = ()  # of all rows of the set, in order
+    source_losses: Mapping[str, float] = field(default_factory=dict)  # by name; {} if it is one
+
+    def losses_as(self, rows: str) -> dict[str, float]:
+        """Return the loss, and that of each source, under the names that trackers have for `rows`.
+
+        Such as eval_loss and eval_maths_loss, which trackers show as eval/maths_loss.
+        """
+        of_sources = {f"{rows}_{name}_loss": loss for name, loss in self.source_losses.items()}
+        return {f"{rows}_loss": self.eval_loss, **of_sources}
 
     def as_metrics(self) -> dict[str, float]:
         """Return the scalars under the names of run.json."""
-        metrics = {"eval_loss": self.eval_loss, "eval_loss_seconds": self.loss_seconds}
+        metrics = {**self.losses_as("eval"), "eval_loss_seconds": self.loss_seconds}
         if self.generation is not None:
             metrics |= self.generation.as_metrics()
         return metrics
 
     def as_test_metrics(self) -> dict[str, float]:
         """Return the scores under the names that trackers show as test/loss and test/rougeL."""
-        metrics = {"test_loss": self.eval_loss}
+        metrics = self.losses_as("test")
         if self.generation is not None:
             for score in self.generation.scores:
                 metrics[f"test_{score.name}"] = score.estimate.mean
@@ -250,7 +260,7 @@ class Scores:
 
     def as_text(self) -> str:
         """Return the scores as they stand in the log."""
-        loss = f"eval_loss={self.eval_loss:.4f}"
+        loss = " ".join(f"{name}={loss:.4f}" for name, loss in self.losses_as("eval").items())
         return f"{loss} {self.generation.as_text()}" if self.generation else loss
 
 
@@ -276,10 +286,11 @@ def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
     return "".join(lines)
 
 
-def losses_jsonl(origins: Sequence[str], scores: Scores) -> str:
-    """Return a JSON line for the loss of each row; `origins` are file:line of the rows."""
+def losses_jsonl(split: Split, scores: Scores) -> str:
+    """Return a JSON line for the loss of each row, with its source if there are several."""
     lines = []
-    for origin, row in zip(origins, scores.row_losses, strict=True):
-        values = {"origin": origin, "nats": round(row.nats, 6), "tokens": row.tokens}
-        lines.append(json_line(values))
+    for index, row in enumerate(scores.row_losses):
+        values = {"origin": split.origin(index), "nats": round(row.nats, 6), "tokens": row.tokens}
+        source = split.source(index)
+        lines.append(json_line({**values, "source": source} if source else values))
     return "".join(lines)

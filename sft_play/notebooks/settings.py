@@ -264,13 +264,8 @@ def _take_source(carried: Carried, values: Values, load: Found) -> None:
     split = values.keyword(load, "split")
     subset = read[1] if len(read) > 1 else values.keyword(load, "name")
     section = {"path": path}
-    if isinstance(split, str):
-        name, _, part = split.partition("[")
-        if part:
-            said = f"split = {split!r}: the part in brackets is not carried, all rows are used"
-            carried.look(load.number, said)
-        if name != "train":
-            section["split"] = name
+    if isinstance(split, str) and split != "train":
+        section["split"] = split
     if isinstance(subset, str):
         section["subset"] = subset
     source = path if len(section) == 1 else [section]

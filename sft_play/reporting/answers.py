@@ -147,6 +147,7 @@ class RowLoss:
     origin: str  # file:line of the row
     nats: float  # of all its tokens with loss
     tokens: int  # that have a loss
+    source: str | None = None  # its name, where there are several
 
 
 def read_losses(folder: RunFolder, when: str) -> list[RowLoss]:
@@ -155,7 +156,7 @@ def read_losses(folder: RunFolder, when: str) -> list[RowLoss]:
     if not path.exists():
         return []
     values = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    return [RowLoss(row["origin"], row["nats"], row["tokens"]) for row in values]
+    return [RowLoss(**row) for row in values]
 
 
 def loss_estimate(rows: Sequence[RowLoss]) -> Estimate:

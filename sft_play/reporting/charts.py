@@ -152,7 +152,11 @@ def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Dra
         (training,), (validation,) = losses, series(attrgetter("eval_loss"))
         losses = [Series("training", training.points), Series("validation", validation.points)]
     charts.insert(0, line_chart("Loss, nats per token with loss", losses))
-    scores = dict.fromkeys(name for _, steps in runs for step in steps for name in step.scores)
+    every = [step for _, steps in runs for step in steps]
+    for name in dict.fromkeys(name for step in every for name in step.eval_losses or {}):
+        of_name = series(lambda step, name=name: (step.eval_losses or {}).get(name))
+        charts.append(line_chart(f"Validation loss of {name}", of_name))
+    scores = dict.fromkeys(name for step in every for name in step.scores)
     for name in scores:
         title = f"{title_of(name)} of the validation rows"
         charts.append(line_chart(title, series(lambda step, name=name: step.scores.get(name))))

@@ -4,7 +4,7 @@ Everything here was recorded by the run. What a run did not record is None, and 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -27,7 +27,7 @@ from sft_play.reporting.answers import (
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport
+from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport, logged_losses
 from sft_play.runs.resumed import VALUE_LENGTH, AskedRun
 
 State = Literal["passed", "failed", "look"]  # look: no error, and worth a look
@@ -180,7 +180,8 @@ def read_summary(folder: RunFolder) -> RunSummary:
     before = answers.read_answers(folder, "before")
     after = answers.read_answers(folder, "after")
     pairs = answers.scored_pairs(before, after)
-    losses = loss_score(report, read_losses(folder, "before"), read_losses(folder, "after"))
+    row_losses = read_losses(folder, "before"), read_losses(folder, "after")
+    losses = loss_score(report, *row_losses)
     scores = [*([losses] if losses else []), *answer_scores(report, before, after)]
     asked = AskedRun.read(folder)
     used = used_settings(folder)
@@ -193,7 +194,7 @@ def read_summary(folder: RunFolder) -> RunSummary:
         facts=_facts(report, used),
         report=report,
         verdict=verdict(folder, report, scores),
-        scores=scores,
+        scores=[*scores[:1], *source_losses(report, *row_losses), *scores[1:]],
         rows_scored=len(pairs),
         improved=answers.most_changed(pairs, 1),
         worsened=answers.most_changed(pairs, -1),
@@ -208,9 +209,22 @@ def read_summary(folder: RunFolder) -> RunSummary:
     )
 
 
-def loss_score(report: RunReport, before: list[RowLoss], after: list[RowLoss]) -> Score | None:
+def source_losses(
+    report: RunReport, before: list[RowLoss], after: list[RowLoss]
+) -> Iterator[Score]:
+    """Yield the loss of each source of the test rows, where there are several."""
+    for name in logged_losses({**report.scores("before"), **report.scores("after")}, "eval"):
+        rows = [[row for row in losses if row.source == name] for losses in (before, after)]
+        found = loss_score(report, *rows, f"eval_{name}_loss")
+        if found is not None:
+            yield replace(found, name=f"{LOSS}, {name}")
+
+
+def loss_score(
+    report: RunReport, before: list[RowLoss], after: list[RowLoss], metric: str = "eval_loss"
+) -> Score | None:
     """Return the loss of the test rows, None for a run that has none."""
-    means = [report.scores(when).get("eval_loss") for when in ("before", "after")]
+    means = [report.scores(when).get(metric) for when in ("before", "after")]
     if means == [None, None]:
         return None
     rows = report.rows("test").get("samples", 0)

@@ -1,6 +1,7 @@
 """run.json: what became of a run, also while it runs, and the scores in it. Loads no torch."""
 
 import math
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -80,6 +81,7 @@ class LoggedStep:
     eval_loss: float | None = None  # of the validation rows
     eval_rougeL: float | None = None  # the trainer's name
     eval_scores: dict[str, float] | None = None  # of train.metrics, by name
+    eval_losses: dict[str, float] | None = None  # of the sources of validation rows, by name
 
     @classmethod
     def from_log(cls, entry: Mapping[str, Any]) -> "LoggedStep | None":
@@ -94,6 +96,8 @@ class LoggedStep:
         }
         if others:
             finite["eval_scores"] = others
+        if losses := logged_losses(entry, "eval"):
+            finite["eval_losses"] = losses
         return cls(**finite) if len(finite) > 1 else None
 
     @property
@@ -296,12 +300,20 @@ def recorded_scores(metrics: Mapping[str, float]) -> list[RecordedScore]:
     """Return the scores of answers in `metrics`, ROUGE-L first, then by name."""
     # a function of the user's may be called so, too
     bounds = {f"{name}{end}" for name in metrics for end in BOUNDS}
-    names = [name for name in metrics if name not in NO_SCORES | bounds]
+    names = [
+        name for name in metrics if name not in NO_SCORES | bounds and not name.endswith("_loss")
+    ]
     names.sort(key=lambda name: (name != "rougeL", name))
     return [
         RecordedScore(name, metrics[name], *(metrics.get(f"{name}{end}") for end in BOUNDS))
         for name in names
     ]
+
+
+def logged_losses(logged: Mapping[str, float], rows: str) -> dict[str, float]:
+    """Return the losses of sources, by name, that a run logged as `<rows>_<name>_loss`."""
+    found = {name: re.fullmatch(rf"{rows}_(.+)_loss", name) for name in logged}
+    return {match[1]: logged[name] for name, match in found.items() if match}
 
 
 def logged_scores(logged: Mapping[str, float], rows: str) -> list[RecordedScore]:

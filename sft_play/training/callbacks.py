@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
-from sft_play.runs.report import logged_scores
+from sft_play.runs.report import logged_losses, logged_scores
 from sft_play.training.checks import modes_restored
 
 logger = logging.getLogger(__name__)
@@ -281,6 +281,7 @@ class Progress(TrainerCallback):
         if not self.is_shown or not has_loss:
             return
         names = ["loss", "grad_norm", "learning_rate", "eval_loss"]
+        names += [f"eval_{name}_loss" for name in logged_losses(logs, "eval")]
         names += [f"eval_{score.name}" for score in logged_scores(logs, "eval")]
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
         if "tokens_per_second" in logs:

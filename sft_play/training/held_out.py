@@ -82,8 +82,7 @@ class HeldOutEvaluation:
         answers = answers_jsonl(self.evaluator.questions, scores)
         write_text(self.folder.evaluation / f"{when}.jsonl", answers)
         split = self.evaluator.split
-        origins = [split.origin(index) for index in range(len(split))]
-        losses = losses_jsonl(origins, scores)
+        losses = losses_jsonl(split, scores)
         write_text(self.folder.evaluation / f"{when}.losses.jsonl", losses)
         logger.info("%s %s rows=%d", when, scores.as_text(), len(split))
 
@@ -117,6 +116,10 @@ def score_lines(held_out: HeldOutEvaluation) -> list[str]:
         "",
         f"{'held-out rows':<16}{'before':>10}{'after':>10}",
         f"{'loss':<16}{before.eval_loss:>10.4f}{after.eval_loss:>10.4f}",
+        *(
+            f"{f'loss, {name}':<16}{loss:>10.4f}{after.source_losses[name]:>10.4f}"
+            for name, loss in before.source_losses.items()
+        ),
     ]
     if before.generation is None or after.generation is None:
         return lines

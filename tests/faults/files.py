@@ -362,7 +362,7 @@ OTHERS = (
 
 def fill_cache(folder: Path) -> None:
     folder.mkdir()
-    for name in ("ids.bin", "trained.bin", "records.bin"):
+    for name in ("ids.bin", "trained.bin", "samples.bin"):
         (folder / name).write_bytes(bytes(range(256)) * 4)
     (folder / "meta.json").write_text('{"rows": 10}\n')
 
@@ -418,8 +418,8 @@ CACHE = (
     of_cache(
         "cache-cut",
         "the records are cut off",
-        lambda entry: os.truncate(entry / "records.bin", 10),
-        "records.bin has 10 bytes",
+        lambda entry: os.truncate(entry / "samples.bin", 10),
+        "samples.bin has 10 bytes",
     ),
     of_cache(
         "cache-no-meta",

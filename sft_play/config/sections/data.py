@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from sft_play.config.sections.base import Fraction, PositiveFloat, Section
+from sft_play.config.sections.base import Fraction, PositiveFloat, PositiveInt, Section
 
 
 class SourceSection(Section):
@@ -16,24 +16,69 @@ class SourceSection(Section):
     weight: PositiveFloat | None = Field(
         None, description="Share of this source in an epoch, relative to the others' weights."
     )
+    rows: PositiveInt | None = Field(
+        None, description="How many of its rows, drawn by train.data_seed; null is all of them."
+    )
     split: str = Field("train", min_length=1, description="Split of a hub data set.")
+    part: str | None = Field(
+        None,
+        pattern=r"^\[(-?\d+%?)?:(-?\d+%?)?\]$",
+        description="Slice of its rows, such as [:10%]; a split may end in it: train[:10%].",
+    )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set.")
     columns: dict[str, str] = Field({}, description="As data.columns, for this source alone.")
+    name: str | None = Field(
+        None, min_length=1, description="Its name in the scores; null is taken from its path."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_part(cls, values: Any) -> Any:
+        """Take train[:10%] apart, as the datasets library writes a part of a split."""
+        split = values.get("split") if isinstance(values, dict) else None
+        if not isinstance(split, str) or "[" not in split or "part" in values:
+            return values
+        name, bracket, rest = split.partition("[")
+        return {**values, "split": name or "train", "part": bracket + rest}
+
+    @property
+    def choice(self) -> str:
+        """Which of its rows are taken, as text; empty for all of them."""
+        words = [f"rows={self.rows}" if self.rows else "", self.part or ""]
+        return " of ".join(filter(None, words))
 
 
-def _source_list(value: Any) -> Any:
-    """Return the list of sources that a mapping of paths to weights stands for."""
-    if not isinstance(value, dict):
-        return value
-    return [{"path": path, "weight": weight} for path, weight in value.items()]
+def _source_list(value: Any, info: ValidationInfo) -> Any:
+    """Return the list of sources that a mapping of paths to weights or options stands for.
+
+    Of evaluation rows, keys may also be names, of a path or a list of them. Of training rows they
+    may not: {train: a.jsonl, test: b.jsonl} would train on the test rows.
+    """
+    if not isinstance(value, dict) or "path" in value:
+        return [value] if isinstance(value, dict) else value
+    sources = []
+    for key, given in value.items():
+        for part in given if isinstance(given, list) else [given]:
+            if isinstance(part, str) and info.field_name != "train_path":
+                part = {"path": part}
+            elif not isinstance(part, dict):
+                part = {"weight": part}
+            sources.append({"name" if "path" in part else "path": key, **part})
+    return sources
+
+
+def _write_sources(mapping: str) -> dict[str, Any]:
+    return {
+        "structured": True,  # the value may be a mapping, or a list of them
+        "write": f"a path, a list such as [a.jsonl, b.parquet], {mapping}, or a list of {{path, "
+        "weight, rows, split, subset, columns}, of which rows: 5000 takes so many, and split: "
+        '"train[:10%]" a part',
+    }
 
 
 Sources = Annotated[str | list[str | SourceSection], BeforeValidator(_source_list)]
-WRITE_SOURCES = {
-    "structured": True,  # the value may be a mapping, or a list of them
-    "write": "a path, a list such as [a.jsonl, b.parquet], weights such as {a.jsonl: 3, b.jsonl: 1}"
-    ", or a list of {path, weight, split, subset, columns}",
-}
+WRITE_SOURCES = _write_sources("weights such as {a.jsonl: 3, b.jsonl: 1}")
+WRITE_NAMED_SOURCES = _write_sources("names such as {maths: a.jsonl, code: b.jsonl}")
 
 
 class DataSection(Section):
@@ -48,14 +93,15 @@ class DataSection(Section):
     )
     val_path: Sources | None = Field(
         None,
-        json_schema_extra=WRITE_SOURCES,
-        description="Rows to evaluate on while training; null holds out data.val_size of the "
-        "training rows.",
+        json_schema_extra=WRITE_NAMED_SOURCES,
+        description="Rows to evaluate on while training, of several sources by name, too; null "
+        "holds out data.val_size of the training rows.",
     )
     test_path: Sources | None = Field(
         None,
-        json_schema_extra=WRITE_SOURCES,
-        description="Rows for the scores before and after training; null is the validation rows.",
+        json_schema_extra=WRITE_NAMED_SOURCES,
+        description="Rows for the scores before and after training, of several sources by name, "
+        "too; null is the validation rows.",
     )
     columns: dict[str, str] = Field(
         {},
@@ -73,10 +119,11 @@ class DataSection(Section):
         description="What happens to rows that cannot be read or whose answer cannot be found: "
         "fail stops the run, quarantine writes them to a file in the run folder and goes on.",
     )
-    on_overlap: Literal["fail", "drop", "allow"] = Field(
+    on_overlap: Literal["fail", "drop", "drop_questions", "allow"] = Field(
         "fail",
         description="What happens to training rows that are also evaluation rows: fail stops the "
-        "run, drop trains without them, allow trains on them.",
+        "run, drop trains without them, drop_questions also without those that only ask the same, "
+        "allow trains on them.",
     )
     train_on: Literal["all", "last"] = Field(
         "all",
@@ -98,6 +145,14 @@ class DataSection(Section):
         0.05,
         description="Fraction of the training rows that is held out where there is no val_path, at "
         "most 500 rows.",
+    )
+    split_by: str = Field(
+        "prompt",
+        min_length=1,
+        json_schema_extra={"write": "prompt, row, or the name of a column, such as id"},
+        description="Which rows are held out together where there is no val_path: prompt, those "
+        "that ask the same before their last answer; row, equal ones alone; a column, those of one "
+        "value in it.",
     )
     too_long: Literal["drop", "truncate_left", "split"] = Field(
         "drop",
@@ -123,3 +178,8 @@ class DataSection(Section):
         description="Folder of the tokenized rows and of what train.probe measured; null is .data "
         "in train.output_dir.",
     )
+
+    def split_column(self, split: str) -> str | None:
+        """Return the column that says which rows of a split are held out together, if one does."""
+        is_divided = split == "train" and self.val_path is None
+        return self.split_by if is_divided and self.split_by not in ("prompt", "row") else None
