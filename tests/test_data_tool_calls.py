@@ -30,7 +30,7 @@ def calling(arguments: object, reasoning: str | None = None) -> Row:
         {"role": "tool", **result},
         {"role": "assistant", "content": "It is mild."},
     ]
-    messages = parse_conversation([MessageList("messages", turns)], is_sharegpt=False)
+    messages = parse_conversation([MessageList("messages", turns)])
     return Row(messages, "rows.jsonl:7", tools=TOOLS)
 
 

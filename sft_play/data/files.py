@@ -51,6 +51,14 @@ GO_ON_WITHOUT = (
 )
 TEMPLATE_CAUSE = "the chat template"
 NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
+WANTS_OTHER_TURNS = re.compile("refuses the conversation|of the role system")
+# Two turns of one role after each other, as the text of a row without calls has them
+ONE_ROLE = re.compile(r'"role": ("\w+"), "content": [^{}]*\}, \{"role": \1')
+JOIN = (
+    'to join turns of one role: jq -c \'def r: if . == "developer" then "system" else . end; '
+    ".messages |= reduce .[] as $m ([]; if (.[-1].role | r) == ($m.role | r) "
+    'then .[-1].content += "\\n\\n" + $m.content else . + [$m] end)\' rows.jsonl > joined.jsonl'
+)
 TEMPLATE = (
     "the chat template of model.name does this; "
     "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
@@ -309,6 +317,8 @@ class BadRows:
                 hints[_encoding_hint(Path(PLACE.sub("", row.origin)))] = None
             elif row.reason.startswith(TEMPLATE_CAUSE) and not NAMES_A_SETTING.search(row.reason):
                 hints[TEMPLATE] = None
+                if WANTS_OTHER_TURNS.search(row.reason) and ONE_ROLE.search(row.raw):
+                    hints[JOIN] = None
         lines += filter(None, hints)
         if not has_one_cause:
             lines.append(GO_ON_WITHOUT)
