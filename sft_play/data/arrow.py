@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sft_play.data.rows import Json, UnreadableRecord
+from sft_play.data.rows import CONTENT_KEYS, Json, UnreadableRecord
 from sft_play.data.text_files import InvalidJsonError, parse_json
 from sft_play.errors import DataError
 
@@ -107,16 +107,16 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         raise DataError(f"{path}: two columns are named {repeated[0]!r}; rename one")
 
 
-def _value_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
+def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | None:
     """Return what makes values of a type those that were written; None if they are so already.
 
     Json is parsed. Arrow gives a struct every key that any row of its column has: those that are
     null are left out, but for a key that no row has a value for, such as an argument that is null.
     """
     if isinstance(kind, pa.JsonType):
-        return _parse_json_value
+        return _parse_content if name in CONTENT_KEYS else _parse_json_value
     if pa.types.is_struct(kind):
-        readers = {field.name: _value_reader(field.type) for field in kind}
+        readers = {field.name: _value_reader(field.type, field.name) for field in kind}
         empty = {field.name for field in kind if pa.types.is_null(field.type)}
 
         def read_struct(value: Json) -> Json:
@@ -140,6 +140,13 @@ def _value_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
     if read_element is None:
         return None
     return lambda values: [None if held is None else read_element(held) for held in values]
+
+
+def _parse_content(text: str) -> Any:
+    """Return parts, null, or a text: datasets writes a text that is JSON as it is."""
+    value = _parse_json_value(text)
+    has_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    return value if has_parts or value is None or isinstance(value, str) else text
 
 
 def _parse_json_value(text: str) -> Any:

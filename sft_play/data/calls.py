@@ -62,9 +62,9 @@ def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
         return ()
     tools: list[Json] = []
     for tool in parse_objects(value, name):
-        declared = parse_nested(tool.get("functionDeclarations"))  # Gemini's
-        for function in declared if isinstance(declared, list) else [tool]:
-            tools.append(_wrap_tool(parse_nested(function)))
+        declared = tool.get("functionDeclarations", tool.get("function_declarations"))  # Gemini's
+        for function in parse_objects(declared, name) or [tool]:
+            tools.append(_wrap_tool(function))
     text = json.dumps(tools, ensure_ascii=False)
     if JSON_IN_TEXT.search(text):
         tools = [_parse_schema(tool) for tool in tools]
@@ -152,9 +152,8 @@ def _parse_call(call: Json, name: str) -> Json:
         arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise InvalidRowError(f"{name}.arguments is {shorten(arguments)}, not an object")
-    if key != "arguments":
-        function = {other: held for other, held in function.items() if other != key}
-    kept = {} if "function" not in call else call
+    kept = {} if "function" not in call else _without_nulls({**call, "function": None})
+    function = _without_nulls({**function, key: None})
     return {**kept, "type": "function", "function": {**function, "arguments": arguments}}
 
 
@@ -179,38 +178,48 @@ def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
 
 def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> tuple[Message, ...]:
     """Return messages whose calls have no null for an argument that their tool does not name."""
-    named: dict[str, Json] = {}
-    for tool in tools:
-        function = tool["function"]
-        schema = function.get("parameters") or {}
-        named[function.get("name")] = schema.get("properties", schema)
+    schemas = {tool["function"].get("name"): tool["function"].get("parameters") for tool in tools}
     kept = []
     for message in messages:
-        calls = tuple(_drop_unnamed(call, named) for call in message.tool_calls)
-        kept.append(message if calls == message.tool_calls else replace(message, tool_calls=calls))
+        calls = []
+        for call in message.tool_calls:
+            function = call["function"]
+            schema = schemas.get(function["name"])
+            arguments = _drop_unnamed(function["arguments"], schema)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        kept.append(replace(message, tool_calls=tuple(calls)))
     return tuple(kept)
 
 
-def _drop_unnamed(call: Json, named: dict[str, Json]) -> Json:
-    function = call["function"]
-    known = named.get(function["name"])
-    if known is None or None not in function["arguments"].values():
-        return call
-    arguments = {
-        key: value
-        for key, value in function["arguments"].items()
-        if value is not None or key in known
+def _drop_unnamed(value: Any, schema: Any) -> Any:
+    """Return a value without nulls for keys that its schema does not name, if it names any."""
+    schema = schema if isinstance(schema, dict) else {}
+    if isinstance(value, list):
+        return [_drop_unnamed(item, schema.get("items")) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = schema.get("properties") or ({} if "type" in schema else schema)
+    return {
+        key: _drop_unnamed(held, named.get(key))
+        for key, held in value.items()
+        if held is not None or key in named or not named
     }
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def has_null_arguments(messages: Sequence[Message]) -> bool:
-    """Return whether a call has null for an argument."""
-    for message in messages:
-        for call in message.tool_calls:
-            if None in call["function"]["arguments"].values():
-                return True
-    return False
+    """Return whether a call has null for an argument, or inside of one."""
+    return any(
+        _has_null(call["function"]["arguments"])
+        for message in messages
+        if message.tool_calls
+        for call in message.tool_calls
+    )
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    return value is None or (isinstance(value, list) and any(map(_has_null, value)))
 
 
 def with_short_ids(messages: Sequence[Json]) -> list[Json]:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,9 +52,7 @@ GO_ON_WITHOUT = (
 )
 TEMPLATE_CAUSE = "the chat template"
 NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
-WANTS_OTHER_TURNS = re.compile("refuses the conversation|of the role system")
-# Two turns of one role after each other, as the text of a row without calls has them
-ONE_ROLE = re.compile(r'"role": ("\w+"), "content": [^{}]*\}, \{"role": \1')
+WANTS_OTHER_TURNS = re.compile("refuses the conversation|of the role system|once it is answered")
 JOIN = (
     'to join turns of one role: jq -c \'def r: if . == "developer" then "system" else . end; '
     ".messages |= reduce .[] as $m ([]; if (.[-1].role | r) == ($m.role | r) "
@@ -281,6 +280,13 @@ def _group(
         yield Chunk(path, numbers, values, file_position() - chunk_start)
 
 
+def _repeats_role(raw: str) -> bool:
+    """Return whether two turns of one role follow each other in a row that was not proven."""
+    messages = json.loads(raw).get("messages", ())
+    roles = [message["role"] for message in messages]
+    return any(role == following for role, following in pairwise(roles))
+
+
 class BadRows:
     """Bad rows, counted by cause; the first ones are kept."""
 
@@ -315,10 +321,11 @@ class BadRows:
         for row in listed:
             if row.reason.startswith(("not UTF-8", "a text is not UTF-8")):
                 hints[_encoding_hint(Path(PLACE.sub("", row.origin)))] = None
-            elif row.reason.startswith(TEMPLATE_CAUSE) and not NAMES_A_SETTING.search(row.reason):
-                hints[TEMPLATE] = None
-                if WANTS_OTHER_TURNS.search(row.reason) and ONE_ROLE.search(row.raw):
+            elif row.reason.startswith(TEMPLATE_CAUSE):
+                if WANTS_OTHER_TURNS.search(row.reason) and _repeats_role(row.raw):
                     hints[JOIN] = None
+                if not NAMES_A_SETTING.search(row.reason):
+                    hints[TEMPLATE] = None
         lines += filter(None, hints)
         if not has_one_cause:
             lines.append(GO_ON_WITHOUT)

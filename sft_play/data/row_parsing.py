@@ -34,6 +34,7 @@ from sft_play.data.row_formats import (
     parse_message_list,
 )
 from sft_play.data.rows import (
+    CONTENT_KEYS,
     BadRow,
     InvalidRowError,
     Json,
@@ -46,7 +47,7 @@ from sft_play.data.rows import (
     parse_optional_text,
     parse_text,
 )
-from sft_play.data.turns import CONTENT_KEYS, REASONING_KEYS, ROLES, join_texts
+from sft_play.data.turns import REASONING_KEYS, ROLES, join_texts
 
 USED_TURN_KEYS = frozenset(
     (

@@ -12,6 +12,8 @@ MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
 MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
+# Of a turn: what is said, however a program calls it
+CONTENT_KEYS = ("content", "value", "parts", "text", "message")
 
 
 class InvalidRowError(ValueError):

@@ -37,6 +37,7 @@ LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
 CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
+SPARK_PART = "part-"  # begins the files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Files that may have rows: a folder with one of them is refused, not read in part
@@ -152,11 +153,11 @@ def find_sources(
     for split, source in every:
         account.record(SourceAccount(split, source.name, len(source.files)))
     for split, source in every:
-        for left in source.left:
+        for left in source.left if split == "train" else ():
             if left not in found:
                 typed = env_name(f"data.{SETTINGS[left]}")
-                note = "%s: the %s rows are read, the %s rows are left out; %s=%s takes them"
-                logger.warning(note, source.name, split, left, typed, source.name)
+                note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
+                logger.warning(note, source.name, left, typed, source.name)
         tally, bad = _check_first_rows(source, config)
         account.record(SourceAccount(split, source.name, len(source.files), tally))
         if bad.total and config.data.on_bad_row == "fail":
@@ -297,11 +298,14 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
             path = folder / entry.name
             if entry.name.startswith((".", "_")) or entry.name in METADATA:
                 continue
+            is_part = entry.name.startswith(SPARK_PART)
+            if is_part and not entry.stat().st_size:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 _collect(path, files, unsupported)
             elif file_format(path) and not path.is_dir():
                 files.append(path)
-            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED:
+            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED or is_part:
                 unsupported.append(path)  # also a linked folder, which might lead back here
 
 

@@ -228,11 +228,12 @@ def _read_object(path: Path, text: str) -> Iterator[NumberedRecord]:
         raise DataError(
             f"{path}: a .json data file holds a list of rows, not {TYPE_NAMES[type(value)]}"
         )
-    for index, record in enumerate(_find_rows(path, value)):
+    is_line = not rest and text.endswith("\n")  # as Spark writes one row
+    for index, record in enumerate(_find_rows(path, value, is_line)):
         yield NumberedRecord(index, _require_object(record, json.dumps(record)), characters=0)
 
 
-def _find_rows(path: Path, value: Json) -> list[Any]:
+def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
     """Return the rows that one object has. Raises DataError."""
     lists = [key for key, held in value.items() if isinstance(held, list)]
     if lists == ["data"]:
@@ -258,6 +259,8 @@ def _find_rows(path: Path, value: Json) -> list[Any]:
             lists = list(value)
     if len(lists) == len(value) > 1 and len({len(column) for column in value.values()}) == 1:
         return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    if is_line:
+        return [value]
     found = f"the keys {', '.join(value) or 'none'}"
     if lists:
         found = f"the lists {', '.join(lists)}"

@@ -14,6 +14,7 @@ from typing import Any
 from sft_play.data.calls import parse_calls, parse_python_calls
 from sft_play.data.row_formats import parse_json_text, parse_nested
 from sft_play.data.rows import (
+    CONTENT_KEYS,
     InvalidRowError,
     Json,
     Message,
@@ -39,10 +40,10 @@ ROLES = {  # in a file, small: ours
     **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
     **dict.fromkeys(("observation", "environment", "ipython"), "tool"),
 }
-CONTENT_KEYS = ("content", "value", "parts", "text", "message")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Harmony's channels whose turn is a part of the answer that follows
 OPEN_CHANNELS = ("analysis", "commentary")
+RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
 FUNCTION_PREFIX = "functions."  # of names in Harmony
 THOUGHT_END = "</think>"
 TOOL_CALL_MARK = re.compile(r"</?tool_call>")
@@ -111,8 +112,6 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
             calls = (*calls, *parse_python_calls(record["function_calls"], ".function_calls"))
         content = (content or "") if calls and is_blank(content) else parse_text(content, name)
         return Message(role, content, _find_reasoning(record), calls)
-    if isinstance(content, dict) and role == "tool":
-        content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
         raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
     check_encodable(content, name)  # blank is fine: a function may return nothing
@@ -174,6 +173,7 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
                 {"type": "tool_use", "name": called, "input": arguments}
                 | {"toolUse": {"name": called, "input": arguments}}
                 | {"functionCall": {"name": called, "args": arguments}}
+                | {"function_call": {"name": called, "args": arguments}}
             ):
                 held = part.get("toolUse", part)
                 call_id = held.get("id", held.get("toolUseId"))
@@ -183,6 +183,7 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
                 {"type": "tool_result", "content": result}
                 | {"toolResult": {"content": result}}
                 | {"functionResponse": {"response": result}}
+                | {"function_response": {"response": result}}
             ):
                 found.append(_read_result(part, result, where))
             case {"type": "text" | "input_text" | "output_text"}:
@@ -204,7 +205,7 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
 
 def _read_result(part: Json, result: Any, name: str) -> Message:
     """Return what a tool answers, as Anthropic, Bedrock and Gemini write it in parts."""
-    held = next((part[key] for key in ("toolResult", "functionResponse") if key in part), part)
+    held = next((part[key] for key in RESULT_KEYS if key in part), part)
     result = parse_nested(result) if isinstance(result, list) else result
     if isinstance(result, list):
         result = "".join(
@@ -213,6 +214,8 @@ def _read_result(part: Json, result: Any, name: str) -> Message:
             else join_texts([item], name)
             for item in result
         )
+    if isinstance(result, dict):
+        result = json.dumps(result, ensure_ascii=False)
     call_id = held.get("tool_use_id", held.get("toolUseId"))
     return _build_message("tool", {"name": held.get("name"), "tool_call_id": call_id}, result, name)
 
