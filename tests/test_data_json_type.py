@@ -33,6 +33,12 @@ RECORDS: dict[str, Record] = {
     "prompt_object": {"prompt": TURNS[0], "completion": {"role": "assistant", "content": "a"}},
     "pairs": {"conversation": [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}]},
     "calls": {"query": "q", "tools": [TOOL], "answers": [{"name": "add", "arguments": {"a": 1}}]},
+    "contents": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "q"}]},
+            {"role": "model", "parts": [{"text": "a"}]},
+        ]
+    },
     "history": {"instruction": "q", "output": "a", "history": [["r", "b"]]},
 }
 # A value and all that is inside it, by the path of its keys; "*" is each element of a list
@@ -46,7 +52,12 @@ POSITIONS: list[tuple[str, str]] = [
     ("prompt", "prompt.*"),
     ("prompt", "completion.*"),
     ("pairs", "conversation"),
+    ("messages", "messages.*.content"),
     ("messages", "messages.*.content.*"),
+    ("contents", "contents"),
+    ("contents", "contents.*"),
+    ("contents", "contents.*.parts"),
+    ("contents", "contents.*.parts.*"),
     ("messages", "messages.*.tool_calls"),
     ("messages", "messages.*.tool_calls.*"),
     ("messages", "messages.*.tool_calls.*.function"),
@@ -89,7 +100,11 @@ def test_a_json_text_is_read_as_the_value_that_it_has(
     name: str, position: str, tmp_path: Path
 ) -> None:
     expected = read(write(tmp_path / "a.jsonl", RECORDS[name]))
-    text = change(RECORDS[name], position.split("."), json.dumps)
+    text = change(
+        RECORDS[name],
+        position.split("."),
+        lambda value: value if isinstance(value, str) else json.dumps(value),
+    )
     assert text != RECORDS[name]
     assert read(write(tmp_path / "b.jsonl", text)) == expected
     (tmp_path / "c.csv").write_bytes(to_table([text]))
@@ -125,6 +140,10 @@ def feature(value: Any, path: list[str]) -> Any:
         ("messages", "tools.*.function.parameters.properties.a.type"),
         ("calls", "answers.*"),
         ("calls", "answers.*.arguments"),
+        ("contents", "contents.*"),
+        ("contents", "contents.*.parts"),
+        ("contents", "contents.*.parts.*"),
+        ("conversations", "conversations.*.value"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -166,6 +185,20 @@ def test_texts_that_are_json_stay_texts_where_a_text_is_expected(
     record: Record, contents: list[str], tmp_path: Path
 ) -> None:
     (row,) = read_rows(write(tmp_path / "a.jsonl", record))
+    assert [message.content for message in row.messages] == contents
+
+
+def test_a_content_that_is_json_is_a_text_in_a_json_column_too(tmp_path: Path) -> None:
+    contents = ["12", '{"a": 1}', "true", '["x"]', "null and void", "[1, 2]"]
+    turns = [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
+    ]
+    features = datasets.Features(
+        {"messages": [{"role": datasets.Value("string"), "content": datasets.Json()}]}
+    )
+    saved = datasets.Dataset.from_list([{"messages": turns}], features=features)
+    saved.to_parquet(str(tmp_path / "a.parquet"))
+    (row,) = read_rows(tmp_path / "a.parquet")
     assert [message.content for message in row.messages] == contents
 
 

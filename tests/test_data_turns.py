@@ -146,6 +146,18 @@ READ = {
     "ms-swift's history": (
         {"query": "q", "response": "a", "history": [["p", "b"]], "system": "s"},
         [Message("system", "s"), Message("user", "p"), Message("assistant", "b"), Q, A]),
+    "a history of objects": (
+        {"instruction": "q", "output": "a", "history": [{"user": "p", "assistant": "b"}]},
+        [Message("user", "p"), Message("assistant", "b"), Q, A]),
+    "a history of turns": (
+        {"prompt": "q", "response": "a",
+         "chat_history": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "b"}]},
+        [Message("user", "p"), Message("assistant", "b"), Q, A]),
+    "objects of a question and its answer": (
+        {"conversations": [{"human": "q", "assistant": "a"}, {"human": "q", "assistant": "a"}]},
+        [Q, A, Q, A]),
+    "turns beside an answer": (
+        {"input": [{"role": "user", "content": "q"}], "output": "a", "reasoning": "off"}, [Q, A]),
     "an empty history": ({"instruction": "q", "output": "a", "history": []}, [Q, A]),
     "medical-o1's reasoning": (
         {"Question": "q", "Complex_CoT": "I think.", "Response": "a"},
@@ -219,6 +231,8 @@ def test_tools_of_the_system_message_are_those_of_the_row(tmp_path: Path) -> Non
          "DATA_TRAIN_PATH=hiyouga/glaive-function-calling-v2-sharegpt"),
         ({"message_tree_id": "1", "prompt": {"text": "q", "role": "prompter", "replies": []}},
          "each row is a tree of messages (message_id, parent_id)"),
+        (chat(("user", "q"), ("assistant", "a"), tools={"add": FLAT}),
+         "which names no function; a tool is {'type': 'function'"),
         (chat(("user", "q"), ("assistant", [{"type": "redacted_thinking", "data": "x"}])),
          'messages[1].content[0] is {"type": "redacted_thinking", "data": "x"}; models here'),
     ],

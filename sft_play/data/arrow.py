@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sft_play.data.rows import CONTENT_KEYS, Json, UnreadableRecord
+from sft_play.data.rows import Json, UnreadableRecord
 from sft_play.data.text_files import InvalidJsonError, parse_json
 from sft_play.errors import DataError
 
@@ -114,7 +114,7 @@ def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | N
     null are left out, but for a key that no row has a value for, such as an argument that is null.
     """
     if isinstance(kind, pa.JsonType):
-        return _parse_content if name in CONTENT_KEYS else _parse_json_value
+        return _parse_content if name in ("content", "value", "text") else _parse_json_value
     if pa.types.is_struct(kind):
         readers = {field.name: _value_reader(field.type, field.name) for field in kind}
         empty = {field.name for field in kind if pa.types.is_null(field.type)}

@@ -64,7 +64,7 @@ def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
     for tool in parse_objects(value, name):
         declared = tool.get("functionDeclarations", tool.get("function_declarations"))  # Gemini's
         for function in parse_objects(declared, name) or [tool]:
-            tools.append(_wrap_tool(function))
+            tools.append(_wrap_tool(function, name))
     text = json.dumps(tools, ensure_ascii=False)
     if JSON_IN_TEXT.search(text):
         tools = [_parse_schema(tool) for tool in tools]
@@ -74,10 +74,15 @@ def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
     return tuple(tools)
 
 
-def _wrap_tool(tool: Json) -> Json:
+def _wrap_tool(tool: Json, name: str) -> Json:
     tool = tool.get("toolSpec", tool)  # Bedrock's
     if "function" in tool:
         return {"type": "function", **tool, "function": parse_nested(tool["function"])}
+    if not isinstance(tool.get("name"), str):
+        raise InvalidRowError(
+            f"{name} has {shorten(tool)}, which names no function; "
+            "a tool is {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        )
     function = {key: value for key, value in tool.items() if key != "type"}
     for key in SCHEMA_KEYS:
         if key in function:

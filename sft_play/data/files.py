@@ -282,8 +282,10 @@ def _group(
 
 def _repeats_role(raw: str) -> bool:
     """Return whether two turns of one role follow each other in a row that was not proven."""
-    messages = json.loads(raw).get("messages", ())
-    roles = [message["role"] for message in messages]
+    try:
+        roles = [message["role"] for message in json.loads(raw)["messages"]]
+    except (ValueError, TypeError):  # a text, or several rows
+        return False
     return any(role == following for role, following in pairwise(roles))
 
 

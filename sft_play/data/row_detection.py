@@ -43,15 +43,16 @@ ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values()))
 # Names that files give to a question, to what it is about, and to its answer; likeliest first
 QUESTIONS = tuple(
     """
-    definition instruction instructions prompt question query problem input inputs user human ask
-    request document article text source title
+    definition instruction instructions prompt question query problem text_input input_text input
+    inputs user human ask request document article text source title
     """.split()
 )
 EXTRAS = ("context", "input", "inputs", "passage")
 ANSWERS = tuple(
     """
-    output outputs response responses completion answer answers target targets assistant solution
-    reply bot summary highlights chosen best_answer generation translation
+    output outputs output_text response responses completion answer answers target targets
+    assistant deepseek_solution solution reply bot
+    summary highlights chosen best_answer generation translation
     """.split()
 )
 MAX_DEPTH = 4

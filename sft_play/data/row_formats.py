@@ -8,8 +8,8 @@ as JSON.
 The turns of a conversation become one list of objects. They may be
 
 - objects with role and content, or ShareGPT's from and value: taken as they are
-- objects with input and output (Capybara): a question and an answer each
-- pairs of texts ([question, answer]): a question and an answer each
+- objects with input and output (Capybara), or other PAIRS: a question and an answer each
+- pairs of texts ([question, answer]): the same
 - texts (LIMA): the user's and the assistant's in turn
 - one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
 - an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
@@ -36,6 +36,16 @@ JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
 NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for want of a comma
 TURN_KEYS = frozenset(("role", "from"))  # one of them names the speaker of a turn
+# Keys of objects that have a question and its answer each
+PAIRS = (
+    ("input", "output"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+)
 MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.
@@ -90,7 +100,8 @@ OTHER_NAMES = {  # that an optional field may have
     "history": ("chat_history", "conversation_history"),
     "reasoning": (
         *("reasoning_content", "thinking", "Complex_CoT", "thinking_trajectories"),
-        *("deepseek_thinking_trajectory", "reasoning_trace", "thinking_content"),
+        *("deepseek_thinking_trajectory", "reasoning_trace", "thinking_content", "think"),
+        *("deepseek_reasoning", "chain_of_thought"),
     ),
 }
 LONGEST_FLAG = 5  # characters: "on", "off", "False" in a reasoning column are no reasoning
@@ -128,13 +139,17 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
-    if "input" not in first or "output" not in first:
+    if is_turn(first):
+        return value
+    keys = next((pair for pair in PAIRS if first.keys() >= {*pair}), None)
+    if keys is None:
         return value
     for number, pair in enumerate(value):
-        if "input" not in pair or "output" not in pair:
-            raise InvalidRowError(f"{name}[{number}] has no input and output, and others have")
-        turns.append({"role": "user", "content": pair["input"]})
-        turns.append({"role": "assistant", "content": pair["output"]})
+        if not pair.keys() >= {*keys}:
+            missing = " and ".join(keys)
+            raise InvalidRowError(f"{name}[{number}] has no {missing}, and others have")
+        for role, key in zip(("user", "assistant"), keys, strict=True):
+            turns.append({"role": role, "content": pair[key]})
     return turns
 
 

@@ -8,6 +8,7 @@ would be may be missing. Loads no torch.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ from sft_play.data.row_formats import (
     is_marked_text,
     match_format,
     parse_message_list,
+    parse_nested,
 )
 from sft_play.data.rows import (
     CONTENT_KEYS,
@@ -97,7 +99,9 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
         if isinstance(text, str) and is_marked_text(text):
             keys.add(TURNS_IN_TEXT)
     turns = record.get(row_format.turn_column) if row_format.turn_column else None
-    for turn in turns if isinstance(turns, list) else ():
+    turns = parse_nested(turns)
+    for given in turns if isinstance(turns, list) else ():
+        turn = parse_nested(given)
         if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
             others = turn.keys() - USED_TURN_KEYS
             keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
@@ -223,7 +227,7 @@ def _parse_row(
         messages = (Message("system", system), *messages[has_system:])
         has_system = True
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
-        rest = messages[1:] if has_system else messages
+        rest = dropwhile(lambda message: message.role == "system", messages)
         messages = (Message("system", system_prompt.text), *rest)
     return Row(messages, origin, tools=tools)
 

@@ -43,6 +43,7 @@ ROLES = {  # in a file, small: ours
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Harmony's channels whose turn is a part of the answer that follows
 OPEN_CHANNELS = ("analysis", "commentary")
+PART_TYPES = {"text", "input_text", "output_text", "thinking", "tool_use", "tool_result"}
 RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
 FUNCTION_PREFIX = "functions."  # of names in Harmony
 THOUGHT_END = "</think>"
@@ -68,6 +69,12 @@ def parse_turn(record: Json) -> list[Message]:
         key = next((other for other in CONTENT_KEYS if other in record), key)
     name = f".{key}"
     content = record.get(key)
+    if isinstance(content, str) and content.startswith(("[{", "[ {")):
+        parts = parse_nested(content)
+        if key == "parts" or all(
+            isinstance(part, dict) and part.get("type") in PART_TYPES for part in parts
+        ):
+            content = parts
     if isinstance(content, list):
         return _parse_parts(role, record, content, name)
     if role == CALL:
