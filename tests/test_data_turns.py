@@ -1,12 +1,18 @@
 """sft_play.data: the turns that programs and public sets write become the messages that they mean."""
 
 import json
+import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from record_files import read_rows
 
+from sft_play.config.loader import load
+from sft_play.data.files import read_chunks
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_parsing import parse_record_rows, unused_notes
 from sft_play.data.rows import Message
 
 Record = dict[str, Any]
@@ -168,6 +174,13 @@ READ = {
     "reasoning beside turns": (
         {"prompt": [{"role": "user", "content": "q"}], "thinking": "I think.", "completion": "a"},
         [Q, Message("assistant", "a", "I think.")]),
+    "reasoning beside messages": (
+        chat(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a"),
+             reasoning="I think."),
+        [Q, A, Q, Message("assistant", "a", "I think.")]),
+    "reasoning beside calls": (
+        {"query": "q", "tools": [], "answers": CALL_TEXT, "thinking": "I think."},
+        [Q, Message("assistant", "", "I think.", (CALL,))]),
     "reasoning that the answer has, too": (
         {"instruction": "q", "reasoning": "I think.", "output": "<think>I think.</think>a"},
         [Q, Message("assistant", "<think>I think.</think>a")]),
@@ -241,3 +254,32 @@ def test_what_is_not_read_is_named(record: Record, words: str, tmp_path: Path) -
     with pytest.raises(ValueError) as error:
         read_rows(write(tmp_path / "a.jsonl", record))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "record", [{"question": "q", "answer": "a"}, chat(("user", "q"), ("assistant", "a"))]
+)
+def test_a_column_that_may_be_reasoning_is_named_with_the_setting_that_trains_it(
+    record: Record, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", {**record, "rationale": "I think."})
+    unused: Counter[str] = Counter()
+    (chunk,) = read_chunks(path)
+    list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
+    (note,) = unused_notes(unused, "a.jsonl")
+    columns = load(None, {"DATA_COLUMNS": shlex.split(note.partition("DATA_COLUMNS=")[2])[0]})
+    (row,) = read_rows(path, columns.config.data.columns)
+    assert row.messages == (Q, Message("assistant", "a", "I think."))
+
+
+def test_keys_of_turns_that_are_json_texts_are_named_too(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "q", "agent": "main"},
+        {"role": "assistant", "content": "a"},
+    ]
+    for number, value in enumerate((json.dumps(turns), list(map(json.dumps, turns)))):
+        path = write(tmp_path / f"{number}.jsonl", {"messages": value})
+        unused: Counter[str] = Counter()
+        (chunk,) = read_chunks(path)
+        list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
+        assert unused == {"messages[].agent": 1}

@@ -139,34 +139,37 @@ def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     """Return the messages of a record, however its format has them. Raises InvalidRowError."""
     name, columns = row_format.name, row_format.required
     if name in TURN_FORMATS:
-        return parse_conversation([MessageList(columns[0], record[columns[0]])])
-    if name == "calls":  # a question and the calls that answer it, as xLAM writes them
+        messages = parse_conversation([MessageList(columns[0], record[columns[0]])])
+    elif name == "calls":  # a question and the calls that answer it, as xLAM writes them
         query, _, answers = columns
         asked = {"role": "user", "content": record[query]}
         answer = {"role": "assistant", "tool_calls": record[answers]}
-        return parse_conversation([MessageList(answers, [asked, answer])])
-    question_column, answer_column = columns
+        messages = parse_conversation([MessageList(answers, [asked, answer])])
+    else:
+        messages = _parse_pair(record, row_format)
+    thoughts = row_format.columns["reasoning"]
+    return _add_reasoning(messages, record.get(thoughts), thoughts)
+
+
+def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    """Return the messages of a question and its answer, and of what was said before."""
+    question_column, answer_column = row_format.required
     history_column = row_format.columns["history"]
     history = record.get(history_column)
     turns = _find_turns(record[question_column])
     answers = _find_turns(record[answer_column], needs_answer=turns is None)
     if turns is None and answers is None and not is_given(history):
-        messages = (
-            Message("user", _parse_question(record, row_format)),
-            Message("assistant", parse_text(record[answer_column], answer_column)),
-        )
-    else:
-        if turns is None:
-            turns = [{"role": "user", "content": _parse_question(record, row_format)}]
-        if answers is None:
-            text = parse_text(record[answer_column], answer_column)
-            answers = [{"role": "assistant", "content": text}]
-        lists = [MessageList(question_column, turns), MessageList(answer_column, answers)]
-        if is_given(history):
-            lists.insert(0, MessageList(history_column, history))
-        messages = parse_conversation(lists)
-    thoughts = row_format.columns["reasoning"]
-    return _add_reasoning(messages, record.get(thoughts), thoughts)
+        question = Message("user", _parse_question(record, row_format))
+        return question, Message("assistant", parse_text(record[answer_column], answer_column))
+    if turns is None:
+        turns = [{"role": "user", "content": _parse_question(record, row_format)}]
+    if answers is None:
+        text = parse_text(record[answer_column], answer_column)
+        answers = [{"role": "assistant", "content": text}]
+    lists = [MessageList(question_column, turns), MessageList(answer_column, answers)]
+    if is_given(history):
+        lists.insert(0, MessageList(history_column, history))
+    return parse_conversation(lists)
 
 
 def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:

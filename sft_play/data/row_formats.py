@@ -84,10 +84,10 @@ SHARED_FIELDS = ("system", "tools")
 PAIR_FIELDS = (*SHARED_FIELDS, "history", "reasoning")
 OPTIONAL_FIELDS = {
     **dict.fromkeys(ROW_FORMATS, PAIR_FIELDS),
-    **dict.fromkeys(TURN_FORMATS, SHARED_FIELDS),
+    **dict.fromkeys(TURN_FORMATS, (*SHARED_FIELDS, "reasoning")),
     "instruction": (*PAIR_FIELDS, "input"),
     "instruction_response": (*PAIR_FIELDS, "context"),
-    "calls": ("system",),
+    "calls": ("system", "reasoning"),
     **dict.fromkeys(TEXT_FORMATS, ()),
 }
 FIELDS = (

@@ -68,7 +68,7 @@ MAX_LISTED = 12  # keys without a meaning of their own
 EVERY_ROW = "every row weighs the same; weights are of files: DATA_TRAIN_PATH='{a.jsonl: 3, b: 1}'"
 NOT_CHOSEN = "no row is chosen or left out by it"
 TEXT_ONLY = "models here take text"
-THOUGHT_COLUMN = "to train it as reasoning: DATA_COLUMNS='{<other columns>, reasoning: <column>}'"
+THOUGHTS = ("cot", "rationale", "thought", "thoughts")
 MEANINGS = {
     **dict.fromkeys(("weight", "sample_weight"), EVERY_ROW),
     **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
@@ -82,8 +82,10 @@ MEANINGS = {
     "definition": "to put it before the inputs: "
     "DATA_COLUMNS='{instruction: definition, input: inputs, output: targets}'",
     f"{TURN_PREFIX}prefix": "the whole answer is trained",
-    **dict.fromkeys(("cot", "rationale", "thought"), THOUGHT_COLUMN),
-    **dict.fromkeys(REASONING_KEYS, "it belongs to an answer, as its reasoning_content"),
+    **{
+        key: f"to train it as the last answer's reasoning: DATA_COLUMNS='{{reasoning: {key}}}'"
+        for key in THOUGHTS
+    },
     TURNS_IN_TEXT: "every token is trained, also the questions'; "
     "to train the answers alone: DATA_COLUMNS='{messages: text}'",
 }

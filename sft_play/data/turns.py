@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from sft_play.data.calls import parse_calls, parse_python_calls
+from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
 from sft_play.data.row_formats import parse_json_text, parse_nested
 from sft_play.data.rows import (
     CONTENT_KEYS,
@@ -56,7 +56,7 @@ def parse_turn(record: Json) -> list[Message]:
 
     Raises InvalidRowError.
     """
-    speaker = record.get("role", record.get("from"))
+    speaker = record.get("role") or record.get("from")
     role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if speaker is None:
         keys = ", ".join(record) or "none"
@@ -91,7 +91,7 @@ def goes_on(record: Json, before: Json) -> bool:
 
     Calls may have a turn of their own, and so may each channel of Harmony.
     """
-    speaker = record.get("role", record.get("from"))
+    speaker = record.get("role") or record["from"]
     return ROLES[speaker.lower()] == CALL or before.get("channel") in OPEN_CHANNELS
 
 
@@ -124,11 +124,11 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     check_encodable(content, name)  # blank is fine: a function may return nothing
     if role == "system":
         return Message(role, content)
-    ids = record.get("tool_call_ids") or [None]
-    call_id = record.get("tool_call_id") or ids[0]
+    ids = parse_nested(record.get("tool_call_ids")) or [None]
+    call_id = parse_optional_text(record.get("tool_call_id") or ids[0], ".tool_call_id")
     tool = parse_optional_text(record.get("name"), ".name")
     tool = tool and tool.removeprefix(FUNCTION_PREFIX)
-    return Message(role, content, name=tool, tool_call_id=parse_optional_text(call_id, ".id"))
+    return Message(role, content, name=tool, tool_call_id=call_id)
 
 
 def _parse_call_turn(record: Json, content: Any, name: str) -> Message:
@@ -204,7 +204,8 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
                 )
     if found and not texts:
         return found
-    changed = {**record, "tool_calls": [*calls, *(parse_nested(record.get("tool_calls")) or ())]}
+    calls += parse_objects(record.get("tool_calls"), ".tool_calls")
+    changed = {**record, "tool_calls": calls}
     if thoughts:
         changed["reasoning_content"] = "\n\n".join(thoughts)
     return [*found, _build_message(role, changed, "".join(texts), name)]
