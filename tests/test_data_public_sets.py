@@ -179,7 +179,7 @@ def test_calls_of_functions_are_read_as_calls(tmp_path: Path) -> None:
     (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", SETS["xlam"].records))
     (call,) = row.messages[-1].tool_calls
     assert call["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
-    assert [tool["name"] for tool in row.tools] == ["weather"]
+    assert [tool["function"]["name"] for tool in row.tools] == ["weather"]
 
 
 def test_functions_and_function_calls_are_read_as_tools(tmp_path: Path) -> None:

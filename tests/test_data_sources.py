@@ -49,11 +49,12 @@ def test_rows_that_datasets_saved_to_disk_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(to_jsonl(GOLDEN["messages"]))
     assert without_origin(rows) == without_origin(read_rows(tmp_path / "a.jsonl")) * 50
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
-    with pytest.raises(
-        DataError, match=r"two: holds the splits test, train; name one: .*/two/test"
-    ):
-        found(tmp_path / "two")
-    assert found(tmp_path / "two" / "train").files
+    both = found(tmp_path / "two")
+    assert both.files == found(tmp_path / "two" / "train").files
+    assert both.left == ("test",)
+    datasets.DatasetDict(a=saved, b=saved).save_to_disk(tmp_path / "three")
+    with pytest.raises(DataError, match="name the file or folder of the train rows"):
+        found(tmp_path / "three")
 
 
 def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(

@@ -1,5 +1,7 @@
 """Rendering of conversations with tools: calls are trained, results are not."""
 
+from dataclasses import replace
+
 import pytest
 from families import LLAMA3_WORDS, family, tokenizer
 from renderings import CHATML, WRITES, error_of, samples_of, trained
@@ -30,7 +32,7 @@ def calling(arguments: object, reasoning: str | None = None) -> Row:
         {"role": "tool", **result},
         {"role": "assistant", "content": "It is mild."},
     ]
-    messages = parse_conversation([MessageList("messages", turns)], is_sharegpt=False)
+    messages = parse_conversation([MessageList("messages", turns)])
     return Row(messages, "rows.jsonl:7", tools=TOOLS)
 
 
@@ -75,6 +77,48 @@ def test_a_template_that_wants_arguments_as_text_gets_them() -> None:
     tok = tokenizer(CHATML.replace(WRITES, adds), words=LLAMA3_WORDS)
     (sample,) = samples_of(calling({"city": "Köln"}), tok)
     assert trained(sample, tok)[0] == 'weather({"city": "Köln"})<|im_end|>'
+
+
+# As Mistral's own: it refuses ids of another form
+WITH_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+) + CHATML.replace(
+    WRITES,
+    "(m['content'] + (m.tool_calls[0].function | tojson ~ m.tool_calls[0].id if m.tool_calls"
+    " else '') + (m.tool_call_id if m.role == 'tool' else ''))",
+)
+
+
+@pytest.mark.parametrize("call_id", ["c1", None, "abcdefgh1"])
+def test_a_template_that_wants_ids_of_calls_gets_them(call_id: str | None) -> None:
+    row = calling({"city": "Köln"})
+    call = {**row.messages[1].tool_calls[0], "id": call_id}
+    if call_id is None:
+        del call["id"]
+    messages = (
+        row.messages[0],
+        replace(row.messages[1], tool_calls=(call,)),
+        replace(row.messages[2], tool_call_id=call_id),
+        row.messages[3],
+    )
+    tok = tokenizer(WITH_IDS, words=LLAMA3_WORDS)
+    (sample,) = samples_of(replace(row, messages=messages), tok)
+    expected = call_id if call_id == "abcdefgh1" else "call00000"
+    text = tok.decode(sample.ids)
+    assert text.count(expected) == 2
+    assert trained(sample, tok)[0].endswith(f"{expected}<|im_end|>")
+
+
+def test_a_template_that_takes_any_id_gets_the_rows_own() -> None:
+    writes = (
+        "m['content'] + (m.tool_calls[0].id ~ m.tool_calls[0].function if m.tool_calls else '')"
+    )
+    tok = tokenizer(CHATML.replace(WRITES, f"({writes})"), words=LLAMA3_WORDS)
+    (sample,) = samples_of(calling({"city": "Köln"}), tok)
+    assert "c1{" in trained(sample, tok)[0]
 
 
 def test_calls_that_a_template_leaves_out_are_refused() -> None:

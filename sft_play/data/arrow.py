@@ -3,7 +3,7 @@
 Reads them as record batches, and batches as records. Loads no torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sft_play.data.rows import Json, UnreadableRecord
+from sft_play.data.text_files import InvalidJsonError, parse_json
 from sft_play.errors import DataError
 
 BatchOfFile = tuple[pa.RecordBatch, float]  # rows, and the fraction of their file
@@ -47,7 +48,8 @@ def batch_records(
     if columns is not None:
         wanted = set(columns)
         batch = batch.select([name for name in batch.schema.names if name in wanted])
-    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
+    readers = {field.name: _value_reader(field.type) for field in batch.schema}
+    readers = {name: read for name, read in readers.items() if read is not None}
     try:
         records = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -59,8 +61,9 @@ def batch_records(
             yield from batch_records(batch.slice(index, 1))
         return
     for record in records:
-        for name in nested:
-            record[name] = _without_nulls(record[name])
+        for name, read in readers.items():
+            if record[name] is not None:
+                record[name] = read(record[name])
         yield record
 
 
@@ -104,13 +107,50 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         raise DataError(f"{path}: two columns are named {repeated[0]!r}; rename one")
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return nested values without null keys.
+def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | None:
+    """Return what makes values of a type those that were written; None if they are so already.
 
-    Arrow gives a struct every key that any row of its column has.
+    Json is parsed. Arrow gives a struct every key that any row of its column has: those that are
+    null are left out, but for a key that no row has a value for, such as an argument that is null.
     """
-    if isinstance(value, dict):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
-    if isinstance(value, list):
-        return [_without_nulls(held) for held in value]
-    return value
+    if isinstance(kind, pa.JsonType):
+        return _parse_content if name in ("content", "value", "text") else _parse_json_value
+    if pa.types.is_struct(kind):
+        readers = {field.name: _value_reader(field.type, field.name) for field in kind}
+        empty = {field.name for field in kind if pa.types.is_null(field.type)}
+
+        def read_struct(value: Json) -> Json:
+            """Return the keys that the row has."""
+            read: Json = {}
+            for key, held in value.items():
+                reader = readers[key]
+                if held is None:
+                    if key in empty:
+                        read[key] = None
+                elif reader is None:
+                    read[key] = held
+                else:
+                    read[key] = reader(held)
+            return read
+
+        return read_struct
+    if not pa.types.is_nested(kind) or pa.types.is_map(kind) or pa.types.is_union(kind):
+        return None
+    read_element = _value_reader(kind.value_type)
+    if read_element is None:
+        return None
+    return lambda values: [None if held is None else read_element(held) for held in values]
+
+
+def _parse_content(text: str) -> Any:
+    """Return parts, null, or a text: datasets writes a text that is JSON as it is."""
+    value = _parse_json_value(text)
+    has_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    return value if has_parts or value is None or isinstance(value, str) else text
+
+
+def _parse_json_value(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except InvalidJsonError:
+        return text

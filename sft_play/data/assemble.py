@@ -104,7 +104,8 @@ class Selection:
     def without(self, mask: np.ndarray, reason: str) -> Self:
         """Return the selection without the samples where `mask` is true, counted as dropped."""
         dropped = Counter(self.dropped)
-        dropped[reason] += splits.count_rows(self.samples.records[mask])
+        records = self.samples.records  # some pieces of a plain text may stay
+        dropped[reason] += splits.count_rows(records) - splits.count_rows(records[~mask])
         return replace(self, samples=self.samples.take(~mask), dropped=dropped)
 
 

@@ -168,8 +168,11 @@ class ChunkTokenizer:
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))
             hashes = hash_rows(rows)._replace(group=groups.get(number, 0))
-            for sample, cut_tokens in self._fit(samples, tally):
-                stored.append(StoredSample(sample, task.file, number, hashes, cut_tokens))
+            is_text = rows[0].text is not None
+            fitted = list(self._fit(samples, tally, is_text))
+            for piece, (sample, cut_tokens) in enumerate(fitted):
+                own = hash_piece(hashes, piece) if is_text and piece else hashes
+                stored.append(StoredSample(sample, task.file, number, own, cut_tokens))
         done.samples = to_arrays(stored)
         done.long_rows = longest_first(done.long_rows)
         tally.samples = len(stored)
@@ -204,13 +207,16 @@ class ChunkTokenizer:
         return records
 
     def _fit(
-        self, rendered: Sequence[RenderedSample], tally: Tally
+        self, rendered: Sequence[RenderedSample], tally: Tally, is_text: bool
     ) -> Iterator[tuple[RenderedSample, int]]:
         """Yield a row's samples within the limit and the tokens that were cut; count the row."""
+        policy = self._too_long
+        if policy == "auto":
+            policy = "split" if is_text else "drop"
         kept = 0
         reasons: list[str] = []
         for sample in rendered:
-            fitted = fit_sample(sample, self._max_seq_len, self._too_long, self._bos_id)
+            fitted = fit_sample(sample, self._max_seq_len, policy, self._bos_id)
             tally.lost_trained_tokens += fitted.lost_trained_tokens
             if fitted.reason:
                 reasons.append(fitted.reason)
@@ -249,6 +255,12 @@ def hash_rows(rows: Sequence[Row]) -> RowHashes:
         distinct = sorted(set(values))
         found.append(distinct[0] if len(distinct) == 1 else _hash(repr(distinct)))
     return RowHashes(*found)
+
+
+def hash_piece(hashes: RowHashes, piece: int) -> RowHashes:
+    """Return hashes of a piece of a plain text, which is held out or trained by itself."""
+    names = ("exact", "normalized", "question")
+    return hashes._replace(**{name: _hash(f"{getattr(hashes, name)} {piece}") for name in names})
 
 
 def hash_row(row: Row) -> RowHashes:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,6 +52,12 @@ GO_ON_WITHOUT = (
 )
 TEMPLATE_CAUSE = "the chat template"
 NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
+WANTS_OTHER_TURNS = re.compile("refuses the conversation|of the role system|once it is answered")
+JOIN = (
+    'to join turns of one role: jq -c \'def r: if . == "developer" then "system" else . end; '
+    ".messages |= reduce .[] as $m ([]; if (.[-1].role | r) == ($m.role | r) "
+    'then .[-1].content += "\\n\\n" + $m.content else . + [$m] end)\' rows.jsonl > joined.jsonl'
+)
 TEMPLATE = (
     "the chat template of model.name does this; "
     "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
@@ -273,6 +280,15 @@ def _group(
         yield Chunk(path, numbers, values, file_position() - chunk_start)
 
 
+def _repeats_role(raw: str) -> bool:
+    """Return whether two turns of one role follow each other in a row that was not proven."""
+    try:
+        roles = [message["role"] for message in json.loads(raw)["messages"]]
+    except (ValueError, TypeError):  # a text, or several rows
+        return False
+    return any(role == following for role, following in pairwise(roles))
+
+
 class BadRows:
     """Bad rows, counted by cause; the first ones are kept."""
 
@@ -307,8 +323,11 @@ class BadRows:
         for row in listed:
             if row.reason.startswith(("not UTF-8", "a text is not UTF-8")):
                 hints[_encoding_hint(Path(PLACE.sub("", row.origin)))] = None
-            elif row.reason.startswith(TEMPLATE_CAUSE) and not NAMES_A_SETTING.search(row.reason):
-                hints[TEMPLATE] = None
+            elif row.reason.startswith(TEMPLATE_CAUSE):
+                if WANTS_OTHER_TURNS.search(row.reason) and _repeats_role(row.raw):
+                    hints[JOIN] = None
+                if not NAMES_A_SETTING.search(row.reason):
+                    hints[TEMPLATE] = None
         lines += filter(None, hints)
         if not has_one_cause:
             lines.append(GO_ON_WITHOUT)

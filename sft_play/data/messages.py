@@ -6,46 +6,38 @@ tokenizer takes them (half a surrogate pair). All others are taken unchanged.
 An answer that a flag excludes from loss stays in the conversation, so later answers follow it.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sft_play.data.row_formats import parse_json_text, parse_message_list
-from sft_play.data.rows import InvalidRowError, Json, Message, Segment, shorten
+from sft_play.data.row_formats import (
+    JSON_START,
+    TURN_FORMATS,
+    RowFormat,
+    is_turn,
+    parse_message_list,
+    parse_nested,
+)
+from sft_play.data.rows import (
+    InvalidRowError,
+    Json,
+    Message,
+    Segment,
+    check_encodable,
+    is_blank,
+    is_given,
+    parse_optional_text,
+    parse_text,
+    shorten,
+)
+from sft_play.data.turns import ROLES, THOUGHT_END, goes_on, join_answers, parse_turn
 
-ROLES = {  # role in a file: ours
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",  # OpenAI's before tools
-}
-SPEAKERS = {  # ShareGPT's `from`: our role
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    **dict.fromkeys(("chatgpt", "bing", "bard", "model", "bot"), "assistant"),
-    "function_call": "function_call",  # of the assistant
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-FIRST_ROLES = ("system", "user", "assistant")
-FOLLOWING_ROLES = {
-    "system": ("user", "assistant"),
-    "user": ("assistant",),
-    "assistant": ("user", "tool"),
-    "tool": ("tool", "assistant"),
-}
 # Flag: the value that asks for loss; a weight may be any number from 0 up
 LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
+# Format: the optional field whose text follows the question
+EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
 
 
@@ -54,23 +46,6 @@ class MessageList(NamedTuple):
 
     name: str
     value: Any
-
-
-def parse_text(value: Any, name: str) -> str:
-    """Return a text that is not blank. Raises InvalidRowError, which calls it `name`."""
-    if not isinstance(value, str):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        hint = f'; write it as a text, "{value}"' if is_number else ""
-        raise InvalidRowError(f"{name} is {shorten(value)}, not a text{hint}")
-    if not value or value.isspace():
-        raise InvalidRowError(f"{name} is empty")
-    _check_encodable(value, name)
-    return value
-
-
-def parse_optional_text(value: Any, name: str) -> str | None:
-    """Return a text, or None if it is null or blank. Raises InvalidRowError."""
-    return None if _is_blank(value) else parse_text(value, name)
 
 
 def parse_weight(value: Any, name: str) -> float:
@@ -95,48 +70,39 @@ def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
                 f"{name}[{number}] is {shorten(record)}; "
                 'a segment is {"label": true or false, "text": "..."}'
             )
-        _check_encodable(text, f"{name}[{number}].text")
+        check_encodable(text, f"{name}[{number}].text")
         weight = parse_weight(record.get("weight"), f"{name}[{number}].weight")
         segments.append(Segment(text, label == 1 and weight > 0, weight))
     return tuple(segments)
 
 
-def parse_functions(value: Any, name: str) -> tuple[Json, ...]:
-    """Return objects that describe or call functions; () for null or blank.
-
-    Raises InvalidRowError.
-    """
-    if _is_blank(value):
-        return ()
-    if isinstance(value, str):
-        value = parse_json_text(value, name)
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of objects")
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRowError(f"{name} cannot be written as JSON: {error}") from None
-    _check_encodable(text, name)
-    return tuple(value)
-
-
-def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple[Message, ...]:
+def parse_conversation(lists: Sequence[MessageList]) -> tuple[Message, ...]:
     """Return the messages of consecutive lists. Raises InvalidRowError, which names the message."""
     messages: list[Message] = []
     names: list[str] = []
+    before: Json = {}  # the last record
+    has_calls_in_text = False  # ShareGPT's, which cannot be recognised
     for name, value in lists:
         for number, record in enumerate(parse_message_list(value, name)):
-            names.append(f"{name}[{number}]")
+            where = f"{name}[{number}]"
             try:
-                message = _parse_message(record, is_sharegpt)
+                parsed = parse_turn(record)
                 if not FLAG_KEYS.isdisjoint(record):
-                    message = apply_flags(message, record)
+                    parsed = [apply_flags(message, record) for message in parsed]
             except InvalidRowError as error:
-                raise InvalidRowError(f"{names[-1]}{error}") from None
-            messages.append(message)
-    _check_order(messages, names, allows_calls_in_text=is_sharegpt)
+                raise InvalidRowError(f"{where}{error}") from None
+            has_calls_in_text = has_calls_in_text or "from" in record
+            for message in parsed:
+                last = messages[-1] if messages else message
+                is_pair = last.role == message.role == "assistant" and last is not message
+                has_loss = (last.is_trained, last.weight), (message.is_trained, message.weight)
+                if is_pair and goes_on(record, before) and has_loss[0] == has_loss[1]:
+                    messages[-1] = join_answers(last, message)
+                else:
+                    messages.append(message)
+                    names.append(where)
+            before = record
+    _check_order(messages, names, has_calls_in_text)
     for index, message in enumerate(messages):
         if message.role == "user":
             break
@@ -145,144 +111,28 @@ def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple
     return tuple(messages)
 
 
-# The functions below leave out the name of the message: their reasons continue it, as in
-# "messages[3]" + ".content is empty".
-
-
-def _parse_message(record: Json, is_sharegpt: bool) -> Message:
-    speaker_key, content_key, roles = "role", "content", ROLES
-    if is_sharegpt:
-        speaker_key, content_key, roles = "from", "value", SPEAKERS
-    speaker = record.get(speaker_key)
-    if speaker is None:
-        keys = ", ".join(record) or "none"
-        raise InvalidRowError(
-            f" is not an object with {speaker_key} and {content_key}; its keys are {keys}"
-        )
-    if not isinstance(speaker, str) or speaker not in roles:
-        found = f"has the role {shorten(speaker)!r}; roles are"
-        if is_sharegpt:
-            found = f"is from {shorten(speaker)!r}; turns are from"
-        raise InvalidRowError(f" {found} {', '.join(roles)}")
-    content = record.get(content_key)
-    if roles[speaker] != "function_call":
-        return _build_message(roles[speaker], record, content, f".{content_key}")
-    if isinstance(content, str):
-        content = parse_json_text(content, ".value")
-    calls = _parse_calls(content if isinstance(content, list) else [content], ".value")
-    if not calls:
-        raise InvalidRowError(".value calls no function")
-    return Message("assistant", "", _find_reasoning(record), calls)
-
-
-def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
-    """Return the message of a record whose content is called `name`."""
-    if isinstance(content, list):
-        content = _join_parts(content, name)
-    if role == "user":
-        return Message(role, parse_text(content, name))
-    if role == "assistant":
-        calls = _parse_calls(record.get("tool_calls"), ".tool_calls")
-        if record.get("function_call") is not None:  # OpenAI's before tools
-            calls = (*calls, *_parse_calls([record["function_call"]], ".function_call"))
-        content = (content or "") if calls and _is_blank(content) else parse_text(content, name)
-        return Message(role, content, _find_reasoning(record), calls)
-    if not isinstance(content, str):
-        raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
-    _check_encodable(content, name)  # blank is fine: a function may return nothing
-    if role == "system":
-        return Message(role, content)
-    ids = {key: parse_optional_text(record.get(key), f".{key}") for key in ("name", "tool_call_id")}
-    return Message(role, content, **ids)
-
-
-def _join_parts(parts: list[Any], name: str) -> str:
-    """Return the text of a content that is given in parts."""
-    texts = []
-    for number, part in enumerate(parts):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise InvalidRowError(
-                f"{name}[{number}] is {shorten(part)}; "
-                "models here take text, as {'type': 'text', 'text': '...'}"
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise InvalidRowError(f"{name}[{number}].text is {shorten(text)}, not a text")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _find_reasoning(record: Json) -> str | None:
-    for key in REASONING_KEYS:
-        if record.get(key) is not None:
-            return parse_optional_text(record[key], f".{key}")
-    return None
-
-
-def _parse_calls(value: Any, name: str) -> tuple[Json, ...]:
-    """Return calls of functions as {"type": "function", "function": {"name", "arguments"}}.
-
-    Arguments become an object, which chat templates expect.
-    """
-    if value is None:
-        return ()
-    calls = parse_functions(value, name)
-    return tuple(_parse_call(call, f"{name}[{number}]") for number, call in enumerate(calls))
-
-
-def _parse_call(call: Json, name: str) -> Json:
-    function = call.get("function", call)
-    has_name = (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and function["name"].strip()
-    )
-    if not has_name:
-        raise InvalidRowError(
-            f"{name} names no function; "
-            "a call is {'function': {'name': ..., 'arguments': {...}}}"
-        )
-    arguments = function.get("arguments")
-    if _is_blank(arguments):
-        arguments = {}
-    if isinstance(arguments, str):
-        arguments = parse_json_text(arguments, f"{name}.arguments")
-        arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        raise InvalidRowError(f"{name}.arguments is {shorten(arguments)}, not an object")
-    call_fields = {} if function is call else call
-    return {**call_fields, "type": "function", "function": {**function, "arguments": arguments}}
-
-
 def _check_order(
     messages: Sequence[Message], names: Sequence[str], allows_calls_in_text: bool
 ) -> None:
-    """Raise InvalidRowError for a message out of order, or if the last is not the assistant's.
+    """Raise InvalidRowError unless the last message answers a question, and tools answer calls.
 
-    A tool's answer needs a call before it. ShareGPT files may have calls in an answer's text, where
-    they cannot be recognised.
+    Any other order is the chat template's matter.
     """
     previous: Message | None = None
     is_asked = False
     for message, name in zip(messages, names, strict=True):
-        role = message.role
-        allowed = FOLLOWING_ROLES[previous.role] if previous else FIRST_ROLES
-        if previous and previous.role == "assistant" and not is_asked:
-            allowed = ("user",)  # after a greeting
-        is_asked = is_asked or role == "user"
-        if role not in allowed:
-            if role == "system":
-                raise InvalidRowError(f"{name} is a system message; it stands first, and once")
-            expected = "a conversation begins with the user, or with a system message"
-            if previous:
-                following = " or ".join(FOLLOWING_ROLES[previous.role])
-                expected = f"behind a turn of role {previous.role} comes {following}"
-            raise InvalidRowError(f"{name} is the {role}'s; {expected}")
-        is_first_tool = role == "tool" and previous and previous.role == "assistant"
-        if is_first_tool and not previous.tool_calls and not allows_calls_in_text:
+        role = previous.role if previous else ""
+        calls = role == "tool" or (previous and previous.tool_calls)
+        if message.role == "tool" and not (calls or (allows_calls_in_text and role == "assistant")):
             raise InvalidRowError(
                 f"{name} is a tool's answer, and the turn before it calls no tool"
             )
+        if message.role == "assistant":
+            if is_blank(message.content) and not message.tool_calls:
+                raise InvalidRowError(f"{name} has reasoning and no answer")
+            if role == "assistant" and not is_asked:
+                raise InvalidRowError(f"{name} is the second answer before the first question")
+        is_asked = is_asked or message.role == "user"
         previous = message
     if previous is None or previous.role != "assistant":
         raise InvalidRowError(
@@ -293,21 +143,88 @@ def _check_order(
         raise InvalidRowError(f"{names[-1]} answers nothing: no turn is the user's")
 
 
-def _is_blank(value: Any) -> bool:
-    """Return whether a value is null or a text without a visible character."""
-    return value is None or (isinstance(value, str) and not value.strip())
+def tools_of_turns(turns: Any) -> Any:
+    """Return the functions that the first turn brings, as OLMo 3's system message does."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return (first.get("functions") or first.get("tools")) if isinstance(first, dict) else None
 
 
-def _check_encodable(text: str, name: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidRowError(
-                f"{name} holds half of a surrogate pair, which is no character"
-            ) from None
-    if "\0" in text:
-        raise InvalidRowError(f"{name} holds a NUL character, which belongs to no text")
+def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    """Return the messages of a record, however its format has them. Raises InvalidRowError."""
+    name, columns = row_format.name, row_format.required
+    if name in TURN_FORMATS:
+        messages = parse_conversation([MessageList(columns[0], record[columns[0]])])
+    elif name == "calls":  # a question and the calls that answer it, as xLAM writes them
+        query, _, answers = columns
+        asked = {"role": "user", "content": record[query]}
+        answer = {"role": "assistant", "tool_calls": record[answers]}
+        messages = parse_conversation([MessageList(answers, [asked, answer])])
+    else:
+        messages = _parse_pair(record, row_format)
+    thoughts = row_format.columns["reasoning"]
+    return _add_reasoning(messages, record.get(thoughts), thoughts)
+
+
+def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    """Return the messages of a question and its answer, and of what was said before."""
+    question_column, answer_column = row_format.required
+    history_column = row_format.columns["history"]
+    history = record.get(history_column)
+    turns = _find_turns(record[question_column])
+    answers = _find_turns(record[answer_column], needs_answer=turns is None)
+    if turns is None and answers is None and not is_given(history):
+        question = Message("user", _parse_question(record, row_format))
+        return question, Message("assistant", parse_text(record[answer_column], answer_column))
+    if turns is None:
+        turns = [{"role": "user", "content": _parse_question(record, row_format)}]
+    if answers is None:
+        text = parse_text(record[answer_column], answer_column)
+        answers = [{"role": "assistant", "content": text}]
+    lists = [MessageList(question_column, turns), MessageList(answer_column, answers)]
+    if is_given(history):
+        lists.insert(0, MessageList(history_column, history))
+    return parse_conversation(lists)
+
+
+def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:
+    """Return the turns that a value has, None for anything else; each may be a JSON text."""
+    if isinstance(value, str) and not JSON_START.match(value):
+        return None
+    found = parse_nested(value)
+    turns = list(map(parse_nested, found)) if isinstance(found, list) else [found]
+    if not all(map(is_turn, turns)):
+        return None
+    speaker = turns[0].get("role", turns[0].get("from")) if turns else None
+    if needs_answer and isinstance(value, str) and ROLES.get(speaker) != "assistant":
+        return None  # an answer that is JSON
+    return turns
+
+
+def _parse_question(record: Json, row_format: RowFormat) -> str:
+    column = row_format.required[0]
+    question = parse_text(record[column], column)
+    if row_format.name in EXTRA_FIELDS:
+        extra_column = row_format.columns[EXTRA_FIELDS[row_format.name]]
+        extra = parse_optional_text(record.get(extra_column), extra_column)
+        if extra is not None:
+            question = f"{question}\n\n{extra}"
+    return question
+
+
+def _add_reasoning(messages: tuple[Message, ...], value: Any, name: str) -> tuple[Message, ...]:
+    """Return messages whose last answer has the reasoning of a column."""
+    if isinstance(value, list) and len(value) == 1:  # s1K
+        (value,) = value
+    reasoning = parse_optional_text(value, name)
+    if reasoning is None:
+        return messages
+    *asked, answer = messages
+    own = answer.reasoning or (answer.content if THOUGHT_END in answer.content else "")
+    if reasoning.strip() in own:
+        return messages
+    if own:
+        raise InvalidRowError(f"{name} beside an answer with other reasoning; keep one of them")
+    return (*asked, replace(answer, reasoning=reasoning))
 
 
 def apply_flags(message: Message, record: Json) -> Message:
@@ -342,7 +259,7 @@ def apply_flags(message: Message, record: Json) -> Message:
             return replace(message, is_trained=False)
         return replace(message, weight=parse_weight(record.get("weight"), ".weight"))
     for name, is_trained in asked.items():
-        if is_trained:
+        if is_trained and "text" not in record:  # SWE agents write mask: false everywhere
             raise InvalidRowError(
                 f".{name} asks for loss on a message of the {message.role}; "
                 "only answers of the assistant carry loss"

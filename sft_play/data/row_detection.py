@@ -37,20 +37,22 @@ from sft_play.errors import DataError
 
 FIRST_RECORDS = 100  # of a file, from which its format is detected
 PREFERENCE = frozenset(("chosen", "rejected"))
+GLAIVE = frozenset(("system", "chat"))
 MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
 ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values())))
 # Names that files give to a question, to what it is about, and to its answer; likeliest first
 QUESTIONS = tuple(
     """
-    definition instruction instructions prompt question query problem input inputs user human ask
-    request document article text source title
+    definition instruction instructions prompt question query problem text_input input_text input
+    inputs user human ask request document article text source title
     """.split()
 )
 EXTRAS = ("context", "input", "inputs", "passage")
 ANSWERS = tuple(
     """
-    output outputs response responses completion answer answers target targets assistant solution
-    reply bot summary highlights chosen best_answer generation translation
+    output outputs output_text response responses completion answer answers target targets
+    assistant deepseek_solution solution reply bot
+    summary highlights chosen best_answer generation translation
     """.split()
 )
 MAX_DEPTH = 4
@@ -130,9 +132,18 @@ def _refuse_other_training(
     path: Path, records: Sequence[Json], keys: Sequence[str], found: RowFormat | None
 ) -> None:
     """Raise DataError for rows that are made for another training than on answers."""
-    if MESSAGE_TREE.issubset(keys):
+    first = records[0]
+    if GLAIVE.issubset(keys) and "USER:" in str(first["chat"]):
         raise DataError(
-            f"{path}: each row is one message of a tree (message_id, parent_id), not a "
+            f"{path}: each row is one text with USER: and ASSISTANT: (Glaive's calls of functions, "
+            "version 2); the same set with turns: "
+            "DATA_TRAIN_PATH=hiyouga/glaive-function-calling-v2-sharegpt"
+        )
+    has_replies = isinstance(first.get("prompt"), dict) and "replies" in first["prompt"]
+    if MESSAGE_TREE.issubset(keys) or has_replies:
+        what = "a tree of messages" if has_replies else "one message of a tree"
+        raise DataError(
+            f"{path}: each row is {what} (message_id, parent_id), not a "
             "conversation; write each path through a tree as a row with messages, "
             "or take a set that has them, such as timdettmers/openassistant-guanaco"
         )

@@ -8,13 +8,17 @@ as JSON.
 The turns of a conversation become one list of objects. They may be
 
 - objects with role and content, or ShareGPT's from and value: taken as they are
-- objects with input and output (Capybara): a question and an answer each
+- objects with input and output (Capybara), or other PAIRS: a question and an answer each
+- pairs of texts ([question, answer]): the same
 - texts (LIMA): the user's and the assistant's in turn
 - one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
 - an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
-- JSON text of any of these, as in a CSV cell
+- JSON text of any of these, as in a CSV cell, or of each turn, as datasets writes its Json type;
+  Python's way to write lists and objects counts as JSON
 """
 
+import ast
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +32,20 @@ from sft_play.data.text_files import InvalidJsonError, parse_json
 MARKED_TEXT = re.compile(r"\s*(?:### ?)?(?:Human|User): ?")
 # A mark begins a paragraph, or stands after ###
 TURN_MARK = re.compile(r"(?:^|\n\n|\s*###) ?(Human|User|Assistant): ?")
+JSON_START = re.compile(r"\s*[\[{]")
+PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
+NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for want of a comma
+TURN_KEYS = frozenset(("role", "from"))  # one of them names the speaker of a turn
+# Keys of objects that have a question and its answer each
+PAIRS = (
+    ("input", "output"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+)
 MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.
@@ -40,39 +58,55 @@ ROW_FORMATS: dict[str, tuple[str, ...]] = {
     "user": ("user", "assistant"),
     "target": ("input", "target"),
     "input": ("input", "output"),
+    "input_content": ("input", "content"),
     "conversation": ("conversation",),
+    "trajectory": ("trajectory",),
+    "contents": ("contents",),
     "instruction_response": ("instruction", "response"),
     "prompt_response": ("prompt", "response"),
     "question_response": ("question", "response"),
     "query": ("query", "response"),
+    "attempt": ("question", "attempt"),
+    "deepseek_attempt": ("question", "deepseek_attempt"),
     "calls": ("query", "tools", "answers"),
     "pretokenized": ("inputs_pretokenized", "targets_pretokenized"),
     "targets": ("inputs", "targets"),
     "text": ("text",),
     "segments": ("segments",),
 }
-TURN_FORMATS = ("messages", "conversations", "conversation")  # one column has all turns
-PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may have turns, in this order
+# one column has all turns
+TURN_FORMATS = ("messages", "conversations", "conversation", "trajectory", "contents")
+PROMPT_FORMATS = ("prompt", "prompt_response")
 TEXT_FORMATS = ("text", "segments")  # no chat template is used
 # Optional in every format but plain text: the system message, the functions that may be called; in
 # every format the row's weight in the loss
 SHARED_FIELDS = ("system", "tools", "weight")
+# The earlier turns, and what the assistant thinks before it answers
+PAIR_FIELDS = (*SHARED_FIELDS, "history", "reasoning")
 OPTIONAL_FIELDS = {
-    **dict.fromkeys(ROW_FORMATS, SHARED_FIELDS),
-    "instruction": (*SHARED_FIELDS, "input"),
-    "instruction_response": (*SHARED_FIELDS, "context"),
-    "calls": ("system", "weight"),
+    **dict.fromkeys(ROW_FORMATS, PAIR_FIELDS),
+    **dict.fromkeys(TURN_FORMATS, (*SHARED_FIELDS, "reasoning")),
+    "instruction": (*PAIR_FIELDS, "input"),
+    "instruction_response": (*PAIR_FIELDS, "context"),
+    "calls": ("system", "reasoning", "weight"),
     **dict.fromkeys(TEXT_FORMATS, ("weight",)),
 }
 FIELDS = (
     *dict.fromkeys(chain.from_iterable(ROW_FORMATS.values())),
-    *SHARED_FIELDS,
+    *PAIR_FIELDS,
 )
-OTHER_NAMES = {
-    "system": "system_prompt",
-    "tools": "functions",
-    "weight": "sample_weight",
-}  # that an optional field may have
+OTHER_NAMES = {  # that an optional field may have
+    "system": ("system_prompt", "systemInstruction", "system_instruction"),
+    "tools": ("functions", "available_tools", "available_functions", "tool_definitions"),
+    "weight": ("sample_weight",),
+    "history": ("chat_history", "conversation_history"),
+    "reasoning": (
+        *("reasoning_content", "thinking", "Complex_CoT", "thinking_trajectories"),
+        *("deepseek_thinking_trajectory", "reasoning_trace", "thinking_content", "think"),
+        *("deepseek_reasoning", "chain_of_thought"),
+    ),
+}
+LONGEST_FLAG = 5  # characters: "on", "off", "False" in a reasoning column are no reasoning
 MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 
 
@@ -86,6 +120,11 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         value = _split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
+    kinds = set(map(type, value))
+    if str in kinds:
+        parsed = [parse_nested(turn) for turn in value]
+        if any(is_turn(turn) for turn in parsed):
+            value = parsed
     first = value[0]
     turns: list[Json] = []
     if isinstance(first, str):
@@ -94,16 +133,25 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
                 raise InvalidRowError(f"{name}[{number}] is {shorten(text)}, and others are texts")
             turns.append({"role": ("user", "assistant")[number % 2], "content": text})
         return turns
+    if isinstance(first, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            raise InvalidRowError(f"{name} is {shorten(value)}, not a list of pairs of texts")
+        value = [{"input": question, "output": answer} for question, answer in value]
+        first = value[0]
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
-    if "input" not in first or "output" not in first:
+    if is_turn(first):
+        return value
+    keys = next((pair for pair in PAIRS if first.keys() >= {*pair}), None)
+    if keys is None:
         return value
     for number, pair in enumerate(value):
-        if "input" not in pair or "output" not in pair:
-            raise InvalidRowError(f"{name}[{number}] has no input and output, and others have")
-        turns.append({"role": "user", "content": pair["input"]})
-        turns.append({"role": "assistant", "content": pair["output"]})
+        if not pair.keys() >= {*keys}:
+            missing = " and ".join(keys)
+            raise InvalidRowError(f"{name}[{number}] has no {missing}, and others have")
+        for role, key in zip(("user", "assistant"), keys, strict=True):
+            turns.append({"role": role, "content": pair[key]})
     return turns
 
 
@@ -122,11 +170,30 @@ def is_marked_text(text: str) -> bool:
     return MARKED_TEXT.match(text) is not None and "Assistant:" in text
 
 
+def is_turn(value: Any) -> bool:
+    """Return whether a value is an object that says who speaks."""
+    return isinstance(value, dict) and not TURN_KEYS.isdisjoint(value)
+
+
+def parse_nested(value: Any) -> Any:
+    """Return the object or list that a JSON text has, and any other value as it is."""
+    if isinstance(value, str) and JSON_START.match(value):
+        with contextlib.suppress(InvalidRowError):
+            return parse_json_text(value, "")
+    return value
+
+
 def parse_json_text(text: str, name: str) -> Any:
-    """Return the value of a JSON text. Raises InvalidRowError, which calls it `name`."""
+    """Return the value of a JSON text, or of a list or object as Python writes it.
+
+    Raises InvalidRowError, which calls it `name`.
+    """
     try:
         return parse_json(text)
     except InvalidJsonError as error:
+        if PYTHON_START.match(text):
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                return ast.literal_eval(NUMPY_BREAK.sub("}, {", text.strip()))
         raise InvalidRowError(
             f"{name} is a text that is no JSON ({error}): {shorten(text)}"
         ) from None
@@ -212,7 +279,6 @@ class RowFormat:
 
     name: str
     columns: Mapping[str, str]  # or a path into a column, such as answers.text.0
-    is_sharegpt: bool = False  # messages have from and value, not role and content
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
     media_column: str | None = None  # has images, sound or films
 
@@ -242,7 +308,8 @@ def match_format(records: Sequence[Json], columns: Mapping[str, str]) -> RowForm
     `columns` gives fields the file's own column names, or paths.
     """
     keys = set(chain.from_iterable(records))
-    column_of = {name: _name_columns(name, columns, keys) for name in ROW_FORMATS}
+    flags = {key for key in keys if all(_is_flag(record.get(key)) for record in records)}
+    column_of = {name: _name_columns(name, columns, keys, flags) for name in ROW_FORMATS}
     for record in records:
         for name, required in ROW_FORMATS.items():
             named = column_of[name]
@@ -251,33 +318,30 @@ def match_format(records: Sequence[Json], columns: Mapping[str, str]) -> RowForm
                 paths = (
                     column for column in named.values() if "." in column and column not in keys
                 )
-                has_turns = name in (*TURN_FORMATS, *PROMPT_FORMATS)
                 return RowFormat(
                     name,
                     named,
-                    is_sharegpt=has_turns and _is_sharegpt(records, named[required[0]]),
                     paths=tuple(paths),
                     media_column=min(MEDIA_COLUMNS.intersection(keys), default=None),
                 )
     return None
 
 
-def _name_columns(name: str, columns: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
-    """Return the column of each field of a format."""
-    column_of = {field: columns.get(field, field) for field in ROW_FORMATS[name]}
-    for field in OPTIONAL_FIELDS[name]:
-        other = OTHER_NAMES.get(field)
-        default = other if other in keys and field not in keys else field
-        column_of[field] = columns.get(field, default)
+def _is_flag(value: Any) -> bool:
+    """Return whether a value says no more than yes, no or nothing."""
+    return len(str(value or "")) <= LONGEST_FLAG and not isinstance(value, list)
+
+
+def _name_columns(
+    name: str, columns: Mapping[str, str], keys: Collection[str], flags: Collection[str]
+) -> dict[str, str]:
+    """Return the column of each field of a format, whose case may be another."""
+    cases = {key.lower(): key for key in keys} | dict(zip(keys, keys, strict=True))
+    column_of = {}
+    for field in (*ROW_FORMATS[name], *OPTIONAL_FIELDS[name]):
+        names = (field, *OTHER_NAMES.get(field, ()))
+        found = [cases[other] for other in (*names, *map(str.lower, names)) if other in cases]
+        if field == "reasoning":
+            found = [column for column in found if column not in flags] or ["no column"]
+        column_of[field] = columns.get(field, (found or [field])[0])
     return column_of
-
-
-def _is_sharegpt(records: Sequence[Json], column: str) -> bool:
-    """Return whether the first list of messages that can be read is ShareGPT's."""
-    for record in records:
-        try:
-            value = record[column] if column in record else find_values(record, column).values[0]
-            return "from" in parse_message_list(value, column)[0]
-        except (InvalidRowError, IndexError):
-            continue  # `parse_rows` reports it
-    return False

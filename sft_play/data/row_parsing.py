@@ -8,10 +8,12 @@ would be may be missing. Loads no torch.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from sft_play.config.schema import Config
+from sft_play.data.calls import drop_filled, has_null_arguments, parse_tools
 from sft_play.data.files import (
     Chunk,
     base_format,
@@ -23,17 +25,12 @@ from sft_play.data.files import (
 )
 from sft_play.data.messages import (
     FLAG_KEYS,
-    REASONING_KEYS,
-    MessageList,
-    parse_conversation,
-    parse_functions,
-    parse_optional_text,
+    parse_messages,
     parse_segments,
-    parse_text,
     parse_weight,
+    tools_of_turns,
 )
 from sft_play.data.row_formats import (
-    PROMPT_FORMATS,
     ROW_FORMATS,
     TEXT_FORMATS,
     TURN_FORMATS,
@@ -42,8 +39,10 @@ from sft_play.data.row_formats import (
     is_marked_text,
     match_format,
     parse_message_list,
+    parse_nested,
 )
 from sft_play.data.rows import (
+    CONTENT_KEYS,
     BadRow,
     InvalidRowError,
     Json,
@@ -51,23 +50,32 @@ from sft_play.data.rows import (
     Row,
     Segment,
     UnreadableRecord,
+    is_blank,
+    is_given,
     list_columns,
+    parse_optional_text,
+    parse_text,
 )
+from sft_play.data.turns import REASONING_KEYS, ROLES, join_texts
 
 Part = TypeVar("Part", Message, Segment)
 USED_TURN_KEYS = frozenset(
     (
-        *("role", "content", "from", "value", "input", "output"),
-        *("name", "tool_calls", "tool_call_id", "function_call"),
+        *("role", "from", "input", "output", "name", "system_prompt", "channel", "recipient"),
+        *("tool_calls", "tool_call_id", "tool_call_ids", "function_call", "function_calls"),
+        *("tools", "functions"),
+        *CONTENT_KEYS,
         *REASONING_KEYS,
         *FLAG_KEYS,
     )
 )
 TURN_PREFIX = "messages[]."
 TURNS_IN_TEXT = "Human: and Assistant: in the text"
+NULL_ARGUMENTS = "arguments that are null"
 MAX_LISTED = 12  # keys without a meaning of their own
 NOT_CHOSEN = "no row is chosen or left out by it"
 TEXT_ONLY = "models here take text"
+THOUGHTS = ("cot", "rationale", "thought", "thoughts")
 MEANINGS = {
     **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
     **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
@@ -80,44 +88,50 @@ MEANINGS = {
     "definition": "to put it before the inputs: "
     "DATA_COLUMNS='{instruction: definition, input: inputs, output: targets}'",
     f"{TURN_PREFIX}prefix": "the whole answer is trained",
+    **{
+        key: f"to train it as the last answer's reasoning: DATA_COLUMNS='{{reasoning: {key}}}'"
+        for key in THOUGHTS
+    },
     TURNS_IN_TEXT: "every token is trained, also the questions'; "
     "to train the answers alone: DATA_COLUMNS='{messages: text}'",
 }
 MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column has
-# Format: the optional field whose text follows the question
-EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
 
 
 def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
     """Return the keys of a record and of its turns that have a value and are not used."""
     used = row_format.file_columns
-    keys = {key for key, value in record.items() if key not in used and _is_given(value)}
+    keys = {key for key, value in record.items() if key not in used and is_given(value)}
     if row_format.name == "text":
         text = record.get(row_format.required[0])
         if isinstance(text, str) and is_marked_text(text):
             keys.add(TURNS_IN_TEXT)
     turns = record.get(row_format.turn_column) if row_format.turn_column else None
-    for turn in turns if isinstance(turns, list) else ():
+    turns = parse_nested(turns)
+    for given in turns if isinstance(turns, list) else ():
+        turn = parse_nested(given)
         if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
             others = turn.keys() - USED_TURN_KEYS
-            keys.update(f"{TURN_PREFIX}{key}" for key in others if _is_given(turn[key]))
+            keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
     return keys
 
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     """Return what becomes of a source's unused keys, as sentences."""
     known = [key for key in sorted(unused) if key in MEANINGS]
-    others = [key for key in sorted(unused) if key not in MEANINGS]
+    others = [key for key in sorted(unused) if key not in (*MEANINGS, NULL_ARGUMENTS)]
     notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {MEANINGS[key]}" for key in known]
     if others:
         more = len(others) - MAX_LISTED
         listed = ", ".join(others[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
         notes.append(f"{source}: not used: {listed}")
+    if unused.get(NULL_ARGUMENTS):
+        notes.append(
+            f"{source}: {NULL_ARGUMENTS} ({unused[NULL_ARGUMENTS]:,} rows with calls): trained so; "
+            "if a table filled them in, write the rows without: "
+            "jq -c 'del(..|nulls)' rows.jsonl > without_nulls.jsonl"
+        )
     return notes
-
-
-def _is_given(value: Any) -> bool:
-    return value not in (None, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -160,9 +174,13 @@ def parse_record_rows(
         if unused is not None:
             unused.update(unused_keys(record, row_format))
         try:
-            yield parse_record(record, row_format, origin, system_prompt)
+            rows = parse_record(record, row_format, origin, system_prompt)
         except InvalidRowError as error:
             yield BadRow(origin, str(error), chunk.raw(position))
+            continue
+        if unused is not None and any(has_null_arguments(row.messages) for row in rows):
+            unused[NULL_ARGUMENTS] += 1
+        yield rows
 
 
 def parse_record(
@@ -192,7 +210,7 @@ def _parse_row(
     if row_format.name == "segments":
         segments = parse_segments(record[column], column)
         return Row((), origin, segments=weigh(segments, weight))
-    messages = _parse_messages(record, row_format)
+    messages = parse_messages(record, row_format)
     media_column = row_format.media_column
     for message in messages if media_column is not None else ():
         for mark in MEDIA_MARKS:
@@ -202,21 +220,25 @@ def _parse_row(
                     "models here take text"
                 )
     tools_column = row_format.columns["tools"]
-    tools = parse_functions(record.get(tools_column), tools_column)
-    if tools_column == "functions":  # OpenAI's before tools
-        tools = tuple(
-            tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-        )
+    given = record.get(tools_column)
+    if row_format.turn_column and is_blank(given):
+        given = tools_of_turns(record[column])
+    tools = parse_tools(given, tools_column)
+    if tools and has_null_arguments(messages):
+        messages = drop_filled(messages, tools)
     system_column = row_format.columns["system"]
-    system = parse_optional_text(record.get(system_column), system_column)
+    system = record.get(system_column)
+    if isinstance(system, list | dict):  # Gemini's parts, Anthropic's and Bedrock's blocks
+        system = join_texts(system, system_column)
+    system = parse_optional_text(system, system_column)
     has_system = messages[0].role == "system"
     if system is not None:
-        if has_system:
+        if has_system and messages[0].content != system:
             raise InvalidRowError("a system column and a system message; keep one of them")
-        messages = (Message("system", system), *messages)
+        messages = (Message("system", system), *messages[has_system:])
         has_system = True
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
-        rest = messages[1:] if has_system else messages
+        rest = dropwhile(lambda message: message.role == "system", messages)
         messages = (Message("system", system_prompt.text), *rest)
     return Row(weigh(messages, weight), origin, tools=tools)
 
@@ -229,46 +251,6 @@ def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
         replace(part, weight=part.weight * weight, is_trained=part.is_trained and weight > 0)
         for part in parts
     )
-
-
-def _parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    """Return the messages of a conversation, however its format has them."""
-    name, columns, is_sharegpt = row_format.name, row_format.required, row_format.is_sharegpt
-    if name in TURN_FORMATS:
-        return parse_conversation([MessageList(columns[0], record[columns[0]])], is_sharegpt)
-    if name == "calls":  # a question and the calls that answer it, as xLAM writes them
-        query, _, answers = columns
-        asked = {"role": "user", "content": record[query]}
-        answer = {"role": "assistant", "tool_calls": record[answers]}
-        return parse_conversation([MessageList(answers, [asked, answer])], is_sharegpt=False)
-    if name in PROMPT_FORMATS and any(_has_turns(record[column]) for column in columns):
-        lists = []
-        for column, role in zip(columns, ("user", "assistant"), strict=True):
-            value = record[column]
-            if isinstance(value, dict):
-                value = [value]
-            elif isinstance(value, str):
-                text = parse_text(value, column)
-                value = [{"role": role, "content": text}]
-                if is_sharegpt:
-                    value = [{"from": role, "value": text}]
-            lists.append(MessageList(column, value))
-        return parse_conversation(lists, is_sharegpt)
-    question_column, answer_column = columns
-    question = parse_text(record[question_column], question_column)
-    if name in EXTRA_FIELDS:
-        extra_column = row_format.columns[EXTRA_FIELDS[name]]
-        extra = parse_optional_text(record.get(extra_column), extra_column)
-        if extra is not None:
-            question = f"{question}\n\n{extra}"
-    answer = parse_text(record[answer_column], answer_column)
-    return Message("user", question), Message("assistant", answer)
-
-
-def _has_turns(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(turn, dict) for turn in value)
-    return isinstance(value, dict)
 
 
 MISSING = "?"  # in place of an answer, so that the record is one of a row format
@@ -343,7 +325,7 @@ def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
 def _with_last_answer(value: Any, name: str) -> list[Json]:
     turns = parse_message_list(value, name)
     speaker, content = ("from", "value") if "from" in turns[0] else ("role", "content")
-    if turns[-1].get(speaker) in ("assistant", "gpt", "function_call"):
+    if ROLES.get(turns[-1].get(speaker)) in ("assistant", "call"):
         return turns
     return [*turns, {speaker: "assistant", content: MISSING}]
 

@@ -12,6 +12,8 @@ MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
 MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
+# Of a turn: what is said, however a program calls it
+CONTENT_KEYS = ("content", "value", "parts", "text", "message")
 
 
 class InvalidRowError(ValueError):
@@ -96,6 +98,46 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
         text = json.dumps(value, default=str, ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= max_characters else f"{text[:max_characters]}..."
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a value is null, NaN or a text without a visible character."""
+    return value is None or (not value.strip() if isinstance(value, str) else value != value)
+
+
+def is_given(value: Any) -> bool:
+    """Return whether a value says anything."""
+    return value not in (None, "", [], {}) and value == value
+
+
+def check_encodable(text: str, name: str) -> None:
+    """Raise InvalidRowError for a text that no tokenizer takes."""
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InvalidRowError(
+                f"{name} holds half of a surrogate pair, which is no character"
+            ) from None
+    if "\0" in text:
+        raise InvalidRowError(f"{name} holds a NUL character, which belongs to no text")
+
+
+def parse_text(value: Any, name: str) -> str:
+    """Return a text that is not blank. Raises InvalidRowError, which calls it `name`."""
+    if not isinstance(value, str):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        hint = f'; write it as a text, "{value}"' if is_number else ""
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a text{hint}")
+    if not value or value.isspace():
+        raise InvalidRowError(f"{name} is empty")
+    check_encodable(value, name)
+    return value
+
+
+def parse_optional_text(value: Any, name: str) -> str | None:
+    """Return a text, or None if it is null or blank. Raises InvalidRowError."""
+    return None if is_blank(value) else parse_text(value, name)
 
 
 def list_columns(names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 Hub data sets are fetched by the datasets library. Loads no torch.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.schema import Config, SourceSection
+from sft_play.config.schema import Config, SourceSection, env_name
 from sft_play.data import cache
 from sft_play.data.files import (
     FORMATS,
@@ -24,8 +25,11 @@ from sft_play.data.ledger import DataAccount, SourceAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import BadRow, Json
+from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
+
+logger = logging.getLogger(__name__)
 
 DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
@@ -33,6 +37,7 @@ LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
 CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
+SPARK_PART = "part-"  # begins the files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Files that may have rows: a folder with one of them is refused, not read in part
@@ -122,6 +127,7 @@ class Source:
     weight: float | None  # share of an epoch, relative to other sources
     columns: Mapping[str, str]  # field: the file's column
     section: SourceSection  # as the user wrote it
+    left: tuple[str, ...] = ()  # other splits that the folder has
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """Return where its part of so many rows begins and ends; % are rounded as by datasets."""
@@ -161,6 +167,11 @@ def find_sources(
     for split, source in every:
         account.record(SourceAccount(split, source.name, len(source.files)))
     for split, source in every:
+        for left in source.left if split == "train" else ():
+            if left not in found:
+                typed = env_name(f"data.{SETTINGS[left]}")
+                note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
+                logger.warning(note, source.name, left, typed, source.name)
         tally, bad = _check_first_rows(source, config)
         account.record(SourceAccount(split, source.name, len(source.files), tally))
         if bad.total and config.data.on_bad_row == "fail":
@@ -188,8 +199,10 @@ def find_source(
     """
     path = Path(section.path)
     where = f"{setting}={section.path}"
+    left: tuple[str, ...] = ()
     if path.exists():
-        if section.subset is not None or section.split != "train":
+        has_split = section.split != "train" and not path.is_dir()
+        if section.subset is not None or has_split:
             choice = f"split {section.split!r}"
             if section.subset is not None:
                 choice = f"subset {section.subset!r}"
@@ -199,14 +212,19 @@ def find_source(
             )
         if not path.is_dir() and file_format(path) is None:
             raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
-        files = _list_folder(path, where) if path.is_dir() else (path,)
+        split = split_of(section.split)
+        if split == "train":  # as none is named
+            split = next(s for s, name in SETTINGS.items() if setting == f"data.{name}")
+        files = (path,)
+        if path.is_dir():
+            files, left = _choose_split(path, where, split)
     elif is_dataset_id(section.path):
         files = _fetch(section, where)
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
     columns = section.columns or columns or {}
-    return Source(name_of(section), files, section.weight, columns, section)
+    return Source(name_of(section), files, section.weight, columns, section, left)
 
 
 def name_of(section: SourceSection) -> str:
@@ -240,12 +258,31 @@ def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:
     return tally, bad
 
 
+def _choose_split(
+    folder: Path, where: str, wanted: str | None
+) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Return the data files of a folder, or of its wanted split, and the splits that are left.
+
+    Raises: DataError where files are of splits, and others of none.
+    """
+    files = _list_folder(folder, where)
+    by_split: dict[str | None, list[Path]] = {}
+    for file in files:
+        parts = reversed(file.relative_to(folder).parts)  # a file's own name counts first
+        by_split.setdefault(next(filter(None, map(split_of, parts)), None), []).append(file)
+    if len(by_split) == 1 and not (folder / "dataset_dict.json").is_file():
+        return files, ()
+    if wanted not in by_split or None in by_split:
+        found = [f"{split or 'no split'}: {held[0]}" for split, held in by_split.items()]
+        raise DataError(
+            f"{where}: the files seem to be of several splits ({', '.join(found)}); "
+            f"name the file or folder of the {wanted} rows"
+        )
+    return tuple(by_split[wanted]), tuple(sorted(by_split.keys() - {wanted}))
+
+
 def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
     """Return the data files in and below a folder, sorted, without names that begin with . or _."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        example = folder / (splits or ["train"])[0]
-        raise DataError(f"{where}: holds the splits {', '.join(splits)}; name one: {example}")
     files: list[Path] = []
     unsupported: list[Path] = []
     try:
@@ -278,11 +315,14 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
             path = folder / entry.name
             if entry.name.startswith((".", "_")) or entry.name in METADATA:
                 continue
+            is_part = entry.name.startswith(SPARK_PART)
+            if is_part and not entry.stat().st_size:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 _collect(path, files, unsupported)
             elif file_format(path) and not path.is_dir():
                 files.append(path)
-            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED:
+            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED or is_part:
                 unsupported.append(path)  # also a linked folder, which might lead back here
 
 

@@ -36,16 +36,16 @@ class Overlap:
 
 
 def count_rows(records: np.ndarray) -> int:
-    """Return how many rows samples come from; the samples of one row are adjacent."""
+    """Return how many rows samples come from; each piece of a plain text counts as one."""
     return int(np.count_nonzero(begins_row(records)))
 
 
 def begins_row(records: np.ndarray) -> np.ndarray:
-    """Return a mask (N,) of the samples that are the first of their row."""
-    mask = np.ones(len(records), dtype=bool)
-    same_file = records["file"][1:] == records["file"][:-1]
-    same_number = records["number"][1:] == records["number"][:-1]
-    mask[1:] = ~(same_file & same_number)
+    """Return a mask (N,) of the samples that are the first of their row; those are adjacent."""
+    mask = np.zeros(len(records), dtype=bool)
+    mask[:1] = True
+    for name in ("file", "number", "exact"):  # pieces of a plain text have hashes of their own
+        mask[1:] |= records[name][1:] != records[name][:-1]
     return mask
 
 

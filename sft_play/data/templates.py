@@ -19,6 +19,7 @@ from datetime import datetime
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
+from sft_play.data.calls import with_short_ids
 from sft_play.data.rows import Json, Message
 from sft_play.errors import DataError
 
@@ -49,6 +50,8 @@ DEFAULT_TEMPLATE = (
 # is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
 # template uses where it has no clock.
 CLOCK = datetime(2024, 7, 26)
+# What a template says that wants ids of calls
+WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
 # transformers' marks of what an assistant generates, which plain Jinja does not know
 MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
@@ -159,10 +162,14 @@ class ChatTemplate:
             return self._run(messages, tools, add_generation_prompt)
         except RenderError as error:
             has_calls = any("tool_calls" in message for message in messages)
-            if not (has_calls and isinstance(error.__cause__, TypeError)):
+            wants_text = isinstance(error.__cause__, TypeError)
+            if not (has_calls and (wants_text or WANTS_IDS.search(str(error)))):
                 raise
-        # DeepSeek's template concatenates the arguments of calls with text
-        messages = [_with_json_arguments(message) for message in messages]
+        # DeepSeek's template concatenates the arguments of calls with text, Mistral's wants ids
+        if wants_text:
+            messages = [_with_json_arguments(message) for message in messages]
+        else:
+            messages = with_short_ids(messages)
         return self._run(messages, tools, add_generation_prompt)
 
     def _run(

@@ -1,7 +1,7 @@
 """The records of text files: JSONL, JSON and plain text. Loads no torch.
 
-JSON is strict: unique keys, no NaN, UTF-8. A text that is not UTF-8 is refused with the encoding
-that it has and the command that converts it.
+JSON is strict: unique keys, UTF-8; NaN is read, and is a value like null. A text that is not UTF-8
+is refused with the encoding that it has and the command that converts it.
 """
 
 import codecs
@@ -42,6 +42,12 @@ WESTERN_SHARE = 0.95
 SAMPLED_LINES = 1000  # that are not ASCII
 CHANCE_SHARE = 0.05  # of lines of another encoding that may be UTF-8 as well
 LEAST_BYTES = 8  # beyond ASCII, of which charset_normalizer can tell an encoding
+SPLITS = {  # a word in the name of a file, a folder or a list: the split that it is of
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+WORDS = re.compile(r"[a-z]+")
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}
 
 
@@ -62,11 +68,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     return record
 
 
-def _refuse_constant(word: str) -> None:
-    raise _StrictnessError(f"{word} is no JSON value; write null")
-
-
-_strict_decoder = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+_strict_decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
 _lenient_decoder = json.JSONDecoder(parse_int=str)
 _whitespace = re.compile(r"[ \t\n\r]*")
 
@@ -92,6 +94,16 @@ def parse_json_line(line: bytes) -> Json | UnreadableRecord:
         elif not line.endswith(b"\n"):
             reason += "; the file ends with this line, perhaps cut off"
         return UnreadableRecord(reason, raw)
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a name says, None if it says none.
+
+    >>> split_of("train-00000-of-00001"), split_of("my_dev"), split_of("trainer"), split_of("a")
+    ('train', 'validation', None, None)
+    """
+    words = WORDS.findall(name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
 def read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
@@ -161,7 +173,7 @@ def read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:
     if text.lstrip().startswith("["):
         yield from _read_list(path, text)
     elif text.strip():
-        yield from _read_wrapped_list(path, text)
+        yield from _read_object(path, text)
 
 
 def _read_list(path: Path, text: str) -> Iterator[NumberedRecord]:
@@ -198,12 +210,16 @@ def _read_list(path: Path, text: str) -> Iterator[NumberedRecord]:
         )
 
 
-def _read_wrapped_list(path: Path, text: str) -> Iterator[NumberedRecord]:
-    """Yield the rows of `{"data": [...]}`, an object without another list."""
+def _read_object(path: Path, text: str) -> Iterator[NumberedRecord]:
+    """Yield the rows of one object, or of an object a line.
+
+    One object is `{"data": [...]}`, or has the columns, as pandas and datasets write a table.
+    """
     first, _, rest = text.strip().partition("\n")
     if first.startswith("{") and first.rstrip().endswith("}") and rest.lstrip().startswith("{"):
-        name = path.name[: path.name.lower().index(".json")]
-        raise DataError(f"{path}: holds one JSON object a line; name it {name}.jsonl")
+        for index, line in enumerate(filter(str.strip, text.splitlines(keepends=True))):
+            yield NumberedRecord(index, parse_json_line(line.encode()), len(line))
+        return
     try:
         value = parse_json(text)
     except InvalidJsonError as error:
@@ -212,17 +228,46 @@ def _read_wrapped_list(path: Path, text: str) -> Iterator[NumberedRecord]:
         raise DataError(
             f"{path}: a .json data file holds a list of rows, not {TYPE_NAMES[type(value)]}"
         )
-    lists = [key for key, held in value.items() if isinstance(held, list)]
-    if lists != ["data"]:
-        found = f"the keys {', '.join(value) or 'none'}"
-        if lists:
-            found = f"the lists {', '.join(lists)}"
-        raise DataError(
-            f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
-            f"and no other list; this is one object with {found}"
-        )
-    for index, record in enumerate(value["data"]):
+    is_line = not rest and text.endswith("\n")  # as Spark writes one row
+    for index, record in enumerate(_find_rows(path, value, is_line)):
         yield NumberedRecord(index, _require_object(record, json.dumps(record)), characters=0)
+
+
+def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
+    """Return the rows that one object has. Raises DataError."""
+    lists = [key for key, held in value.items() if isinstance(held, list)]
+    if lists == ["data"]:
+        return value["data"]
+    if lists == ["columns", "index", "data"]:  # pandas, orient="split"
+        return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
+    splits = [key for key in lists if split_of(key)]
+    if splits:
+        commands = (
+            shlex.join(["jq", "-c", f".{split}[]", str(path)]) + f" > {split}.jsonl"
+            for split in splits
+        )
+        raise DataError(
+            f"{path}: one object with the splits {', '.join(splits)}; "
+            f"write each as a file of its own: {'; '.join(commands)}"
+        )
+    held = list(value.values())
+    if held and all(isinstance(column, dict) and column for column in held):
+        if all(key.isdecimal() for key in value):  # pandas, orient="index"
+            return held
+        if all(column.keys() == held[0].keys() for column in held):  # pandas, orient="columns"
+            value = {key: list(column.values()) for key, column in value.items()}
+            lists = list(value)
+    if len(lists) == len(value) > 1 and len({len(column) for column in value.values()}) == 1:
+        return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    if is_line:
+        return [value]
+    found = f"the keys {', '.join(value) or 'none'}"
+    if lists:
+        found = f"the lists {', '.join(lists)}"
+    raise DataError(
+        f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
+        f"and no other list; this is one object with {found}"
+    )
 
 
 def _require_object(record: Any, raw: str) -> Json | UnreadableRecord:

@@ -154,10 +154,11 @@ class DataSection(Section):
         "that ask the same before their last answer; row, equal ones alone; a column, those of one "
         "value in it.",
     )
-    too_long: Literal["drop", "truncate_left", "split"] = Field(
-        "drop",
+    too_long: Literal["auto", "drop", "truncate_left", "split"] = Field(
+        "auto",
         description="What happens to rows over model.max_seq_len tokens: drop leaves them out, "
-        "truncate_left keeps their end, split cuts them into several.",
+        "truncate_left keeps their end, split cuts them into several. auto splits plain texts "
+        "and drops other rows.",
     )
     max_lost: Fraction = Field(
         0.05,

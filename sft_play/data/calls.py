@@ -1,0 +1,257 @@
+"""Functions that an assistant may call, and its calls, however a row writes them. Pure.
+
+Both become what OpenAI's chat API has, which chat templates read. A table writes keys that a row
+lacks as null: those that no schema can have, and arguments that the tool does not name, are left
+out. Anything that should be an object or a list of objects may be a JSON text.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sft_play.data.row_formats import parse_json_text, parse_nested
+from sft_play.data.rows import (
+    InvalidRowError,
+    Json,
+    Message,
+    check_encodable,
+    is_blank,
+    shorten,
+)
+
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+SCHEMA_KEYS = ("input_schema", "inputSchema")  # Anthropic's and Bedrock's parameters
+DATA_KEYS = frozenset(("default", "const"))  # of a schema, whose values may be null
+TEXT_KEYS = DATA_KEYS | {"description", "name", "title", "pattern", "enum", "examples"}
+JSON_IN_TEXT = re.compile(r'": "[\[{]')
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # what Mistral's template wants
+
+
+def parse_objects(value: Any, name: str) -> list[Json]:
+    """Return the objects of a list, or the one that stands alone; [] for null or blank.
+
+    Raises InvalidRowError.
+    """
+    if is_blank(value):
+        return []
+    if isinstance(value, str):
+        value = parse_json_text(value, name)
+    if value is None:
+        return []
+    items = [parse_nested(item) for item in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(item, dict) for item in items):
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of objects")
+    _check_json(items, name)
+    return items
+
+
+def _check_json(value: Any, name: str) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRowError(f"{name} cannot be written as JSON: {error}") from None
+    check_encodable(text, name)
+
+
+def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
+    """Return functions as {"type": "function", "function": {...}}. Raises InvalidRowError."""
+    if is_blank(value):
+        return ()
+    tools: list[Json] = []
+    for tool in parse_objects(value, name):
+        declared = tool.get("functionDeclarations", tool.get("function_declarations"))  # Gemini's
+        for function in parse_objects(declared, name) or [tool]:
+            tools.append(_wrap_tool(function, name))
+    text = json.dumps(tools, ensure_ascii=False)
+    if JSON_IN_TEXT.search(text):
+        tools = [_parse_schema(tool) for tool in tools]
+        text = json.dumps(tools, ensure_ascii=False)
+    if ": null" in text:
+        tools = [_without_nulls(tool) if _has_filled(tool) else tool for tool in tools]
+    return tuple(tools)
+
+
+def _wrap_tool(tool: Json, name: str) -> Json:
+    tool = tool.get("toolSpec", tool)  # Bedrock's
+    if "function" in tool:
+        return {"type": "function", **tool, "function": parse_nested(tool["function"])}
+    if not isinstance(tool.get("name"), str):
+        raise InvalidRowError(
+            f"{name} has {shorten(tool)}, which names no function; "
+            "a tool is {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        )
+    function = {key: value for key, value in tool.items() if key != "type"}
+    for key in SCHEMA_KEYS:
+        if key in function:
+            schema = parse_nested(function.pop(key))
+            function["parameters"] = schema.get("json", schema)
+    return {"type": "function", "function": function}
+
+
+def _parse_schema(value: Any, in_properties: bool = False) -> Any:
+    """Return a schema whose JSON texts are parsed where it has objects, not texts."""
+    value = parse_nested(value)
+    if isinstance(value, list):
+        return [_parse_schema(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: held
+        if key in TEXT_KEYS and not in_properties
+        else _parse_schema(held, key == "properties" and not in_properties)
+        for key, held in value.items()
+    }
+
+
+def _has_filled(value: Any) -> bool:
+    """Return whether a schema has a null that only a table can have written."""
+    if isinstance(value, list):
+        return any(map(_has_filled, value))
+    if not isinstance(value, dict):
+        return False
+    return any(
+        _has_filled(held) if held is not None else key not in DATA_KEYS
+        for key, held in value.items()
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+
+
+def parse_calls(value: Any, name: str) -> tuple[Json, ...]:
+    """Return calls as {"type": "function", "function": {"name", "arguments"}}.
+
+    Arguments become an object, which chat templates expect. Raises InvalidRowError.
+    """
+    calls = parse_objects(value, name) if value else ()
+    return tuple(_parse_call(call, f"{name}[{number}]") for number, call in enumerate(calls))
+
+
+def _parse_call(call: Json, name: str) -> Json:
+    function = parse_nested(call.get("function", call))
+    has_name = (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and function["name"].strip()
+    )
+    if not has_name:
+        raise InvalidRowError(
+            f"{name} names no function; "
+            "a call is {'function': {'name': ..., 'arguments': {...}}}"
+        )
+    key = next((key for key in ARGUMENT_KEYS if key in function), "arguments")
+    arguments = function.get(key)
+    if is_blank(arguments):
+        arguments = {}
+    if isinstance(arguments, str):
+        arguments = parse_json_text(arguments, f"{name}.arguments")
+        _check_json(arguments, f"{name}.arguments")
+        arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise InvalidRowError(f"{name}.arguments is {shorten(arguments)}, not an object")
+    kept = {} if "function" not in call else _without_nulls({**call, "function": None})
+    function = _without_nulls({**function, key: None})
+    return {**kept, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
+    """Return calls such as `weather(city='Oslo')`, one a line (OLMo 3). Raises InvalidRowError."""
+    if not isinstance(parse_nested(value), str) or is_blank(value):
+        return parse_calls(value, name)
+    calls: list[Json] = []
+    try:
+        for line in ast.parse(value.strip()).body:
+            call = line.value
+            assert not call.args, "an argument without a name"
+            arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+            calls.append({"name": ast.unparse(call.func), "arguments": arguments})
+    except (SyntaxError, ValueError, AttributeError, AssertionError):
+        raise InvalidRowError(
+            f"{name} is {shorten(value)}, not calls such as weather(city='Oslo'); "
+            "write them as tool_calls: [{'name': ..., 'arguments': {...}}]"
+        ) from None
+    return parse_calls(calls, name)
+
+
+def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> tuple[Message, ...]:
+    """Return messages whose calls have no null for an argument that their tool does not name."""
+    schemas = {tool["function"].get("name"): tool["function"].get("parameters") for tool in tools}
+    kept = []
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            function = call["function"]
+            schema = schemas.get(function["name"])
+            arguments = _drop_unnamed(function["arguments"], schema)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        kept.append(replace(message, tool_calls=tuple(calls)))
+    return tuple(kept)
+
+
+def _drop_unnamed(value: Any, schema: Any) -> Any:
+    """Return a value without nulls for keys that its schema does not name, if it names any."""
+    schema = schema if isinstance(schema, dict) else {}
+    if isinstance(value, list):
+        return [_drop_unnamed(item, schema.get("items")) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = schema.get("properties") or ({} if "type" in schema else schema)
+    return {
+        key: _drop_unnamed(held, named.get(key))
+        for key, held in value.items()
+        if held is not None or key in named or not named
+    }
+
+
+def has_null_arguments(messages: Sequence[Message]) -> bool:
+    """Return whether a call has null for an argument, or inside of one."""
+    return any(
+        _has_null(call["function"]["arguments"])
+        for message in messages
+        if message.tool_calls
+        for call in message.tool_calls
+    )
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    return value is None or (isinstance(value, list) and any(map(_has_null, value)))
+
+
+def with_short_ids(messages: Sequence[Json]) -> list[Json]:
+    """Return messages, as templates read them, whose calls have ids of nine letters and digits.
+
+    Those that have them stay. A tool's answer has the id of its call; without one, that of the
+    first call that no tool answered.
+    """
+    ids: dict[str, str] = {}
+    waiting: list[str] = []
+    number = 0
+    changed: list[Json] = []
+    for message in messages:
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                own = call.get("id") or ""
+                made = own if SHORT_ID.fullmatch(own) else f"call{number:05}"
+                number += 1
+                ids[own or made] = made
+                waiting.append(made)
+                calls.append({**call, "id": made})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and waiting:
+            made = ids.get(message.get("tool_call_id"), waiting[0])
+            if made in waiting:
+                waiting.remove(made)
+            message = {**message, "tool_call_id": made}
+        changed.append(message)
+    return changed

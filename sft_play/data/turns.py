@@ -1,0 +1,250 @@
+"""One turn of a conversation as messages, however a program writes it. Pure.
+
+Read are the turns of OpenAI's, Anthropic's, Bedrock's and Gemini's logs, of ShareGPT,
+LLaMA-Factory, ms-swift, Harmony (gpt-oss), OLMo 3 and of SWE agents. Reasons of errors continue
+the name of the turn, as in "messages[3]" + ".content is empty".
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
+from sft_play.data.row_formats import parse_json_text, parse_nested
+from sft_play.data.rows import (
+    CONTENT_KEYS,
+    InvalidRowError,
+    Json,
+    Message,
+    check_encodable,
+    is_blank,
+    parse_optional_text,
+    parse_text,
+    shorten,
+)
+
+CALL = "call"  # of the assistant: the whole turn is calls of functions
+ROLES = {  # in a file, small: ours
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",  # OpenAI's before tools
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "ai", "bot", "chatbot"), "assistant"),
+    **dict.fromkeys(("chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), CALL),
+    **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
+    **dict.fromkeys(("observation", "environment", "ipython"), "tool"),
+}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Harmony's channels whose turn is a part of the answer that follows
+OPEN_CHANNELS = ("analysis", "commentary")
+PART_TYPES = {"text", "input_text", "output_text", "thinking", "tool_use", "tool_result"}
+RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
+FUNCTION_PREFIX = "functions."  # of names in Harmony
+THOUGHT_END = "</think>"
+TOOL_CALL_MARK = re.compile(r"</?tool_call>")
+CALL_START = re.compile(r"[\[{]")
+
+
+def parse_turn(record: Json) -> list[Message]:
+    """Return the messages of a turn; several where it has results of tools beside its words.
+
+    Raises InvalidRowError.
+    """
+    speaker = record.get("role") or record.get("from")
+    role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+    if speaker is None:
+        keys = ", ".join(record) or "none"
+        raise InvalidRowError(f" is not an object with role and content; its keys are {keys}")
+    if role is None:
+        known = ", ".join(ROLES)
+        raise InvalidRowError(f" has the role {shorten(speaker)!r}; roles are {known}")
+    key = "content"
+    if key not in record:
+        key = next((other for other in CONTENT_KEYS if other in record), key)
+    name = f".{key}"
+    content = record.get(key)
+    if isinstance(content, str) and content.startswith(("[{", "[ {")):
+        parts = parse_nested(content)
+        if key == "parts" or all(
+            isinstance(part, dict) and part.get("type") in PART_TYPES for part in parts
+        ):
+            content = parts
+    if isinstance(content, list):
+        return _parse_parts(role, record, content, name)
+    if role == CALL:
+        return [_parse_call_turn(record, content, name)]
+    if role == "assistant" and "channel" in record:
+        return [_parse_channel(record, content, name)]
+    if role == "system" and is_blank(content) and "system_prompt" in record:  # SWE agents
+        content = record["system_prompt"]
+    return [_build_message(role, record, content, name)]
+
+
+def goes_on(record: Json, before: Json) -> bool:
+    """Return whether a turn of the assistant is of one answer with the turn before it.
+
+    Calls may have a turn of their own, and so may each channel of Harmony.
+    """
+    speaker = record.get("role") or record["from"]
+    return ROLES[speaker.lower()] == CALL or before.get("channel") in OPEN_CHANNELS
+
+
+def join_answers(first: Message, second: Message) -> Message:
+    """Return one answer of two of its parts."""
+    contents = filter(None, (first.content, second.content))
+    reasoning = filter(None, (first.reasoning, second.reasoning))
+    return replace(
+        second,
+        content="\n\n".join(contents),
+        reasoning="\n\n".join(reasoning) or None,
+        tool_calls=(*first.tool_calls, *second.tool_calls),
+    )
+
+
+def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
+    """Return the message of a record whose content is called `name`."""
+    if role == "user":
+        return Message(role, parse_text(content, name))
+    if role == "assistant":
+        calls = parse_calls(record.get("tool_calls"), ".tool_calls")
+        if record.get("function_call") is not None:  # OpenAI's before tools
+            calls = (*calls, *parse_calls(record["function_call"], ".function_call"))
+        if record.get("function_calls") is not None:
+            calls = (*calls, *parse_python_calls(record["function_calls"], ".function_calls"))
+        content = (content or "") if calls and is_blank(content) else parse_text(content, name)
+        return Message(role, content, _find_reasoning(record), calls)
+    if not isinstance(content, str):
+        raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
+    check_encodable(content, name)  # blank is fine: a function may return nothing
+    if role == "system":
+        return Message(role, content)
+    ids = parse_nested(record.get("tool_call_ids")) or [None]
+    call_id = parse_optional_text(record.get("tool_call_id") or ids[0], ".tool_call_id")
+    tool = parse_optional_text(record.get("name"), ".name")
+    tool = tool and tool.removeprefix(FUNCTION_PREFIX)
+    return Message(role, content, name=tool, tool_call_id=call_id)
+
+
+def _parse_call_turn(record: Json, content: Any, name: str) -> Message:
+    """Return the calls of a turn, with a thought and words before them in the same text."""
+    reasoning = _find_reasoning(record)
+    words = ""
+    if isinstance(content, str):
+        thought, _, rest = content.rpartition(THOUGHT_END)
+        reasoning = thought.strip().removeprefix("<think>").strip() or reasoning
+        rest = TOOL_CALL_MARK.sub("", rest)
+        start = CALL_START.search(rest)
+        words = rest[: start.start()].strip() if start else ""
+        content = parse_json_text(rest[start.start() :] if start else rest, name)
+    calls = parse_calls(content, name)
+    if not calls:
+        raise InvalidRowError(f"{name} calls no function")
+    return Message("assistant", words, reasoning, calls)
+
+
+def _parse_channel(record: Json, content: Any, name: str) -> Message:
+    """Return a turn of the assistant in one of Harmony's channels."""
+    recipient = record.get("recipient") or "all"
+    if recipient != "all":
+        call = {"name": recipient.removeprefix(FUNCTION_PREFIX), "arguments": content}
+        return Message("assistant", "", None, parse_calls([call], name))
+    if record["channel"] == "analysis":
+        return Message("assistant", "", parse_text(content, name))
+    return _build_message("assistant", record, content, name)
+
+
+def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[Message]:
+    """Return the messages of a turn whose content is in parts: results of tools come first."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    found: list[Message] = []
+    for number, given in enumerate(parts):
+        part = parse_nested(given)
+        where = f"{name}[{number}]"
+        match part:
+            case (
+                {"reasoningContent": {"reasoningText": {"text": thought}}}
+                | {"type": "thinking" | "reasoning", "thinking": thought}
+                | {"type": "thinking" | "reasoning", "text": thought}
+                | {"thought": True, "text": thought}
+            ):
+                thoughts.append(join_texts(thought, where))
+            case (
+                {"type": "tool_use", "name": called, "input": arguments}
+                | {"toolUse": {"name": called, "input": arguments}}
+                | {"functionCall": {"name": called, "args": arguments}}
+                | {"function_call": {"name": called, "args": arguments}}
+            ):
+                held = part.get("toolUse", part)
+                call_id = held.get("id", held.get("toolUseId"))
+                call = {"type": "function", "function": {"name": called, "arguments": arguments}}
+                calls.append(call if call_id is None else {"id": call_id, **call})
+            case (
+                {"type": "tool_result", "content": result}
+                | {"toolResult": {"content": result}}
+                | {"functionResponse": {"response": result}}
+                | {"function_response": {"response": result}}
+            ):
+                found.append(_read_result(part, result, where))
+            case {"type": "text" | "input_text" | "output_text"}:
+                texts.append(_require_text(part.get("text"), f"{where}.text"))
+            case str() | {"text": _}:
+                texts.append(join_texts([part], where))
+            case _:
+                raise InvalidRowError(
+                    f"{where} is {shorten(part)}; "
+                    "models here take text, as {'type': 'text', 'text': '...'}"
+                )
+    if found and not texts:
+        return found
+    calls += parse_objects(record.get("tool_calls"), ".tool_calls")
+    changed = {**record, "tool_calls": calls}
+    if thoughts:
+        changed["reasoning_content"] = "\n\n".join(thoughts)
+    return [*found, _build_message(role, changed, "".join(texts), name)]
+
+
+def _read_result(part: Json, result: Any, name: str) -> Message:
+    """Return what a tool answers, as Anthropic, Bedrock and Gemini write it in parts."""
+    held = next((part[key] for key in RESULT_KEYS if key in part), part)
+    result = parse_nested(result) if isinstance(result, list) else result
+    if isinstance(result, list):
+        result = "".join(
+            json.dumps(item["json"], ensure_ascii=False)
+            if isinstance(item, dict) and "json" in item
+            else join_texts([item], name)
+            for item in result
+        )
+    if isinstance(result, dict):
+        result = json.dumps(result, ensure_ascii=False)
+    call_id = held.get("tool_use_id", held.get("toolUseId"))
+    return _build_message("tool", {"name": held.get("name"), "tool_call_id": call_id}, result, name)
+
+
+def join_texts(value: Any, name: str) -> str:
+    """Return a text, or the texts of a list of texts and of parts. Raises InvalidRowError."""
+    value = value.get("parts", [value]) if isinstance(value, dict) else value
+    if not isinstance(value, list):
+        return _require_text(value, name)
+    texts: Iterable[Any] = (item.get("text") if isinstance(item, dict) else item for item in value)
+    return "".join(_require_text(text, name) for text in texts)
+
+
+def _require_text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a text")
+    return value
+
+
+def _find_reasoning(record: Json) -> str | None:
+    for key in REASONING_KEYS:
+        if record.get(key) is not None:
+            return parse_optional_text(record[key], f".{key}")
+    return None

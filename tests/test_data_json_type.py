@@ -1,0 +1,209 @@
+"""sft_play.data: objects that a file has as JSON texts are read as the objects that they are."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from record_files import read_rows, to_table, without_origin
+
+from sft_play.data.rows import Message
+
+Record = dict[str, Any]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "description": '{"not": "parsed"}'}},
+}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+TURNS = [
+    {"role": "user", "content": "1 + 0?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": [{"type": "text", "text": "one"}]},
+]
+SAID = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+CHAT = {"messages": TURNS, "tools": [TOOL]}
+RECORDS: dict[str, Record] = {
+    "messages": CHAT,
+    "conversations": {"conversations": SAID, "tools": [TOOL]},
+    "prompt": {"prompt": TURNS[:3], "completion": TURNS[3:], "tools": [TOOL]},
+    "prompt_object": {"prompt": TURNS[0], "completion": {"role": "assistant", "content": "a"}},
+    "pairs": {"conversation": [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}]},
+    "calls": {"query": "q", "tools": [TOOL], "answers": [{"name": "add", "arguments": {"a": 1}}]},
+    "contents": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "q"}]},
+            {"role": "model", "parts": [{"text": "a"}]},
+        ]
+    },
+    "history": {"instruction": "q", "output": "a", "history": [["r", "b"]]},
+}
+# A value and all that is inside it, by the path of its keys; "*" is each element of a list
+POSITIONS: list[tuple[str, str]] = [
+    *((name, name) for name in ("messages", "conversations", "prompt", "history")),
+    ("prompt", "completion"),
+    ("prompt_object", "prompt"),
+    ("prompt_object", "completion"),
+    ("messages", "messages.*"),
+    ("conversations", "conversations.*"),
+    ("prompt", "prompt.*"),
+    ("prompt", "completion.*"),
+    ("pairs", "conversation"),
+    ("messages", "messages.*.content"),
+    ("messages", "messages.*.content.*"),
+    ("contents", "contents"),
+    ("contents", "contents.*"),
+    ("contents", "contents.*.parts"),
+    ("contents", "contents.*.parts.*"),
+    ("messages", "messages.*.tool_calls"),
+    ("messages", "messages.*.tool_calls.*"),
+    ("messages", "messages.*.tool_calls.*.function"),
+    ("messages", "messages.*.tool_calls.*.function.arguments"),
+    *((name, "tools") for name in ("messages", "conversations", "calls")),
+    ("messages", "tools.*"),
+    ("messages", "tools.*.function"),
+    ("messages", "tools.*.function.parameters"),
+    ("messages", "tools.*.function.parameters.properties"),
+    ("messages", "tools.*.function.parameters.properties.a"),
+    ("calls", "answers"),
+    ("calls", "answers.*"),
+    ("calls", "answers.*.arguments"),
+]
+
+
+def change(value: Any, path: list[str], how: Callable[[Any], Any]) -> Any:
+    """The value with what lies at a path changed, wherever the path exists."""
+    if not path:
+        return how(value)
+    key, *rest = path
+    if isinstance(value, list) and key == "*":
+        return [change(item, rest, how) for item in value]
+    if isinstance(value, dict) and key in value:
+        return {**value, key: change(value[key], rest, how)}
+    return value
+
+
+def write(path: Path, record: Record) -> Path:
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[tuple[Any, ...]]:
+    return without_origin(read_rows(path))
+
+
+@pytest.mark.parametrize(("name", "position"), POSITIONS)
+def test_a_json_text_is_read_as_the_value_that_it_has(
+    name: str, position: str, tmp_path: Path
+) -> None:
+    expected = read(write(tmp_path / "a.jsonl", RECORDS[name]))
+    text = change(
+        RECORDS[name],
+        position.split("."),
+        lambda value: value if isinstance(value, str) else json.dumps(value),
+    )
+    assert text != RECORDS[name]
+    assert read(write(tmp_path / "b.jsonl", text)) == expected
+    (tmp_path / "c.csv").write_bytes(to_table([text]))
+    assert read(tmp_path / "c.csv") == expected
+
+
+def feature(value: Any, path: list[str]) -> Any:
+    """The datasets type of a value, with Json at a path."""
+    if not path:
+        return datasets.Json()
+    key, *rest = path
+    if isinstance(value, list):
+        return datasets.List(feature(value[0], rest if key == "*" else ["-"]))
+    if isinstance(value, dict):
+        return {k: feature(held, rest if k == key else ["-"]) for k, held in value.items()}
+    return datasets.Value("string" if isinstance(value, str) else "int64")
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        *((name, column) for name, record in RECORDS.items() for column in record),
+        ("messages", "messages.*"),
+        ("conversations", "conversations.*"),
+        ("prompt", "prompt.*"),
+        ("prompt", "completion.*"),
+        ("pairs", "conversation.*"),
+        ("history", "history.*"),
+        ("messages", "tools.*"),
+        ("messages", "tools.*.function"),
+        ("messages", "tools.*.function.parameters"),
+        ("messages", "tools.*.function.parameters.properties"),
+        ("messages", "tools.*.function.parameters.properties.a.type"),
+        ("calls", "answers.*"),
+        ("calls", "answers.*.arguments"),
+        ("contents", "contents.*"),
+        ("contents", "contents.*.parts"),
+        ("contents", "contents.*.parts.*"),
+        ("conversations", "conversations.*.value"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_json_column_of_datasets_is_read_as_the_jsonl_of_its_rows(
+    name: str, position: str, suffix: str, tmp_path: Path
+) -> None:
+    record = RECORDS[name]
+    if position == "messages.*":  # the turns of a table have equal keys
+        record = {**record, "messages": [TURNS[0], {**TURNS[0], "role": "gpt"}]}
+    expected = read(write(tmp_path / "a.jsonl", record))
+    features = {
+        key: feature(held, position.split(".")[1:])
+        if key == position.split(".")[0]
+        else datasets.Json()
+        for key, held in record.items()
+    }
+    saved = datasets.Dataset.from_list([record], features=datasets.Features(features))
+    if suffix == ".parquet":
+        path = tmp_path / "b.parquet"
+        saved.to_parquet(str(path))
+    else:
+        saved.save_to_disk(tmp_path / "saved")
+        (path,) = (tmp_path / "saved").glob("*.arrow")
+    assert read(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "contents"),
+    [
+        ({"prompt": "Write JSON.", "completion": '[{"role": "user", "content": "x"}]'},
+         ["Write JSON.", '[{"role": "user", "content": "x"}]']),
+        ({"prompt": '{"a": 1}', "completion": '{"b": [2]}'}, ['{"a": 1}', '{"b": [2]}']),
+        ({"conversations": ['{"a": 1}', "An object."]}, ['{"a": 1}', "An object."]),
+        ({"messages": [{"role": "user", "content": '{"a": 1}'},
+                       {"role": "assistant", "content": "[1]"}]}, ['{"a": 1}', "[1]"]),
+    ],
+)  # fmt: skip
+def test_texts_that_are_json_stay_texts_where_a_text_is_expected(
+    record: Record, contents: list[str], tmp_path: Path
+) -> None:
+    (row,) = read_rows(write(tmp_path / "a.jsonl", record))
+    assert [message.content for message in row.messages] == contents
+
+
+def test_a_content_that_is_json_is_a_text_in_a_json_column_too(tmp_path: Path) -> None:
+    contents = ["12", '{"a": 1}', "true", '["x"]', "null and void", "[1, 2]"]
+    turns = [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
+    ]
+    features = datasets.Features(
+        {"messages": [{"role": datasets.Value("string"), "content": datasets.Json()}]}
+    )
+    saved = datasets.Dataset.from_list([{"messages": turns}], features=features)
+    saved.to_parquet(str(tmp_path / "a.parquet"))
+    (row,) = read_rows(tmp_path / "a.parquet")
+    assert [message.content for message in row.messages] == contents
+
+
+@pytest.mark.parametrize("written", [repr(SAID), str(SAID).replace("}, {", "}\n {")])
+def test_lists_as_python_and_numpy_write_them_are_read(written: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"conversations": written})
+    (row,) = read_rows(path)
+    assert row.messages == (Message("user", "q"), Message("assistant", "a"))
