@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 18_700,
     "compat": 1_300,
     "config": 20_500,
-    "data": 46_300,
+    "data": 52_400,
     "evaluation": 10_400,
     "inference": 16_400,
     "models": 92_300,
@@ -43,8 +43,8 @@ TOKENS = {
     "runs": 12_400,
     "training": 43_100,
 }
-FILES = 300
-FUNCTIONS = 3_540
+FILES = 303
+FUNCTIONS = 3_580
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 900
 CALLED_FUNCTIONS = 80

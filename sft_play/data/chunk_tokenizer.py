@@ -152,6 +152,7 @@ class ChunkTokenizer:
                 done.drop(task, _unproven_row(rows, refused), "unproven")
                 continue
             tally.as_text.update({name for sample in samples for name in sample.as_text})
+            tally.noted.update({note for sample in samples for note in sample.notes})
             tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))
@@ -226,6 +227,7 @@ def hash_row(row: Row) -> RowHashes:
                 (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id)
                 for m in row.messages
             ]
+            + ([row.variables] if row.variables else [])
         )
     words = " ".join(re.findall(r"\w+", content.casefold()))
     return RowHashes(_hash(exact), _hash(words or content))  # a text may have no words

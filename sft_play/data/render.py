@@ -8,7 +8,7 @@ Legend: T tokens of one sample.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from sft_play.data.rows import Json, Message, Row, Segment
@@ -21,6 +21,7 @@ from sft_play.data.templates import (
     template_messages,
     template_text,
 )
+from sft_play.data.thoughts import ThoughtPolicy
 from sft_play.data.training_text import (
     AnswerSpan,
     PromptTail,
@@ -55,6 +56,7 @@ class RenderedSample:
     labels: list[int]
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
+    notes: tuple[str, ...] = field(default=(), repr=False)  # what becomes of its row otherwise
 
     @property
     def trained_tokens(self) -> int:
@@ -68,6 +70,7 @@ class _PreparedRow(NamedTuple):
     given: Row
     row: Row
     texts: list[TrainingText]
+    notes: tuple[str, ...] = ()
 
 
 class _JoinedLineBreaks(RenderError):
@@ -131,13 +134,31 @@ class Renderer:
 
     def _prepare(self, given: Row) -> _PreparedRow | RenderError:
         try:
+            builder = self._texts.with_variables(given)
+            unread = self._describe_unread(given)
+            given, notes = builder.arrange(given)
             row = self._special.escape(given)
             if row.text is not None:
                 return _PreparedRow(given, row, [TrainingText(row.text)])
             texts = [TrainingText(segment.text) for segment in row.segments]
-            return _PreparedRow(given, row, texts or self._texts.build(row))
+            if not texts:
+                texts = builder.with_variables(row).build(row)
+                notes += (*unread, *(note for text in texts for note in text.notes))
+                notes = tuple(dict.fromkeys(notes))
+            return _PreparedRow(given, row, texts, notes)
         except RenderError as error:
             return RenderError(self._special.plain(f"{given.origin}: {error}"))
+
+    def _describe_unread(self, row: Row) -> list[str]:
+        """Return what becomes of the variables of a row that the template does not read."""
+        if not row.variables:
+            return []
+        unread = row.variables.keys() - self._texts.read_variables(row).keys()
+        names = ", ".join(self._texts.variables_read) or "none"
+        return [
+            f"the variable {name} is not used: the chat template reads {names}"
+            for name in sorted(unread)
+        ]
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._special.encode(texts)]
@@ -180,9 +201,11 @@ class Renderer:
                 if row.text is None:
                     samples += self._label_answers(text, tails)
                     continue
-                ids = [*self._text_prefix, *text.ids]
-                if ids[-1:] != [self._eos]:
-                    ids.append(self._eos)
+                ids = text.ids
+                if ids[:1] != self._text_prefix:
+                    ids = [*self._text_prefix, *ids]
+                if not self._has_end(text):
+                    ids = [*ids, self._eos]
                 self._refuse_second_bos(ids)
                 samples.append(RenderedSample(ids, [IGNORE_INDEX, *ids[1:]]))
         except RenderError as error:
@@ -190,7 +213,18 @@ class Renderer:
         if row is not prepared.given:
             as_text = self._special.find_tokens(row)
             samples = [replace(sample, as_text=as_text) for sample in samples]
+        if prepared.notes:
+            samples = [replace(sample, notes=prepared.notes) for sample in samples]
         return tuple(samples)
+
+    def _has_end(self, text: TrainingText) -> bool:
+        """Return whether a plain text ends with a token that ends answers, as rendered ones do."""
+        blanks = len(text.text) - len(text.text.rstrip())
+        ends = text.ids[-1 - blanks :]  # a blank has one token at most
+        return any(
+            token_id in self._stop_ids and not self._decode(ends[place + 1 :]).strip()
+            for place, token_id in enumerate(ends)
+        )
 
     def _label_answers(
         self, text: TrainingText, tails: Mapping[str, list[int]]
@@ -313,12 +347,20 @@ def render_prompt(
     tokenizer: Any,
     tools: Sequence[Json] = (),
     tokens_in_text: TokensInText = "as_text",
+    variables: Json | None = None,
 ) -> list[int]:
-    """Return the ids of a prompt that the model is to answer. Raises RenderError."""
+    """Return the ids of a prompt that the model is to answer. Raises RenderError.
+
+    `variables` are those of the chat template for this prompt alone.
+    """
     special = special_text(tokenizer, tokens_in_text)
     asked = Row(tuple(messages), "the prompt", tools=tuple(tools))
-    row = special.escape(asked)
     template = ChatTemplate(tokenizer)
+    if variables:
+        read = template.variables_read
+        template = template.with_variables({k: v for k, v in variables.items() if k in read})
+    asked, _ = ThoughtPolicy(template, "keep").apply(asked)
+    row = special.escape(asked)
     text = template.render_prompt(template_messages(row.messages), row.tools)
     if row is asked:
         return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,25 +10,21 @@ The turns of a conversation become one list of objects. They may be
 - objects with role and content, or ShareGPT's from and value: taken as they are
 - objects with input and output (Capybara): a question and an answer each
 - texts (LIMA): the user's and the assistant's in turn
-- one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
+- one text with marks (HH-RLHF, Guanaco, ChatML): `Human: ... Assistant: ...`, see `marked_text`
 - an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
 - JSON text of any of these, as in a CSV cell
 """
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+from sft_play.data.marked_text import split_marked_text
 from sft_play.data.rows import InvalidRowError, Json, shorten
 from sft_play.data.text_files import InvalidJsonError, parse_json
 
-MARKED_TEXT = re.compile(r"\s*(?:### ?)?(?:Human|User): ?")
-# A mark begins a paragraph, or stands after ###
-TURN_MARK = re.compile(r"(?:^|\n\n|\s*###) ?(Human|User|Assistant): ?")
-MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.
 ROW_FORMATS: dict[str, tuple[str, ...]] = {
@@ -56,11 +52,17 @@ PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may have turns, in
 TEXT_FORMATS = ("text", "segments")  # no chat template is used
 # Optional in every format but plain text: the system message, and the functions that may be called
 SHARED_FIELDS = ("system", "tools")
+# Variables of the chat template, for one row: TRL's column of several, and some by their names
+VARIABLES = "chat_template_kwargs"
+VARIABLE_FIELDS = (
+    *(VARIABLES, "enable_thinking", "reasoning_effort", "thinking_budget", "documents"),
+    *("custom_instructions", "xml_tools", "python_tools", "builtin_tools", "model_identity"),
+)
 OPTIONAL_FIELDS = {
-    **dict.fromkeys(ROW_FORMATS, SHARED_FIELDS),
-    "instruction": (*SHARED_FIELDS, "input"),
-    "instruction_response": (*SHARED_FIELDS, "context"),
-    "calls": ("system",),
+    **dict.fromkeys(ROW_FORMATS, (*SHARED_FIELDS, *VARIABLE_FIELDS)),
+    "instruction": (*SHARED_FIELDS, *VARIABLE_FIELDS, "input"),
+    "instruction_response": (*SHARED_FIELDS, *VARIABLE_FIELDS, "context"),
+    "calls": ("system", *VARIABLE_FIELDS),
     **dict.fromkeys(TEXT_FORMATS, ()),
 }
 FIELDS = (
@@ -74,15 +76,16 @@ MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "video
 def parse_message_list(value: Any, name: str) -> list[Json]:
     """Return the turns of a conversation as objects. Raises InvalidRowError."""
     if isinstance(value, str):
-        if is_marked_text(value):
-            return _split_marked_text(value, name)
+        turns = split_marked_text(value, name)
+        if turns is not None:
+            return turns
         value = parse_json_text(value, name)
     if isinstance(value, dict):
         value = _split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
     first = value[0]
-    turns: list[Json] = []
+    turns = []
     if isinstance(first, str):
         for number, text in enumerate(value):
             if not isinstance(text, str):
@@ -112,11 +115,6 @@ def _split_columns(value: Json) -> Any:
     return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
 
 
-def is_marked_text(text: str) -> bool:
-    """Return whether a text is a conversation with marks before its turns."""
-    return MARKED_TEXT.match(text) is not None and "Assistant:" in text
-
-
 def parse_json_text(text: str, name: str) -> Any:
     """Return the value of a JSON text. Raises InvalidRowError, which calls it `name`."""
     try:
@@ -125,16 +123,6 @@ def parse_json_text(text: str, name: str) -> Any:
         raise InvalidRowError(
             f"{name} is a text that is no JSON ({error}): {shorten(text)}"
         ) from None
-
-
-def _split_marked_text(text: str, name: str) -> list[Json]:
-    before, *parts = TURN_MARK.split(text.strip())
-    if before.strip():
-        raise InvalidRowError(f"{name} has text before its first turn: {shorten(before)}")
-    turns = []
-    for mark, content in zip(parts[::2], parts[1::2], strict=True):
-        turns.append({"role": MARKED_ROLES[mark], "content": content.strip()})
-    return turns
 
 
 class FoundValues(NamedTuple):
@@ -224,6 +212,11 @@ class RowFormat:
         paths = frozenset(self.paths)
         whole = [column for column in self.columns.values() if column not in paths]
         return frozenset((*whole, *(path.partition(".")[0] for path in paths)))
+
+    @cached_property
+    def variable_columns(self) -> dict[str, str]:
+        """The columns that have variables of the chat template, by the names of these."""
+        return {name: self.columns[name] for name in VARIABLE_FIELDS if name in self.columns}
 
     @property
     def turn_column(self) -> str | None:

@@ -21,6 +21,7 @@ from sft_play.data.files import (
     read_chunks,
     refuse_bad_rows,
 )
+from sft_play.data.marked_text import find_marks, is_marked_text
 from sft_play.data.messages import (
     FLAG_KEYS,
     REASONING_KEYS,
@@ -36,10 +37,11 @@ from sft_play.data.row_formats import (
     ROW_FORMATS,
     TEXT_FORMATS,
     TURN_FORMATS,
+    VARIABLES,
     RowFormat,
     expand_record,
-    is_marked_text,
     match_format,
+    parse_json_text,
     parse_message_list,
 )
 from sft_play.data.rows import (
@@ -50,6 +52,7 @@ from sft_play.data.rows import (
     Row,
     UnreadableRecord,
     list_columns,
+    shorten,
 )
 
 USED_TURN_KEYS = frozenset(
@@ -61,7 +64,7 @@ USED_TURN_KEYS = frozenset(
     )
 )
 TURN_PREFIX = "messages[]."
-TURNS_IN_TEXT = "Human: and Assistant: in the text"
+IN_TEXT = " in the column "  # of marks before turns
 MAX_LISTED = 12  # keys without a meaning of their own
 EVERY_ROW = "every row weighs the same; weights are of files: DATA_TRAIN_PATH='{a.jsonl: 3, b: 1}'"
 NOT_CHOSEN = "no row is chosen or left out by it"
@@ -79,8 +82,6 @@ MEANINGS = {
     "definition": "to put it before the inputs: "
     "DATA_COLUMNS='{instruction: definition, input: inputs, output: targets}'",
     f"{TURN_PREFIX}prefix": "the whole answer is trained",
-    TURNS_IN_TEXT: "every token is trained, also the questions'; "
-    "to train the answers alone: DATA_COLUMNS='{messages: text}'",
 }
 MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column has
 # Format: the optional field whose text follows the question
@@ -92,9 +93,10 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
     used = row_format.file_columns
     keys = {key for key, value in record.items() if key not in used and _is_given(value)}
     if row_format.name == "text":
-        text = record.get(row_format.required[0])
+        column = row_format.required[0]
+        text = record.get(column)
         if isinstance(text, str) and is_marked_text(text):
-            keys.add(TURNS_IN_TEXT)
+            keys.add(f"{find_marks(text).style.name}{IN_TEXT}{column}")
     turns = record.get(row_format.turn_column) if row_format.turn_column else None
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
@@ -105,14 +107,23 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     """Return what becomes of a source's unused keys, as sentences."""
-    known = [key for key in sorted(unused) if key in MEANINGS]
-    others = [key for key in sorted(unused) if key not in MEANINGS]
-    notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {MEANINGS[key]}" for key in known]
+    meanings = {**MEANINGS, **{key: _explain_marks(key) for key in unused if IN_TEXT in key}}
+    known = [key for key in sorted(unused) if key in meanings]
+    others = [key for key in sorted(unused) if key not in meanings]
+    notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {meanings[key]}" for key in known]
     if others:
         more = len(others) - MAX_LISTED
         listed = ", ".join(others[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
         notes.append(f"{source}: not used: {listed}")
     return notes
+
+
+def _explain_marks(key: str) -> str:
+    column = key.partition(IN_TEXT)[2]
+    return (
+        "every token is trained, also the questions'; "
+        f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
+    )
 
 
 def _is_given(value: Any) -> bool:
@@ -214,7 +225,29 @@ def _parse_row(
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
         rest = messages[1:] if has_system else messages
         messages = (Message("system", system_prompt.text), *rest)
-    return Row(messages, origin, tools=tools)
+    return Row(messages, origin, tools=tools, variables=_parse_variables(record, row_format))
+
+
+def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
+    """Return the variables that a record gives the chat template, None if it gives none.
+
+    A null is none: tables fill one in where a row has no value. Raises InvalidRowError.
+    """
+    columns = row_format.variable_columns
+    given = {name: record[column] for name, column in columns.items() if column in record}
+    if not given:
+        return None
+    for name, value in given.items():
+        is_json = isinstance(value, str) and value.strip()[:1] in ("{", "[")
+        if is_json and name != "custom_instructions":
+            given[name] = parse_json_text(value, columns[name])
+        elif isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            given[name] = value.strip().lower() == "true"
+    several = given.pop(VARIABLES, None) or {}
+    if not isinstance(several, dict):
+        raise InvalidRowError(f"{columns[VARIABLES]} is {shorten(several)}, not an object")
+    found = {name: value for name, value in {**several, **given}.items() if value is not None}
+    return found or None
 
 
 def _parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
@@ -268,6 +301,7 @@ class Prompt:
     messages: tuple[Message, ...]
     tools: tuple[Json, ...] = ()
     expected: str | None = None  # the answer in the file
+    variables: Json | None = None  # of the chat template
 
     @property
     def question(self) -> str:
@@ -307,7 +341,7 @@ def read_prompt(
     row = parse_record(whole, row_format, origin, system_prompt)[0]
     *messages, answer = row.messages
     expected = None if answer.content == MISSING else answer.content
-    return Prompt(origin, tuple(messages), row.tools, expected)
+    return Prompt(origin, tuple(messages), row.tools, expected, row.variables)
 
 
 def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:

@@ -47,6 +47,7 @@ class Row:
     text: str | None = None  # plain text: then there are no messages, and every token is trained
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
+    variables: Json | None = None  # of the chat template, for this row alone
 
     @property
     def plain_text(self) -> str:
