@@ -101,7 +101,7 @@ def test_a_part_of_tools_that_is_in_no_token_is_named_if_a_row_has_it():
     tool = {"type": "function", "function": {**described, "parameters": schema}}
     template = "{% if tools %}" + names + "{% endif %}" + CHATML
     (note,) = notes_of(template, ASK, Message("assistant", "6."), tools=(tool,))
-    assert "leaves out of tools: choices of parameters, parameters;" in note
+    assert "leaves out of tools: enum, properties;" in note
     bare = {"type": "function", "function": described}
     assert notes_of(template, ASK, Message("assistant", "6."), tools=(bare,)) == ()
 

@@ -134,31 +134,21 @@ class Renderer:
 
     def _prepare(self, given: Row) -> _PreparedRow | RenderError:
         try:
-            builder = self._texts.with_variables(given)
-            unread = self._describe_unread(given)
+            builder, unread = self._texts, []
+            if given.variables:
+                builder, unread = builder.for_row(given), builder.describe_unread(given)
             given, notes = builder.arrange(given)
             row = self._special.escape(given)
             if row.text is not None:
                 return _PreparedRow(given, row, [TrainingText(row.text)])
             texts = [TrainingText(segment.text) for segment in row.segments]
             if not texts:
-                texts = builder.with_variables(row).build(row)
+                texts = builder.for_row(row).build(row)
                 notes += (*unread, *(note for text in texts for note in text.notes))
                 notes = tuple(dict.fromkeys(notes))
             return _PreparedRow(given, row, texts, notes)
         except RenderError as error:
             return RenderError(self._special.plain(f"{given.origin}: {error}"))
-
-    def _describe_unread(self, row: Row) -> list[str]:
-        """Return what becomes of the variables of a row that the template does not read."""
-        if not row.variables:
-            return []
-        unread = row.variables.keys() - self._texts.read_variables(row).keys()
-        names = ", ".join(self._texts.variables_read) or "none"
-        return [
-            f"the variable {name} is not used: the chat template reads {names}"
-            for name in sorted(unread)
-        ]
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._special.encode(texts)]
@@ -354,14 +344,11 @@ def render_prompt(
     `variables` are those of the chat template for this prompt alone.
     """
     special = special_text(tokenizer, tokens_in_text)
-    asked = Row(tuple(messages), "the prompt", tools=tuple(tools))
+    asked = Row(tuple(messages), "the prompt", tools=tuple(tools), variables=variables)
     template = ChatTemplate(tokenizer)
-    if variables:
-        read = template.variables_read
-        template = template.with_variables({k: v for k, v in variables.items() if k in read})
-    asked, _ = ThoughtPolicy(template, "keep").apply(asked)
+    asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
     row = special.escape(asked)
-    text = template.render_prompt(template_messages(row.messages), row.tools)
+    text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
     if row is asked:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return special.encode([text])[0].ids

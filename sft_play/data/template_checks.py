@@ -75,10 +75,6 @@ def check_answer(
             return
     elif _ends_with(text, content, ending):
         return
-    else:  # reasoning within the content, which the template writes as it writes reasoning
-        thought = split_reasoning(message)
-        if thought.reasoning in text and _ends_with(text, thought.answer.strip(), ending):
-            return
     if content in text:
         extra = text[text.rfind(content) + len(content) :].strip()
         raise RenderError(

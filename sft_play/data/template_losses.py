@@ -7,11 +7,11 @@ for each kind of place that rows have. Tokenizes nothing.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from sft_play.data.rows import Json, Message, Row
-from sft_play.data.templates import ChatTemplate, RenderError, template_messages
+from sft_play.data.rows import Message, Row
+from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings, template_messages
 
 REMEDY = (
     "MODEL_CHAT_TEMPLATE=default writes them in plain words, mine.jinja as a template of your own"
@@ -36,47 +36,43 @@ TOOL = {
             "properties": {
                 "zq1_key": {
                     "type": "string",
-                    "description": "Zq2Description",
-                    "enum": ["Zq1Choice", "Zq2Choice"],
+                    "description": "Zq1Description",
+                    "enum": ["Zq1Choice"],
                 },
-                "zq2_key": {
-                    "type": "object",
-                    "properties": {"zq3_key": {"type": "string", "description": "Zq3Description"}},
-                },
+                "zq2_key": {"type": "string", "default": "Zq1Default"},
+                "zq3_key": {"type": "object", "properties": {"zq4_key": {"type": "string"}}},
             },
             "required": ["zq1_key"],
         },
     },
 }
-# Places of a tool: the word that stands there
-TOOL_PLACES = {
-    "descriptions": "Zq1Description",
-    "parameters": "zq1_key",
-    "descriptions of parameters": "Zq2Description",
-    "choices of parameters": "Zq2Choice",
-    "parameters of parameters": "zq3_key",
+# Keys of tools: the words that stand there
+TOOL_WORDS = {
+    "description": ("Zq1Description",),
+    "properties": ("zq1_key", "zq2_key", "zq3_key", "zq4_key"),
+    "enum": ("Zq1Choice",),
+    "default": ("Zq1Default",),
 }
-# Kinds of arguments: the value of a call's number 1 or 2, and how a template may write it
-ARGUMENTS: dict[str, tuple[str, str]] = {
-    "text": ('"Zq{0}Text"', "Zq{0}Text"),
-    "number": ("7100{0}", "7100{0}"),
-    "fraction": ("7200{0}.5", r"7200{0}\.5"),
-    "zero": ("0", r"(?<!\w)0"),
-    "true": ("true", "(?i:true)"),
-    "false": ("false", "(?i:false)"),
-    "null": ("null", "null|None|none"),
-    "empty": ('""', r"""["'`]{{2}}|></|<\|"\|><\|"\|>"""),
-    "object": ('{{"zq{0}_inner": "Zq{0}Inner"}}', r"zq{0}_inner[\s\S]*Zq{0}Inner"),
-    "list": ('["Zq{0}First", "Zq{0}Second"]', r"Zq{0}First[\s\S]*Zq{0}Second"),
+# Types of arguments, and whether they are true: a value of call 1 or 2, how it may be written
+ARGUMENTS = {
+    ("str", True): ('"Zq{0}Text"', "Zq{0}Text"),
+    ("str", False): ('""', r"""["'`]{{2}}|></|<\|"\|><\|"\|>"""),
+    ("int", True): ("7100{0}", "7100{0}"),
+    ("int", False): ("0", r"(?<!\w)0"),
+    ("float", True): ("7200{0}.5", r"7200{0}\.5"),
+    ("bool", True): ("true", "(?i:true)"),
+    ("bool", False): ("false", "(?i:false)"),
+    ("NoneType", False): ("null", "null|None|none"),
+    ("dict", True): ('{{"zq{0}_inner": "Zq{0}Inner"}}', r"zq{0}_inner[\s\S]*Zq{0}Inner"),
+    ("list", True): ('["Zq{0}First", "Zq{0}Second"]', r"Zq{0}First[\s\S]*Zq{0}Second"),
 }
-NAMED = {"text": "texts", "zero": "zeros", "empty": "empty texts", "null": "nulls"}
 
 
 class CallKind(NamedTuple):
     """What the calls of a message are like."""
 
     calls: int
-    arguments: tuple[str, ...]  # kinds, sorted
+    arguments: tuple[tuple[str, bool], ...]  # keys of ARGUMENTS, sorted
     has_content: bool
     has_reasoning: bool
     results: int = 0  # that follow
@@ -133,9 +129,9 @@ class TemplateLosses:
         if lost is None:
             yield NO_TOOLS
         elif lost:
-            places = sorted(lost & set().union(*map(_tool_places, row.tools)))
+            places = ", ".join(sorted(lost & set(iterate_strings(row.tools))))
             if places:
-                yield f"the chat template leaves out of tools: {', '.join(places)}; {REMEDY}"
+                yield f"the chat template leaves out of tools: {places}; {REMEDY}"
 
     def _lost_of_tools(self, has_system: bool) -> frozenset[str] | None:
         """Return the places of tools that are left out, None if the tools are as a whole."""
@@ -146,7 +142,9 @@ class TemplateLosses:
             return frozenset()
         if TOOL["function"]["name"] not in text:
             return None
-        return frozenset(place for place, word in TOOL_PLACES.items() if word not in text)
+        return frozenset(
+            key for key, words in TOOL_WORDS.items() if any(word not in text for word in words)
+        )
 
     def _lost_in_answer(self, kind: CallKind) -> str | None:
         """Return the first part of an answer's calls that is left out, None if none is."""
@@ -192,7 +190,7 @@ def _probe(kind: CallKind) -> Message:
     calls = []
     for number in range(1, kind.calls + 1):
         arguments = {
-            f"zq{number}_{place}_{name}": json.loads(ARGUMENTS[name][0].format(number))
+            f"zq{number}_{place}_key": json.loads(ARGUMENTS[name][0].format(number))
             for place, name in enumerate(kind.arguments)
         }
         function = {"name": NAMES[number - 1], "arguments": arguments}
@@ -209,18 +207,21 @@ def _lost_calls(kind: CallKind, text: str) -> Iterator[str]:
             yield "all but the first of several calls" if number > 1 else "the calls themselves"
             return
         for place, name in enumerate(kind.arguments):
-            key = f"zq{number}_{place}_{name}"
+            key = f"zq{number}_{place}_key"
+            value, form = (text.format(number) for text in ARGUMENTS[name])
             _, has_key, after = text.partition(key)
-            value = re.split(r"zq\d_\d+_|zq\d_function", after)[0]
-            if not has_key or not re.search(ARGUMENTS[name][1].format(number), value):
-                yield f"arguments that are {NAMED.get(name, f'{name}s')}"
+            written = re.split(r"zq\d_\d+_|zq\d_function", after)[0]
+            if not has_key or not re.search(form, written):
+                yield f"arguments such as {value}"
 
 
 def _kind_of_calls(messages: Sequence[Message], index: int) -> CallKind:
     message = messages[index]
-    kinds: set[str] = set()
-    for call in message.tool_calls:
-        kinds.update(_argument_kinds(call["function"]["arguments"].values()))
+    kinds = {
+        (type(value).__name__, bool(value))
+        for call in message.tool_calls
+        for value in call["function"]["arguments"].values()
+    }
     results = 0
     for following in messages[index + 1 :]:
         if following.role != "tool" or results == MOST_CALLS:
@@ -229,46 +230,8 @@ def _kind_of_calls(messages: Sequence[Message], index: int) -> CallKind:
     calls = min(len(message.tool_calls), MOST_CALLS)
     return CallKind(
         calls,
-        tuple(sorted(kinds)),
+        tuple(sorted(kinds & ARGUMENTS.keys())),
         bool(message.content.strip()),
         bool(message.reasoning),
         min(results, calls),
     )
-
-
-def _argument_kinds(values: Iterable[Any]) -> Iterator[str]:
-    """Yield the kinds of values; of those within objects and lists their own kinds, too."""
-    for value in values:
-        if isinstance(value, bool):
-            yield str(value).lower()
-        elif isinstance(value, int):
-            yield "number" if value else "zero"
-        elif isinstance(value, float):
-            yield "fraction"
-        elif isinstance(value, str):
-            yield "text" if value else "empty"
-        elif isinstance(value, Mapping):
-            yield "object"
-        else:
-            yield "null" if value is None else "list"
-
-
-def _tool_places(tool: Json) -> set[str]:
-    """Return the places of TOOL_PLACES that a tool has."""
-    function = tool.get("function", tool)
-    places = {"descriptions"} if function.get("description") else set()
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    if not isinstance(properties, Mapping) or not properties:
-        return places
-    places.add("parameters")
-    for schema in properties.values():
-        if not isinstance(schema, Mapping):
-            continue
-        if schema.get("description"):
-            places.add("descriptions of parameters")
-        if schema.get("enum"):
-            places.add("choices of parameters")
-        if schema.get("properties"):
-            places.add("parameters of parameters")
-    return places

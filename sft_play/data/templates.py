@@ -206,6 +206,11 @@ class ChatTemplate:
         changed._variables = {**self._variables, **values}
         return changed
 
+    def for_row(self, variables: Json | None) -> Self:
+        """Return the template with those of a row's variables that it reads."""
+        read = {name: variables[name] for name in self.variables_read & (variables or {}).keys()}
+        return self.with_variables(read) if read else self
+
     @property
     def variables_read(self) -> frozenset[str]:
         """The names of the variables that the template reads, besides those of every template."""

@@ -21,7 +21,7 @@ from sft_play.data.templates import ChatTemplate, RenderError
 
 THOUGHT_END = "</think>"
 # The end of reasoning whose beginning is in the prompt of who wrote it, as DeepSeek R1's is
-ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n")
+ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n+")
 CODE_FENCE = "```"
 PROBE = "Reasoning1Of1"  # words that no template writes by itself
 PROBE_ANSWER = "Answer1Of1"
@@ -34,8 +34,6 @@ AS_MARKS = (
     "reasoning is written between the marks {marks}, though the chat template leaves it out; "
     "DATA_REASONING=drop leaves it out, too"
 )
-
-
 AS_IT_STANDS = (
     "reasoning within answers is trained as it stands there; the chat template writes a field "
     "reasoning_content with other line breaks"
@@ -57,10 +55,8 @@ class Block(NamedTuple):
     usual_end: str
     usual_start: str = ""
 
-    def write(self, reasoning: str, is_tight: bool = False) -> str:
-        """Return reasoning between the marks, with no line breaks where `is_tight`."""
-        if is_tight:
-            return f"{self.opened}{reasoning}{self.closed}"
+    def write(self, reasoning: str) -> str:
+        """Return reasoning between the marks."""
         return f"{self.opened}{self.usual_start}{reasoning}{self.usual_end}"
 
 
@@ -77,11 +73,7 @@ BLOCKS = (
 )
 OPENED = tuple(block.opened for block in BLOCKS)
 CLOSED = tuple(block.closed for block in BLOCKS)
-# Variables of templates that let the model think, or not; none is a field such as message.thinking
-SWITCHES = (
-    ("enable_thinking", re.compile(r"\benable_thinking\b")),
-    ("thinking", re.compile(r"""(?<![\w.'"])thinking(?![\w'"])""")),
-)
+SWITCHES = ("enable_thinking", "thinking")  # variables that let the model think, or not
 
 
 def find_thought(content: str) -> Thought | None:
@@ -94,15 +86,11 @@ def find_thought(content: str) -> Thought | None:
         if begun.startswith(block.opened):
             reasoning, closed, answer = begun.removeprefix(block.opened).partition(block.closed)
             return Thought(reasoning.strip(), answer.lstrip("\n")) if closed else None
-    if THOUGHT_END not in content or "<think>" in content:
+    before, *after = ENDED_THOUGHT.split(content)
+    is_quoted = before.count(CODE_FENCE) % 2 or "<think>" in content
+    if is_quoted or len(after) != 1 or not before.strip():
         return None
-    ended = ENDED_THOUGHT.search(content)
-    if ended is None or content.count(THOUGHT_END) > 1:
-        return None
-    before = content[: ended.start()]
-    if before.count(CODE_FENCE) % 2 or not before.strip():
-        return None
-    return Thought(before.strip(), content[ended.end() :].lstrip("\n"))
+    return Thought(before.strip(), after[0])
 
 
 def split_reasoning(message: Message) -> Thought:
@@ -130,7 +118,7 @@ class AskedAnswer:
 
     @property
     def reasoning(self) -> str:
-        return split_reasoning(self.row.messages[self.index]).reasoning
+        return (self.row.messages[self.index].reasoning or "").strip()
 
     def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
         """Return prompt and text under a template, with other fields of the answer."""
@@ -145,7 +133,6 @@ class _Form(NamedTuple):
 
     kind: Literal["field", "content", "marks"]
     block: Block = THINK
-    is_tight: bool = False  # its block has no line breaks
     takes_content: bool = False  # it writes reasoning within a content as it stands
 
 
@@ -204,16 +191,18 @@ class ThoughtPolicy:
     @cached_property
     def _form(self) -> _Form:
         """How the template takes reasoning, asked with words of our own."""
-        answer = {"role": "assistant", "content": PROBE_ANSWER}
         fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), PROBE)
         inside = THINK.write(PROBE) + PROBE_ANSWER
+        contents: list[Json] = [{"content": PROBE_ANSWER}, {"content": inside}]
+        answers = [*contents, {**contents[0], **fields}]
         try:
             prompt = self._template.render_prompt([QUESTION])
-            plain = self._template.render_conversation([QUESTION, answer]).text
-            text = self._template.render_conversation([QUESTION, {**answer, **fields}]).text
+            plain, within, text = (
+                self._template.render_conversation([QUESTION, {"role": "assistant", **answer}]).text
+                for answer in answers
+            )
         except RenderError:
             return _Form("field")
-        within = self._render_inside(inside)
         is_verbatim = within.startswith(prompt + inside)
         if prompt.rstrip().endswith((*OPENED, *CLOSED)):
             return _Form("field")
@@ -221,19 +210,13 @@ class ThoughtPolicy:
             return _Form(
                 "field", takes_content=is_verbatim and THINK.opened in text and within != text
             )
-        own = [block for block in BLOCKS if block.opened in self._template.jinja]
-        for block in own:
-            empty = plain.removeprefix(prompt).startswith(f"{block.opened}{block.closed}")
-            if block is not THINK or empty:
-                return _Form("marks", block, is_tight=empty)
+        answer_text = plain.removeprefix(prompt)
+        for block in BLOCKS:
+            if answer_text.startswith(block.opened + block.closed):  # empty, without line breaks
+                return _Form("marks", Block(block.opened, block.closed, block.closed))
+            if block is not THINK and block.opened in self._template.jinja:
+                return _Form("marks", block)
         return _Form("content" if inside in within else "field")
-
-    def _render_inside(self, content: str) -> str:
-        try:
-            answer = {"role": "assistant", "content": content}
-            return self._template.render_conversation([QUESTION, answer]).text
-        except RenderError:
-            return ""
 
     def write_text(self, asked: AskedAnswer) -> str | None:
         """Return the text of an answer whose prompt ends in a think block, None if it does not.
@@ -275,7 +258,7 @@ class ThoughtPolicy:
         block = self._form.block
         if self._form.kind != "marks":
             return None
-        written = block.write(asked.reasoning, self._form.is_tight) + _without_empty(block, answer)
+        written = block.write(asked.reasoning) + _without_empty(block, answer)
         note = AS_MARKS.format(marks=f"{block.opened} and {block.closed}")
         return asked.prompt + written, (note,)
 
@@ -298,8 +281,8 @@ class ThoughtPolicy:
 
     def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
         """Return the setting by which the model thinks, or does not; None if none is found."""
-        for name, pattern in SWITCHES:
-            if not pattern.search(self._template.jinja):
+        for name in SWITCHES:
+            if name not in self._template.variables_read:
                 continue
             template = self._template.with_variables({name: on})
             prompt, text = asked.render(template)

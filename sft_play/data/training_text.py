@@ -101,28 +101,27 @@ class TrainingTextBuilder:
         # (role, has tool calls) of each message of conversations whose places were checked
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
-    def with_variables(self, row: Row) -> Self:
-        """Return the builder for a row: with the variables that the row gives the template."""
-        read = self.read_variables(row)
-        if not read:
+    def for_row(self, row: Row) -> Self:
+        """Return the builder with the variables that a row gives the template."""
+        template = self._template.for_row(row.variables)
+        if template is self._template:
             return self
-        key = repr(read)
+        key = repr(row.variables)
         if key not in self._variants:
             if len(self._variants) == MAX_VARIANTS:  # as documents are, of each row alone
                 self._variants.clear()
             self._variants[key] = variant = copy.copy(self)
-            variant._use(self._template.with_variables(read))
+            variant._use(template)
         return self._variants[key]
 
-    @property
-    def variables_read(self) -> list[str]:
-        """The names of the variables that the template reads."""
-        return sorted(self._template.variables_read)
-
-    def read_variables(self, row: Row) -> Json:
-        """Return those of a row's variables that the template reads."""
-        names = self._template.variables_read if row.variables else ()
-        return {name: value for name, value in (row.variables or {}).items() if name in names}
+    def describe_unread(self, row: Row) -> list[str]:
+        """Return what becomes of a row's variables that the template does not read."""
+        read = self._template.variables_read
+        names = ", ".join(sorted(read)) or "none"
+        return [
+            f"the variable {name} is not used: the chat template reads {names}"
+            for name in sorted((row.variables or {}).keys() - read)
+        ]
 
     def arrange(self, row: Row) -> tuple[Row, tuple[str, ...]]:
         """Return a row with its reasoning as the template takes it, and what to say of it."""
