@@ -139,3 +139,19 @@ def test_a_special_token_in_a_variable_is_plain_text():
 )
 def test_the_names_that_a_template_reads(template, names):
     assert ChatTemplate(tokenizer(template)).variables_read == names
+
+
+def test_a_switch_that_the_row_itself_sets_is_no_remedy():
+    opens = "{% if enable_thinking %}{{ '<think>\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    template = CHATML.replace(
+        "assistant\n' }}{% endif %}", "assistant\n' }}" + opens + "{% endif %}"
+    )
+    assert template != CHATML
+    tok = tokenizer(template, words=LLAMA3_WORDS)
+    messages = (Message("user", "1+2?"), Message("assistant", "3", reasoning="Add."))
+    (refused,) = Renderer(tok).render([Row(messages, "r:1")])
+    assert "MODEL_TEMPLATE_KWARGS='{enable_thinking: true}' trains it" in str(refused)
+    (refused,) = Renderer(tok).render([Row(messages, "r:1", variables={"enable_thinking": False})])
+    assert "DATA_REASONING=drop" in str(refused) and "MODEL_TEMPLATE_KWARGS" not in str(refused)
+    ((sample,),) = Renderer(tok).render([Row(messages, "r:1", variables={"enable_thinking": True})])
+    assert tok.decode([i for i in sample.labels if i >= 0]).startswith("Add.\n</think>")

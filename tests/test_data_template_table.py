@@ -349,6 +349,9 @@ def losses_of(path: Path) -> str:
     if "calls" in " ".join(found):
         return ", ".join(found)
     look("results", [QUESTION, call({"a": "x"}), result], "ZqResult")
+    second = Message("tool", "Zq2Result", name="add", tool_call_id="Zq1Call00")
+    several = call({"a": "x"}, {"a": "x"})
+    look("results of several calls", [QUESTION, several, result, second], "Zq2Result")
     check("all but one of several calls", call({"a": "x"}, {"a": "x"}))
     for value in ("x", 7, 0, 1.5, True, None, [1], {"a": "x"}):
         check(f"arguments such as {code(json.dumps(value))}", call({"a": value}))

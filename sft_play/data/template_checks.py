@@ -107,7 +107,7 @@ def _accepted_forms(message: Message) -> list[str]:
     if message.role == "assistant":
         return [content, split_reasoning(message).answer.strip()]
     if message.role == "tool":  # Llama 3 and gpt-oss write it as JSON
-        return [content, _json_characters(content)]
+        return [content, json_characters(content)]
     return [content]
 
 
@@ -116,7 +116,7 @@ def _check_calls(text: str, message: Message, where: str) -> None:
     for call in message.tool_calls:
         function = call["function"]
         for word in (function["name"], *iterate_strings(function["arguments"])):
-            forms = (word, _json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
+            forms = (word, json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
             if not any(form in text for form in forms):
                 raise RenderError(
                     f"the chat template leaves out or changes a tool call of {where}: "
@@ -124,7 +124,8 @@ def _check_calls(text: str, message: Message, where: str) -> None:
                 )
 
 
-def _json_characters(text: str) -> str:
+def json_characters(text: str) -> str:
+    """Return a text as JSON has it between its quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

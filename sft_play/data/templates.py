@@ -199,6 +199,7 @@ class ChatTemplate:
         # some tokenizers have a second template, for conversations with tools
         self._with_tools = tokenizer.get_chat_template(default, tools=[{}])
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
+        self.row_names: frozenset[str] = frozenset()  # of variables that a row gives
 
     def with_variables(self, values: Mapping[str, Any]) -> Self:
         """Return the template with other values of some of its variables."""
@@ -209,7 +210,11 @@ class ChatTemplate:
     def for_row(self, variables: Json | None) -> Self:
         """Return the template with those of a row's variables that it reads."""
         read = {name: variables[name] for name in self.variables_read & (variables or {}).keys()}
-        return self.with_variables(read) if read else self
+        if not read:
+            return self
+        template = self.with_variables(read)
+        template.row_names = frozenset(read)
+        return template
 
     @property
     def variables_read(self) -> frozenset[str]:

@@ -282,7 +282,7 @@ class ThoughtPolicy:
     def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
         """Return the setting by which the model thinks, or does not; None if none is found."""
         for name in SWITCHES:
-            if name not in self._template.variables_read:
+            if name not in self._template.variables_read - self._template.row_names:
                 continue
             template = self._template.with_variables({name: on})
             prompt, text = asked.render(template)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.special_text import match_any
-from sft_play.data.template_checks import check_answer, check_prompt, quote
+from sft_play.data.template_checks import check_answer, check_prompt, json_characters, quote
 from sft_play.data.template_losses import TemplateLosses
 from sft_play.data.templates import (
     CharacterSpan,
@@ -283,7 +283,9 @@ def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
 def is_trimmed(messages: Sequence[Message], text: str) -> bool:
     """Return whether a text has a message without the blanks around it."""
     return any(
-        message.content != message.content.strip() and message.content not in text
+        message.content != message.content.strip()
+        and message.content not in text
+        and json_characters(message.content) not in text  # as Llama 3 writes a tool's answer
         for message in messages
     )
 
