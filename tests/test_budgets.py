@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 18_700,
     "compat": 1_300,
     "config": 20_500,
-    "data": 52_000,
+    "data": 52_100,
     "evaluation": 10_400,
     "inference": 16_400,
     "models": 92_300,

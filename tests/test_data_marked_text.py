@@ -77,6 +77,7 @@ def test_an_analysis_of_harmony_is_the_reasoning_of_the_answer_after_it() -> Non
         "<|im_start|>user\nName a tree.<|im_end|>\n",
         "<|im_start|>user\nName a tree.<|im_end|>\n<|im_start|>assistant\n",
         f"{'A long text. ' * 100} USER: Why? ASSISTANT: So.",
+        '[{"role": "user", "content": "Say USER: Why? ASSISTANT: So."}]',
     ],
 )
 def test_a_text_that_is_no_answered_conversation_is_a_text(text: str) -> None:

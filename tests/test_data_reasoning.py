@@ -351,3 +351,22 @@ def test_a_mark_that_is_an_added_token_may_stand_in_messages():
     ask = Message("user", "What does </think> end?")
     (samples,) = Renderer(tok).render([Row((ask, PLAIN), "rows.jsonl:1")])
     assert "What does </think> end?" in tok.decode(samples[0].ids)
+
+
+# As LFM 2.5: a field is written without line breaks, and an answer as it stands
+TIGHT = (
+    "{% for m in messages %}" + TURN + "{% if m['reasoning_content'] %}"
+    "{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_reasoning_within_an_answer_stays_where_the_template_writes_its_marks():
+    tok = tokenizer(TIGHT, MARKS, "<|endoftext|>", None, LLAMA3_WORDS)
+    assert trained(TIGHT, THOUGHT) == "<think>It is a rose.</think>A rose.<|im_end|>"
+    both = Message("assistant", INLINE.content, reasoning=THOUGHT.reasoning)
+    for answer in (INLINE, both):
+        assert trained(TIGHT, answer) == f"{INLINE.content}<|im_end|>"
+        ((sample,),) = Renderer(tok).render([Row((QUESTION, answer), "rows.jsonl:1")])
+        assert "trained as it stands" in sample.notes[0]

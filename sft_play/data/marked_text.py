@@ -118,7 +118,7 @@ def find_marks(text: str) -> MarkedText | None:
         roles = [ROLES.get(speaker.lower()) for speaker in parts[::2]]
         may_begin = not before.strip()
         if style.has_preamble and len(before) <= MAX_PREAMBLE_CHARACTERS:
-            may_begin = True
+            may_begin = before.lstrip()[:1] not in ("[", "{")  # JSON that quotes marks
         is_answered = "user" in roles and "assistant" in roles[roles.index("user") :]
         if is_answered and None not in roles and may_begin:
             return MarkedText(style, before.strip(), parts)

@@ -13,9 +13,7 @@ from typing import NamedTuple
 from sft_play.data.rows import Message, Row
 from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings, template_messages
 
-REMEDY = (
-    "MODEL_CHAT_TEMPLATE=default writes them in plain words, mine.jinja as a template of your own"
-)
+REMEDY = "MODEL_CHAT_TEMPLATE=default writes them in plain words, or name a Jinja file of your own"
 NO_TOOLS = f"the chat template leaves out the tools, so no token has them; {REMEDY}"
 QUESTION = Message("user", "Zq1Question")
 ANSWER = Message("assistant", "Zq1Answer")

@@ -157,16 +157,16 @@ class ThoughtPolicy:
                 continue
             thought = split_reasoning(message)
             if self._reasoning == "drop":
-                changed[index] = replace(message, reasoning=None, content=thought.answer)
-                if thought.answer == message.content and THOUGHT_END in message.content:
-                    changed[index] = replace(message, reasoning="")
+                # a field keeps templates from looking for reasoning in an answer that quotes marks
+                field = "" if THOUGHT_END in thought.answer else None
+                changed[index] = replace(message, reasoning=field, content=thought.answer)
                 continue
             changed[index] = moved = self._move(message, thought)
             if thought.reasoning and moved.reasoning is None:
-                if message.reasoning:
-                    notes[AS_CONTENT] = None
-                elif self._form.takes_content:
+                if self._form.takes_content:
                     notes[AS_IT_STANDS] = None
+                elif message.reasoning:
+                    notes[AS_CONTENT] = None
         if not changed:
             return row, ()
         messages = tuple(changed.get(i, message) for i, message in enumerate(row.messages))
@@ -177,14 +177,14 @@ class ThoughtPolicy:
         is_inside = thought.answer != message.content
         if message.reasoning is None and not is_inside:  # it quotes the marks of reasoning
             return replace(message, reasoning="")
-        form = self._form
-        takes_content = form.kind == "content" or form.takes_content
-        if is_inside and takes_content and message.content.lstrip().startswith(THINK.opened):
-            return message
-        if form.kind == "content" and thought.reasoning:
-            content = form.block.write(thought.reasoning) + thought.answer
+        is_content = self._form.kind == "content"
+        begins = is_inside and message.content.lstrip().startswith(THINK.opened)
+        if begins and (is_content or self._form.takes_content):
+            return replace(message, reasoning=None)
+        if is_content and thought.reasoning:
+            content = THINK.write(thought.reasoning) + thought.answer
             return replace(message, reasoning=None, content=content)
-        if not is_inside or form.kind == "content":
+        if is_content or not is_inside:
             return message
         return replace(message, reasoning=thought.reasoning, content=thought.answer)
 
