@@ -1,6 +1,7 @@
 """Rendering of random conversations, beside what transformers itself writes."""
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -18,6 +19,13 @@ from sft_play.data.render import (
 from sft_play.data.rows import Message, Row
 
 
+def with_indent(live: str, content: str) -> str:
+    """Return an answer with the indentation that templates trim: two blanks or more, or a tab."""
+    indent = re.match(r"\s*?( [ \t]+|\t[ \t]*|)(?=\S)", content)[1]
+    before, answer, after = live.rpartition(content.strip())
+    return live if before.endswith(indent) else before + indent + answer + after
+
+
 def assert_proven(
     row: Row, samples: tuple[RenderedSample, ...], tok: PreTrainedTokenizerFast
 ) -> None:
@@ -30,9 +38,10 @@ def assert_proven(
     for number, message in enumerate(row.messages):
         if message.role == "assistant":
             prompt = prompt_text(row.messages[:number], tok)
+            live = written(row.messages[: number + 1], tok, prompt=False)[len(prompt) :]
             due[tuple(tok(prompt, add_special_tokens=False)["input_ids"])] = (
                 message,
-                written(row.messages[: number + 1], tok, prompt=False)[len(prompt) :],
+                with_indent(live, message.content),
             )
     met = []
     for sample in samples:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from sft_play.data.files import refuse_bad_rows
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
 from sft_play.data.rows import BadRow, Message, Row
+from sft_play.data.thoughts import find_thought
 from sft_play.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>")
@@ -94,12 +95,16 @@ def test_reasoning_behind_a_block_that_the_prompt_closed_names_both_remedies():
         trained(CLOSED, THOUGHT)
     assert trained(CLOSED, THOUGHT, "drop") == "A rose.<|im_end|>"
     for name in ("enable_thinking", "thinking"):
-        on, off = CLOSED.replace("\\n</think>\\n\\n' }}{% endif %}", "' }}{% endif %}"), CLOSED
+        on, off = CLOSED.replace("\n\n</think>\n\n' }}{% endif %}", "\n' }}{% endif %}"), CLOSED
+        assert on != off
         switched = "{% if " + name + " %}" + on + "{% else %}" + off + "{% endif %}"
-        with pytest.raises(
-            RenderError, match=rf"\{{{name}: true}}' trains it, DATA_REASONING=drop"
-        ):
-            trained(switched, THOUGHT)
+        for answer in (THOUGHT, INLINE):
+            with pytest.raises(
+                RenderError, match=rf"\{{{name}: true}}' trains it, DATA_REASONING=drop"
+            ):
+                trained(switched, answer)
+            thinking = "{% set " + name + " = true %}" + switched
+            assert trained(thinking, answer) == "It is a rose.\n</think>\n\nA rose.<|im_end|>"
 
 
 def test_a_field_of_a_message_is_no_variable_that_lets_the_model_think():
@@ -156,11 +161,17 @@ def test_marks_of_command_a_open_a_block_too():
     assert trained(template, THOUGHT) == f"It is a rose.{end}"
 
 
-def test_a_template_without_reasoning_names_the_setting_that_leaves_it_out():
+def test_a_template_without_reasoning_has_it_in_the_answer_or_without_it():
     tok = family("chatml")
     row = Row((QUESTION, THOUGHT), "rows.jsonl:1")
     (kept,) = Renderer(tok).render([row])
-    assert "DATA_REASONING=drop trains the answers without it" in str(kept)
+    (inside,) = Renderer(tok).render([Row((QUESTION, INLINE), "rows.jsonl:1")])
+    assert [sample.ids for sample in kept] == [sample.ids for sample in inside]
+    labels = [label for label in kept[0].labels if label != IGNORE_INDEX]
+    assert tok.decode(labels) == f"{INLINE.content}<|im_end|>"
+    (note,) = kept[0].notes
+    assert "written into the answer, as <think>" in note and "DATA_REASONING=drop" in note
+    assert not inside[0].notes, "the row has it so"
     (dropped,) = Renderer(tok, "all", "drop").render([row])
     (plain,) = Renderer(tok).render([Row((QUESTION, PLAIN), "rows.jsonl:1")])
     assert dropped == plain
@@ -224,3 +235,138 @@ def test_of_a_conversation_such_an_answer_is_a_sample_of_its_own(joining):
     (samples,) = Renderer(joining).render([Row((QUESTION, second, again, first), "rows.jsonl:1")])
     shown = [joining.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples]
     assert sorted(shown) == ["\nA rose.<|im_end|>", "The sea.<|im_end|>"]
+
+
+QUOTES = [
+    "End it with `</think>` and go on.",
+    "```\n<think>\nA rose?\n</think>\n\n```\nThat is a block.",
+    "The tag </think>\n\nends a thought, and <think> begins one.",
+]
+
+
+@pytest.mark.parametrize("content", QUOTES)
+@pytest.mark.parametrize("name", ["qwen3", "chatml", "deepseek_r1", "harmony"])
+def test_an_answer_that_quotes_the_marks_is_trained_whole(content, name):
+    tok = family(name)
+    row = Row((QUESTION, Message("assistant", content)), "rows.jsonl:1")
+    for reasoning in ("empty", "drop"):
+        ((sample,),) = Renderer(tok, "all", reasoning).render([row])
+        text = tok.decode([label for label in sample.labels if label >= 0])
+        assert text.count(content) == 1
+        assert text.rpartition(content)[2].startswith(("<|im_end|>", "<｜end", "<|return|>"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "answer"),
+    [
+        ("<think>\nWhy?\n</think>\n\nSo.", "Why?", "So."),
+        ("<think>Why?</think>So.", "Why?", "So."),
+        ("\n<think>\nQuote </think>\n\nSo.", "Quote", "So."),
+        (
+            "<think>\nWhy?\n</think>\n\nSo, and </think> ends it.",
+            "Why?",
+            "So, and </think> ends it.",
+        ),
+        ("Why?\n</think>\n\nSo.", "Why?", "So."),
+        ("[THINK]Why?[/THINK]So.", "Why?", "So."),
+        ("<seed:think>Why?</seed:think>\n    So.", "Why?", "    So."),
+    ],
+)
+def test_reasoning_within_a_content_is_found(content, reasoning, answer):
+    assert find_thought(content) == (reasoning, answer)
+
+
+@pytest.mark.parametrize("content", [*QUOTES, "So.", "<think>\nWhy?", "</think>\n\nSo."])
+def test_what_only_looks_like_reasoning_is_none(content):
+    assert find_thought(content) is None
+
+
+def ids_of(tok, answer: Message, reasoning: str = "empty") -> list[list[int]]:
+    row = Row((QUESTION, answer), "rows.jsonl:1")
+    (samples,) = Renderer(tok, "all", reasoning).render([row])
+    assert not isinstance(samples, RenderError), samples
+    return [(sample.ids, sample.labels) for sample in samples]
+
+
+GEMMA4 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{# <|channel>thought #}"
+)
+PARTS = [
+    ("harmony", None, "<|channel|>analysis<|message|>It is a rose.<|end|>"),
+    ("qwen3", None, "<think>\nIt is a rose.\n</think>\n\n"),
+    (None, GEMMA4, "<|channel>thought\nIt is a rose.\n<channel|>"),
+    (None, GEMMA4.replace("<|channel>thought", "[THINK]"), "[THINK]It is a rose.[/THINK]"),
+    (None, CLOSED.replace("<think>\n\n</think>\n\n", ""), "<think>\nIt is a rose.\n</think>\n\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "template", "written"), PARTS)
+def test_reasoning_within_the_content_trains_as_the_field_does(name, template, written):
+    tok = family(name) if name else tokenizer(template, MARKS, "<|endoftext|>", None, LLAMA3_WORDS)
+    assert ids_of(tok, INLINE) == ids_of(tok, THOUGHT)
+    both = Message("assistant", INLINE.content, reasoning=THOUGHT.reasoning)
+    assert ids_of(tok, both) == ids_of(tok, THOUGHT), "and not twice"
+    ((_, labels),) = ids_of(tok, INLINE)
+    assert tok.decode([label for label in labels if label >= 0]).startswith(written)
+    assert ids_of(tok, INLINE, "drop") == ids_of(tok, PLAIN, "drop")
+
+
+def test_a_prompt_with_reasoning_in_its_history_is_that_of_training():
+    tok = family("harmony")
+    messages = (QUESTION, INLINE, Message("user", "What is blue?"), PLAIN)
+    (samples,) = Renderer(tok).render([Row(messages, "rows.jsonl:1")])
+    assert samples[-1].ids[: samples[-1].answer_start] == render_prompt(messages[:3], tok)
+
+
+# As Kimi K2 Thinking: an empty block before every answer of a conversation
+EMPTY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
+    "{% if m['role'] == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", [THOUGHT, INLINE])
+def test_an_empty_block_is_never_trained_in_place_of_reasoning(answer):
+    assert trained(EMPTY, answer) == "<think>It is a rose.</think>A rose.<|im_end|>"
+    assert trained(EMPTY, PLAIN) == "<think></think>A rose.<|im_end|>"
+
+
+# As DeepSeek V3.1 while it thinks: the conversation has an empty block where the prompt opens one
+SHUT = EMPTY.replace("<|im_start|>assistant'", "<|im_start|>assistant<think>'")
+
+
+@pytest.mark.parametrize("answer", [THOUGHT, INLINE])
+def test_reasoning_stands_in_the_block_that_the_prompt_opens(answer):
+    assert trained(SHUT, answer) == "It is a rose.</think>A rose.<|im_end|>"
+
+
+def test_a_mark_that_is_an_added_token_may_stand_in_messages():
+    tok = copy.deepcopy(family("chatml"))
+    tok.chat_template = EMPTY.replace("'<think></think>'", "'</think>'")
+    tok.add_tokens(["<think>", "</think>"])
+    ask = Message("user", "What does </think> end?")
+    (samples,) = Renderer(tok).render([Row((ask, PLAIN), "rows.jsonl:1")])
+    assert "What does </think> end?" in tok.decode(samples[0].ids)
+
+
+# As LFM 2.5: a field is written without line breaks, and an answer as it stands
+TIGHT = (
+    "{% for m in messages %}" + TURN + "{% if m['reasoning_content'] %}"
+    "{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_reasoning_within_an_answer_stays_where_the_template_writes_its_marks():
+    tok = tokenizer(TIGHT, MARKS, "<|endoftext|>", None, LLAMA3_WORDS)
+    assert trained(TIGHT, THOUGHT) == "<think>It is a rose.</think>A rose.<|im_end|>"
+    both = Message("assistant", INLINE.content, reasoning=THOUGHT.reasoning)
+    for answer in (INLINE, both):
+        assert trained(TIGHT, answer) == f"{INLINE.content}<|im_end|>"
+        ((sample,),) = Renderer(tok).render([Row((QUESTION, answer), "rows.jsonl:1")])
+        assert "trained as it stands" in sample.notes[0]

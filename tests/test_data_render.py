@@ -343,8 +343,18 @@ def test_a_plain_text_begins_as_the_tokenizer_begins_texts() -> None:
     (sample,) = samples_of(Row((), "r:1", text="A rose."), tok)
     assert tok.decode(sample.ids) == "<bos>A rose.<eos>"
     assert sample.labels == [IGNORE_INDEX, *sample.ids[1:]]
-    (error,) = Renderer(tok).render([Row((), "r:1", text="<bos>A rose.")])
+    assert samples_of(Row((), "r:1", text="<bos>A rose."), tok) == (sample,)
+    (error,) = Renderer(tok).render([Row((), "r:1", text="<bos><bos>A rose.")])
     assert str(error).startswith("r:1: the text begins with the beginning-of-text token twice")
+
+
+@pytest.mark.parametrize("end", ["<eos>", "<|im_end|>", "<|im_end|>\n", "<eos> \n\n"])
+def test_a_plain_text_that_has_an_end_gets_no_second_one(end: str) -> None:
+    tok = tokenizer(CHATML)
+    (sample,) = samples_of(Row((), "r:1", text=f"A rose.{end}"), tok)
+    assert tok.decode(sample.ids) == f"A rose.{end}"
+    (sample,) = samples_of(Row((), "r:1", text=f"A {end} rose.\n"), tok)
+    assert tok.decode(sample.ids) == f"A {end} rose.\n<eos>"
 
 
 def test_texts_and_conversations_go_in_one_batch() -> None:

@@ -233,12 +233,15 @@ def test_a_template_that_escapes_is_refused() -> None:
     )
 
 
+LAST_PART = writes(OF_ANSWERS, "m['content'].split('</think>')[-1]")  # and no field
+
+
 def test_reasoning_that_is_never_written_is_refused() -> None:
     row = Row(
         (Message("user", "q"), Message("assistant", "a", reasoning="because")), "rows.jsonl:7"
     )
     assert (
-        error_of(row, CHATML) == "rows.jsonl:7: the chat template leaves out or changes "
+        error_of(row, LAST_PART) == "rows.jsonl:7: the chat template leaves out or changes "
         "the reasoning of messages[1]: 'because'; DATA_REASONING=drop trains the answers without it"
     )
 
@@ -246,10 +249,10 @@ def test_reasoning_that_is_never_written_is_refused() -> None:
 def test_an_error_says_where_training_on_the_last_answer_helps() -> None:
     thought, plain = Message("assistant", "a", reasoning="because"), Message("assistant", "b")
     ask = Message("user", "q")
-    assert error_of(Row((ask, thought, ask, plain), "r:1"), CHATML).endswith(
+    assert error_of(Row((ask, thought, ask, plain), "r:1"), LAST_PART).endswith(
         "without it; DATA_TRAIN_ON=last trains the last answer alone"
     )
-    assert error_of(Row((ask, thought, ask, thought), "r:1"), CHATML).endswith(
+    assert error_of(Row((ask, thought, ask, thought), "r:1"), LAST_PART).endswith(
         "'because'; DATA_REASONING=drop trains the answers without it"
     )
 

@@ -4,11 +4,13 @@
 (`make install-gguf`, or LLAMA_CPP) all of it.
 """
 
+import json
 import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -16,9 +18,11 @@ from families import LLAMA3_WORDS, TEMPLATES, tokenizer
 
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError, render_prompt
-from sft_play.data.rows import Message, Row
+from sft_play.data.rows import Json, Message, Row
+from sft_play.data.template_losses import SYSTEM, TOOL, TemplateLosses
 from sft_play.data.template_sources import with_variables
-from sft_play.data.templates import CLOCK, TURN_ENDS, template_messages
+from sft_play.data.templates import CLOCK, TURN_ENDS, ChatTemplate, template_messages
+from sft_play.data.thoughts import ThoughtPolicy
 
 trl = pytest.importorskip("trl", reason="it brings templates of published models")
 OF_TRL = Path(trl.__file__).parent / "chat_templates"
@@ -204,7 +208,7 @@ def test_a_template_of_our_own_trains_what_the_published_one_trains(name):
 @pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"mistral3"}))  # whose eos is another
 def test_the_page_says_of_a_published_template_what_our_own_of_it_trains(name):
     cells = cells_of(TEMPLATES / f"{name}.jinja")
-    assert row([WRITTEN[name], *cells]) in PAGE.read_text(encoding="utf-8").splitlines()
+    assert f"\n{row([WRITTEN[name], *cells])} " in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "count"), [("deepseek_r1_distill", 1), ("nemotron_3_nano", 2)])
@@ -249,7 +253,9 @@ def mask_of_trl(name: str, answer: Message) -> Mask | None:
     setting = Setting.of(remedy)
     tok = tokenizer_of(path, setting.model)
     sample = sample_of(path, answer, remedy)
-    shown = Message("assistant", "A rose.") if setting.reasoning == "drop" else answer
+    # with the reasoning as the template takes it
+    arranged, _ = ThoughtPolicy(ChatTemplate(tok), setting.reasoning).apply(Row((answer,), ""))
+    (shown,) = arranged.messages
     given = tok.apply_chat_template(
         template_messages([QUESTION, shown]),
         chat_template=with_variables(training.read_text(encoding="utf-8"), setting.model),
@@ -306,6 +312,54 @@ def cells_of(path: Path) -> list[str]:
     return cells
 
 
+def call(*arguments: Json, **fields: Any) -> Message:
+    functions = [{"name": "add", "arguments": given} for given in arguments]
+    calls = [
+        {"id": f"Zq{number}Call00", "type": "function", "function": function}
+        for number, function in enumerate(functions)
+    ]
+    return Message("assistant", "", tool_calls=tuple(calls), **fields)
+
+
+def losses_of(path: Path) -> str:
+    """Return what a template leaves out, or refuses, of rows with more than two turns."""
+    template = ChatTemplate(tokenizer_of(path, ModelSection()))
+    losses = TemplateLosses(template)
+    found: list[str] = []
+
+    def look(name: str, asked: list[Message], word: str) -> None:
+        try:
+            text = template.render_prompt(template_messages(asked), [TOOL])
+        except RenderError:
+            found.append(f"{name} (refused)")
+            return
+        if word not in text:
+            found.append(name)
+
+    def check(name: str, answer: Message) -> None:
+        try:
+            losses.check_calls(answer, "")
+        except RenderError:
+            found.append(name)
+
+    look("system messages", [SYSTEM, QUESTION], SYSTEM.content)
+    look("tools", [QUESTION], TOOL["function"]["name"])
+    result = Message("tool", "ZqResult", name="add", tool_call_id="Zq0Call00")
+    look("calls", [QUESTION, call({"a": "x"}), result], "add")
+    if "calls" in " ".join(found):
+        return ", ".join(found)
+    look("results", [QUESTION, call({"a": "x"}), result], "ZqResult")
+    second = Message("tool", "Zq2Result", name="add", tool_call_id="Zq1Call00")
+    several = call({"a": "x"}, {"a": "x"})
+    look("results of several calls", [QUESTION, several, result, second], "Zq2Result")
+    check("all but one of several calls", call({"a": "x"}, {"a": "x"}))
+    for value in ("x", 7, 0, 1.5, True, None, [1], {"a": "x"}):
+        check(f"arguments such as {code(json.dumps(value))}", call({"a": value}))
+    thought = Message("assistant", "A rose.", reasoning="ZqThought")
+    look("reasoning of earlier answers", [QUESTION, thought, QUESTION], "ZqThought")
+    return ", ".join(found)
+
+
 def trl_cell(name: str) -> str:
     masks = [mask_of_trl(name, answer) for answer in ANSWERS.values()]
     return "; ".join(dict.fromkeys(mask.words(name) for mask in masks if mask)) or "–"
@@ -315,7 +369,10 @@ HEAD = """# Templates
 
 What two rows train under the chat templates of published models: one with an answer, one with
 reasoning and an answer. The setting is the one that the error names where a row does not train
-without. Written by `tests/test_data_template_table.py`.
+without. *Left out* is what the template writes nowhere, asked with words of the tests: a row that
+has it is refused where it would be trained, and said with the number of such rows elsewhere.
+`MODEL_CHAT_TEMPLATE=default` writes tools, calls and results in plain words. Written by
+`tests/test_data_template_table.py`.
 
 ## Those that TRL ships
 
@@ -339,9 +396,13 @@ Written for the tests, after what the makers' templates write.
 COLUMNS = ("Template", "An answer trains", "Setting", "Reasoning and answer train", "Setting")
 
 
-def table(rows: list[list[str]], *more: str) -> list[str]:
-    columns = [*COLUMNS, *more]
-    return [row(columns), row(["---"] * len(columns)), *map(row, rows)]
+def table(paths: list[Path], trl: bool = False) -> list[str]:
+    columns = [*COLUMNS, "Left out", *(["TRL's mask has, too"] if trl else [])]
+    lines = [row(columns), row(["---"] * len(columns))]
+    for path in paths:
+        more = [trl_cell(path.stem)] if trl else []
+        lines.append(row([path.stem, *cells_of(path), losses_of(path), *more]))
+    return lines
 
 
 def section(text: str, title: str) -> str:
@@ -352,17 +413,15 @@ def section(text: str, title: str) -> str:
 
 def page() -> str:
     """Return docs/templates.md; of llama.cpp's templates what it says, where they are not here."""
-    of_trl = [[name, *cells_of(OF_TRL / f"{name}.jinja"), trl_cell(name)] for name in TRL_NAMES]
-    names = LLAMA_CPP_NAMES
-    of_llama_cpp = [[name, *cells_of(OF_LLAMA_CPP / f"{name}.jinja")] for name in names]
-    alone = [[name, *cells_of(TEMPLATES / f"{name}.jinja")] for name in ALONE]
-    lines = [HEAD, *table(of_trl, "TRL's mask has, too")]
-    if names:
-        lines += [OF_LLAMA_CPP_TEXT, *table(of_llama_cpp)]
+    lines = [HEAD, *table([OF_TRL / f"{name}.jinja" for name in TRL_NAMES], trl=True)]
+    if LLAMA_CPP_NAMES:
+        paths = [OF_LLAMA_CPP / f"{name}.jinja" for name in LLAMA_CPP_NAMES]
+        lines += [OF_LLAMA_CPP_TEXT, *table(paths)]
     else:
         kept = section(PAGE.read_text(encoding="utf-8"), "Those that llama.cpp ships")
         lines.append(kept.rstrip("\n"))
-    return "\n".join([*lines, ALONE_TEXT, *table(alone)]) + "\n"
+    alone = table([TEMPLATES / f"{name}.jinja" for name in ALONE])
+    return "\n".join([*lines, ALONE_TEXT, *alone]) + "\n"
 
 
 def test_the_page_of_templates_is_what_the_tests_find():

@@ -122,7 +122,7 @@ def test_a_template_that_takes_any_id_gets_the_rows_own() -> None:
 
 
 def test_calls_that_a_template_leaves_out_are_refused() -> None:
-    advice = "; MODEL_CHAT_TEMPLATE=<file> takes a Jinja file that writes it"
+    advice = "; MODEL_CHAT_TEMPLATE=default writes them in plain words"
     assert f"leaves out or changes a tool call of messages[1]: 'weather'{advice}" in error_of(
         calling({"city": "Köln"}), CHATML
     )

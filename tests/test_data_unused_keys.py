@@ -75,7 +75,7 @@ def test_a_text_with_marked_turns_is_named_with_the_way_to_train_its_answers(
     assert len(list(parse_record_rows(chunk, row_format, unused=unused))) == 10
     (note,) = unused_notes(unused, "a.jsonl")
     assert note == (
-        "a.jsonl: Human: and Assistant: in the text (10 rows) not used: every token is trained, "
+        "a.jsonl: Human: and Assistant: in the column text (10 rows) not used: every token is trained, "
         "also the questions'; to train the answers alone: DATA_COLUMNS='{messages: text}'"
     )
     rows = read_rows(path, {"messages": "text"})

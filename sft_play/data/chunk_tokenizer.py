@@ -164,6 +164,7 @@ class ChunkTokenizer:
                 done.drop(task, _bad_row(rows, str(refused)), "unproven")
                 continue
             tally.as_text.update({name for sample in samples for name in sample.as_text})
+            tally.noted.update({note for sample in samples for note in sample.notes})
             tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))
@@ -275,6 +276,7 @@ def hash_row(row: Row) -> RowHashes:
                 (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id)
                 for m in row.messages
             ]
+            + ([row.variables] if row.variables else [])
         )
         answers = [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_trained]
         asked = answers[-1] if answers else len(messages)

@@ -32,6 +32,7 @@ class Tally:
     untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
     unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
     as_text: Counter[str] = field(default_factory=Counter)  # rows with a special token in a message
+    noted: Counter[str] = field(default_factory=Counter)  # rows that the template changes, by how
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another chunk or source."""
@@ -133,9 +134,11 @@ class SourceLedger:
 
     @property
     def notes(self) -> list[str]:
-        """What becomes of unused keys, and of special tokens in the text of messages."""
+        """What becomes of unused keys, of special tokens in messages, and under the template."""
         tally = self.tally
-        return [*unused_notes(tally.unused, self.name), *special_notes(tally.as_text, self.name)]
+        notes = [*unused_notes(tally.unused, self.name), *special_notes(tally.as_text, self.name)]
+        noted = sorted(tally.noted.items())
+        return [*notes, *(f"{self.name}: {rows:,} rows: {note}" for note, rows in noted)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class SplitLedger:
             "sources": sources,
             "notes": self.notes,
         }
-        del facts["unused"], facts["as_text"]  # the notes say what becomes of them
+        del facts["unused"], facts["as_text"], facts["noted"]  # the notes say what becomes of them
         if self.overlap is not None:
             facts["overlap"] = {split: asdict(rows) for split, rows in self.overlap.items()}
         if self.epoch is not None:
@@ -213,6 +216,7 @@ class Ledger:
     splits: dict[str, SplitLedger]
     max_seq_len: int
     padding: PaddedTokens | None = None  # None until the batch size is known
+    variables: tuple[str, ...] = ()  # that the chat template reads
 
     @property
     def notes(self) -> list[str]:
@@ -229,6 +233,7 @@ class Ledger:
         facts = {**splits["train"], "splits": splits, "max_seq_len": self.max_seq_len}
         if self.padding is not None:
             facts["padding"] = asdict(self.padding)
+        facts["template_variables"] = list(self.variables)
         return facts
 
 
@@ -274,7 +279,8 @@ def ledger_lines(ledger: Ledger) -> list[str]:
     The lines of tables have at most MAX_COLUMNS.
     """
     tables = [split_table(ledger), *source_tables(ledger)]
-    blocks = [*map(table_lines, tables), padding_lines(ledger), ledger.notes]
+    blocks = [*map(table_lines, tables), padding_lines(ledger), variable_lines(ledger)]
+    blocks.append(ledger.notes)
     return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
 
 
@@ -367,6 +373,13 @@ def padding_lines(ledger: Ledger) -> list[str]:
         f"padding: {unpacked:.1%} of an epoch's tokens unpacked, {packed:.1%} packed, "
         f"which computes {padding.unpacked / padding.packed:.2f} times fewer"
     ]
+
+
+def variable_lines(ledger: Ledger) -> list[str]:
+    """Return which variables the chat template reads, if it reads any."""
+    names = ", ".join(ledger.variables)
+    rows = "of a row's chat_template_kwargs, or for all rows of MODEL_TEMPLATE_KWARGS"
+    return [f"variables that the chat template reads, {rows}: {names}"] if names else []
 
 
 def table_lines(table: Table) -> list[str]:

@@ -16,6 +16,7 @@ from sft_play.data.row_estimates import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
 from sft_play.data.store import TokenizedSplits, read_bad_rows
+from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
@@ -38,7 +39,10 @@ def prepare_run_data(config: Config, account: DataAccount | None = None) -> RunD
     sources = find_sources(config, account)
     from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
-    data = assemble(config, tokenize_sources(config, sources, load_tokenizer(config), account))
+    tokenizer = load_tokenizer(config)
+    data = assemble(config, tokenize_sources(config, sources, tokenizer, account))
+    variables = tuple(sorted(ChatTemplate(tokenizer).variables_read))
+    data = replace(data, ledger=replace(data.ledger, variables=variables))
     record_counts(config, data)
     return data
 

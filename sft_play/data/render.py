@@ -8,7 +8,7 @@ Legend: T tokens of one sample.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from sft_play.data.rows import Json, Message, Row, Segment
@@ -21,6 +21,7 @@ from sft_play.data.templates import (
     template_messages,
     template_text,
 )
+from sft_play.data.thoughts import ThoughtPolicy
 from sft_play.data.training_text import (
     AnswerSpan,
     PromptTail,
@@ -56,6 +57,7 @@ class RenderedSample:
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
     weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
+    notes: tuple[str, ...] = field(default=(), repr=False)  # what becomes of its row otherwise
 
     @property
     def trained_tokens(self) -> int:
@@ -69,6 +71,7 @@ class _PreparedRow(NamedTuple):
     given: Row
     row: Row
     texts: list[TrainingText]
+    notes: tuple[str, ...] = ()
 
 
 class _JoinedLineBreaks(RenderError):
@@ -132,11 +135,19 @@ class Renderer:
 
     def _prepare(self, given: Row) -> _PreparedRow | RenderError:
         try:
+            builder, unread = self._texts, []
+            if given.variables:
+                builder, unread = builder.for_row(given), builder.describe_unread(given)
+            given, notes = builder.arrange(given)
             row = self._special.escape(given)
             if row.text is not None:
                 return _PreparedRow(given, row, [TrainingText(row.text)])
             texts = [TrainingText(segment.text) for segment in row.segments]
-            return _PreparedRow(given, row, texts or self._texts.build(row))
+            if not texts:
+                texts = builder.for_row(row).build(row)
+                notes += (*unread, *(note for text in texts for note in text.notes))
+                notes = tuple(dict.fromkeys(notes))
+            return _PreparedRow(given, row, texts, notes)
         except RenderError as error:
             return RenderError(self._special.plain(f"{given.origin}: {error}"))
 
@@ -182,9 +193,11 @@ class Renderer:
                     weights = [message.weight for message in row.messages]
                     samples += self._label_answers(text, tails, weights)
                     continue
-                ids = [*self._text_prefix, *text.ids]
-                if ids[-1:] != [self._eos]:
-                    ids.append(self._eos)
+                ids = text.ids
+                if ids[:1] != self._text_prefix:
+                    ids = [*self._text_prefix, *ids]
+                if not self._has_end(text):
+                    ids = [*ids, self._eos]
                 self._refuse_second_bos(ids)
                 weights = None if row.weight == 1 else [row.weight] * len(ids)
                 samples.append(RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights))
@@ -193,7 +206,18 @@ class Renderer:
         if row is not prepared.given:
             as_text = self._special.find_tokens(row)
             samples = [replace(sample, as_text=as_text) for sample in samples]
+        if prepared.notes:
+            samples = [replace(sample, notes=prepared.notes) for sample in samples]
         return tuple(samples)
+
+    def _has_end(self, text: TrainingText) -> bool:
+        """Return whether a plain text ends with a token that ends answers, as rendered ones do."""
+        blanks = len(text.text) - len(text.text.rstrip())
+        ends = text.ids[-1 - blanks :]  # a blank has one token at most
+        return any(
+            token_id in self._stop_ids and not self._decode(ends[place + 1 :]).strip()
+            for place, token_id in enumerate(ends)
+        )
 
     def _label_answers(
         self, text: TrainingText, tails: Mapping[str, list[int]], weights: Sequence[float]
@@ -330,13 +354,18 @@ def render_prompt(
     tokenizer: Any,
     tools: Sequence[Json] = (),
     tokens_in_text: TokensInText = "as_text",
+    variables: Json | None = None,
 ) -> list[int]:
-    """Return the ids of a prompt that the model is to answer. Raises RenderError."""
+    """Return the ids of a prompt that the model is to answer. Raises RenderError.
+
+    `variables` are those of the chat template for this prompt alone.
+    """
     special = special_text(tokenizer, tokens_in_text)
-    asked = Row(tuple(messages), "the prompt", tools=tuple(tools))
-    row = special.escape(asked)
+    asked = Row(tuple(messages), "the prompt", tools=tuple(tools), variables=variables)
     template = ChatTemplate(tokenizer)
-    text = template.render_prompt(template_messages(row.messages), row.tools)
+    asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
+    row = special.escape(asked)
+    text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
     if row is asked:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return special.encode([text])[0].ids

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
+from sft_play.data.marked_text import is_marked_text
 from sft_play.data.row_formats import (
     FIELDS,
     OPTIONAL_FIELDS,
@@ -20,7 +21,6 @@ from sft_play.data.row_formats import (
     ROW_FORMATS,
     RowFormat,
     find_values,
-    is_marked_text,
     match_format,
     top_column,
 )

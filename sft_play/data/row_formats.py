@@ -11,7 +11,7 @@ The turns of a conversation become one list of objects. They may be
 - objects with input and output (Capybara), or other PAIRS: a question and an answer each
 - pairs of texts ([question, answer]): the same
 - texts (LIMA): the user's and the assistant's in turn
-- one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
+- one text with marks (HH-RLHF, Guanaco, ChatML): `Human: ... Assistant: ...`, see `marked_text`
 - an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
 - JSON text of any of these, as in a CSV cell, or of each turn, as datasets writes its Json type;
   Python's way to write lists and objects counts as JSON
@@ -26,12 +26,10 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+from sft_play.data.marked_text import split_marked_text
 from sft_play.data.rows import InvalidRowError, Json, shorten
 from sft_play.data.text_files import InvalidJsonError, parse_json
 
-MARKED_TEXT = re.compile(r"\s*(?:### ?)?(?:Human|User): ?")
-# A mark begins a paragraph, or stands after ###
-TURN_MARK = re.compile(r"(?:^|\n\n|\s*###) ?(Human|User|Assistant): ?")
 JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
 NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for want of a comma
@@ -46,7 +44,6 @@ PAIRS = (
     ("prompt", "response"),
     ("instruction", "output"),
 )
-MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.
 ROW_FORMATS: dict[str, tuple[str, ...]] = {
@@ -81,14 +78,21 @@ TEXT_FORMATS = ("text", "segments")  # no chat template is used
 # Optional in every format but plain text: the system message, the functions that may be called; in
 # every format the row's weight in the loss
 SHARED_FIELDS = ("system", "tools", "weight")
-# The earlier turns, and what the assistant thinks before it answers
-PAIR_FIELDS = (*SHARED_FIELDS, "history", "reasoning")
+# Variables of the chat template, for one row: TRL's column of several, and some by their names
+VARIABLES = "chat_template_kwargs"
+VARIABLE_FIELDS = (
+    *(VARIABLES, "enable_thinking", "reasoning_effort", "thinking_budget", "documents"),
+    *("custom_instructions", "xml_tools", "python_tools", "builtin_tools", "model_identity"),
+)
+# What the assistant thinks before it answers; and the earlier turns
+TURN_FIELDS = (*SHARED_FIELDS, *VARIABLE_FIELDS, "reasoning")
+PAIR_FIELDS = (*TURN_FIELDS, "history")
 OPTIONAL_FIELDS = {
     **dict.fromkeys(ROW_FORMATS, PAIR_FIELDS),
-    **dict.fromkeys(TURN_FORMATS, (*SHARED_FIELDS, "reasoning")),
+    **dict.fromkeys(TURN_FORMATS, TURN_FIELDS),
     "instruction": (*PAIR_FIELDS, "input"),
     "instruction_response": (*PAIR_FIELDS, "context"),
-    "calls": ("system", "reasoning", "weight"),
+    "calls": ("system", "reasoning", "weight", *VARIABLE_FIELDS),
     **dict.fromkeys(TEXT_FORMATS, ("weight",)),
 }
 FIELDS = (
@@ -113,8 +117,9 @@ MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "video
 def parse_message_list(value: Any, name: str) -> list[Json]:
     """Return the turns of a conversation as objects. Raises InvalidRowError."""
     if isinstance(value, str):
-        if is_marked_text(value):
-            return _split_marked_text(value, name)
+        turns = split_marked_text(value, name)
+        if turns is not None:
+            return turns
         value = parse_json_text(value, name)
     if isinstance(value, dict):
         value = _split_columns(value)
@@ -126,7 +131,7 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         if any(is_turn(turn) for turn in parsed):
             value = parsed
     first = value[0]
-    turns: list[Json] = []
+    turns = []
     if isinstance(first, str):
         for number, text in enumerate(value):
             if not isinstance(text, str):
@@ -165,11 +170,6 @@ def _split_columns(value: Json) -> Any:
     return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
 
 
-def is_marked_text(text: str) -> bool:
-    """Return whether a text is a conversation with marks before its turns."""
-    return MARKED_TEXT.match(text) is not None and "Assistant:" in text
-
-
 def is_turn(value: Any) -> bool:
     """Return whether a value is an object that says who speaks."""
     return isinstance(value, dict) and not TURN_KEYS.isdisjoint(value)
@@ -197,16 +197,6 @@ def parse_json_text(text: str, name: str) -> Any:
         raise InvalidRowError(
             f"{name} is a text that is no JSON ({error}): {shorten(text)}"
         ) from None
-
-
-def _split_marked_text(text: str, name: str) -> list[Json]:
-    before, *parts = TURN_MARK.split(text.strip())
-    if before.strip():
-        raise InvalidRowError(f"{name} has text before its first turn: {shorten(before)}")
-    turns = []
-    for mark, content in zip(parts[::2], parts[1::2], strict=True):
-        turns.append({"role": MARKED_ROLES[mark], "content": content.strip()})
-    return turns
 
 
 class FoundValues(NamedTuple):
@@ -295,6 +285,11 @@ class RowFormat:
         paths = frozenset(self.paths)
         whole = [column for column in self.columns.values() if column not in paths]
         return frozenset((*whole, *(path.partition(".")[0] for path in paths)))
+
+    @cached_property
+    def variable_columns(self) -> dict[str, str]:
+        """The columns that have variables of the chat template, by the names of these."""
+        return {name: self.columns[name] for name in VARIABLE_FIELDS if name in self.columns}
 
     @property
     def turn_column(self) -> str | None:

@@ -23,6 +23,7 @@ from sft_play.data.files import (
     read_chunks,
     refuse_bad_rows,
 )
+from sft_play.data.marked_text import find_marks, is_marked_text
 from sft_play.data.messages import (
     FLAG_KEYS,
     parse_messages,
@@ -34,10 +35,11 @@ from sft_play.data.row_formats import (
     ROW_FORMATS,
     TEXT_FORMATS,
     TURN_FORMATS,
+    VARIABLES,
     RowFormat,
     expand_record,
-    is_marked_text,
     match_format,
+    parse_json_text,
     parse_message_list,
     parse_nested,
 )
@@ -55,6 +57,7 @@ from sft_play.data.rows import (
     list_columns,
     parse_optional_text,
     parse_text,
+    shorten,
 )
 from sft_play.data.turns import REASONING_KEYS, ROLES, join_texts
 
@@ -70,7 +73,7 @@ USED_TURN_KEYS = frozenset(
     )
 )
 TURN_PREFIX = "messages[]."
-TURNS_IN_TEXT = "Human: and Assistant: in the text"
+IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
 MAX_LISTED = 12  # keys without a meaning of their own
 NOT_CHOSEN = "no row is chosen or left out by it"
@@ -92,8 +95,6 @@ MEANINGS = {
         key: f"to train it as the last answer's reasoning: DATA_COLUMNS='{{reasoning: {key}}}'"
         for key in THOUGHTS
     },
-    TURNS_IN_TEXT: "every token is trained, also the questions'; "
-    "to train the answers alone: DATA_COLUMNS='{messages: text}'",
 }
 MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column has
 
@@ -103,9 +104,10 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
     used = row_format.file_columns
     keys = {key for key, value in record.items() if key not in used and is_given(value)}
     if row_format.name == "text":
-        text = record.get(row_format.required[0])
+        column = row_format.required[0]
+        text = record.get(column)
         if isinstance(text, str) and is_marked_text(text):
-            keys.add(TURNS_IN_TEXT)
+            keys.add(f"{find_marks(text).style.name}{IN_TEXT}{column}")
     turns = record.get(row_format.turn_column) if row_format.turn_column else None
     turns = parse_nested(turns)
     for given in turns if isinstance(turns, list) else ():
@@ -118,9 +120,10 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     """Return what becomes of a source's unused keys, as sentences."""
-    known = [key for key in sorted(unused) if key in MEANINGS]
-    others = [key for key in sorted(unused) if key not in (*MEANINGS, NULL_ARGUMENTS)]
-    notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {MEANINGS[key]}" for key in known]
+    meanings = {**MEANINGS, **{key: _explain_marks(key) for key in unused if IN_TEXT in key}}
+    known = [key for key in sorted(unused) if key in meanings]
+    others = [key for key in sorted(unused) if key not in (*meanings, NULL_ARGUMENTS)]
+    notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {meanings[key]}" for key in known]
     if others:
         more = len(others) - MAX_LISTED
         listed = ", ".join(others[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
@@ -132,6 +135,14 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
             "jq -c 'del(..|nulls)' rows.jsonl > without_nulls.jsonl"
         )
     return notes
+
+
+def _explain_marks(key: str) -> str:
+    column = key.partition(IN_TEXT)[2]
+    return (
+        "every token is trained, also the questions'; "
+        f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
+    )
 
 
 @dataclass(frozen=True)
@@ -240,7 +251,30 @@ def _parse_row(
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
         rest = dropwhile(lambda message: message.role == "system", messages)
         messages = (Message("system", system_prompt.text), *rest)
-    return Row(weigh(messages, weight), origin, tools=tools)
+    variables = _parse_variables(record, row_format)
+    return Row(weigh(messages, weight), origin, tools=tools, variables=variables)
+
+
+def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
+    """Return the variables that a record gives the chat template, None if it gives none.
+
+    A null is none: tables fill one in where a row has no value. Raises InvalidRowError.
+    """
+    columns = row_format.variable_columns
+    given = {name: record[column] for name, column in columns.items() if column in record}
+    if not given:
+        return None
+    for name, value in given.items():
+        is_json = isinstance(value, str) and value.strip()[:1] in ("{", "[")
+        if is_json and name != "custom_instructions":
+            given[name] = parse_json_text(value, columns[name])
+        elif isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            given[name] = value.strip().lower() == "true"
+    several = given.pop(VARIABLES, None) or {}
+    if not isinstance(several, dict):
+        raise InvalidRowError(f"{columns[VARIABLES]} is {shorten(several)}, not an object")
+    found = {name: value for name, value in {**several, **given}.items() if value is not None}
+    return found or None
 
 
 def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
@@ -264,6 +298,7 @@ class Prompt:
     messages: tuple[Message, ...]
     tools: tuple[Json, ...] = ()
     expected: str | None = None  # the answer in the file
+    variables: Json | None = None  # of the chat template
 
     @property
     def question(self) -> str:
@@ -303,7 +338,7 @@ def read_prompt(
     row = parse_record(whole, row_format, origin, system_prompt)[0]
     *messages, answer = row.messages
     expected = None if answer.content == MISSING else answer.content
-    return Prompt(origin, tuple(messages), row.tools, expected)
+    return Prompt(origin, tuple(messages), row.tools, expected, row.variables)
 
 
 def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:

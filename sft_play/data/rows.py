@@ -53,6 +53,7 @@ class Row:
     weight: float = 1.0  # of a plain text
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
+    variables: Json | None = None  # of the chat template, for this row alone
 
     @property
     def plain_text(self) -> str:

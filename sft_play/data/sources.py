@@ -3,11 +3,12 @@
 Hub data sets are fetched by the datasets library. Loads no torch.
 """
 
+import contextlib
 import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def find_sources(
         value = getattr(config.data, name)
         if value is not None:
             found[split] = tuple(
-                find_source(section, f"data.{name}", config.data.columns)
+                _fitting(find_source(section, f"data.{name}", config.data.columns), section, split)
                 for section in source_sections(value)
             )
     every = [(split, source) for split, sources in found.items() for source in sources]
@@ -177,6 +178,20 @@ def find_sources(
         if bad.total and config.data.on_bad_row == "fail":
             bad.refuse(tally.rows_in)
     return found
+
+
+def _fitting(source: Source, section: SourceSection, split: str) -> Source:
+    """Return rows to evaluate on without data.columns if these name columns of other files."""
+    if split == "train" or section.columns or not source.columns:
+        return source
+    try:
+        detect_format(source.files[0], source.columns)
+    except DataError:
+        with contextlib.suppress(DataError):
+            detect_format(source.files[0], {})
+            logger.info("%s: read without data.columns: it has no such column", source.name)
+            return replace(source, columns={})
+    return source
 
 
 def source_sections(value: str | list[str | SourceSection] | None) -> list[SourceSection]:

@@ -53,7 +53,7 @@ class SpecialText:
         self._exchanged = {**self._placeholders, **self._tokens}
         self._either = match_any(self._exchanged)
         self._placeholder = match_any(self._tokens)
-        words = match_any(token.content for token in added).split(between)
+        words = match_any((*(token.content for token in added), *THOUGHT_MARKS)).split(between)
         self._turn_words = _turn_words(words)
 
     def escape(self, row: Row) -> Row:
@@ -147,7 +147,8 @@ class SpecialText:
             return self._token.sub(lambda found: self._placeholders[found[0]], text)
 
         messages = [Message(**_map_strings(asdict(message), change)) for message in row.messages]
-        return replace(row, messages=tuple(messages), tools=_map_strings(row.tools, change))
+        tools, variables = _map_strings((row.tools, row.variables), change)
+        return replace(row, messages=tuple(messages), tools=tools, variables=variables)
 
 
 @lru_cache(maxsize=4)
@@ -218,6 +219,8 @@ def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
             yield f"messages[{index}]", text
     for text in iterate_strings(row.tools):
         yield "tools", text
+    for text in iterate_strings(row.variables):
+        yield "the variables of the template", text
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -36,15 +36,18 @@ class Overlap:
 
 
 def count_rows(records: np.ndarray) -> int:
-    """Return how many rows samples come from; each piece of a plain text counts as one."""
+    """Return how many rows samples come from; the samples of one row are adjacent."""
     return int(np.count_nonzero(begins_row(records)))
 
 
-def begins_row(records: np.ndarray) -> np.ndarray:
-    """Return a mask (N,) of the samples that are the first of their row; those are adjacent."""
+def begins_row(records: np.ndarray, *besides: str) -> np.ndarray:
+    """Return a mask (N,) of the samples that are the first of their row, or of what else changes.
+
+    Pieces of a plain text have an `exact` of their own each.
+    """
     mask = np.zeros(len(records), dtype=bool)
     mask[:1] = True
-    for name in ("file", "number", "exact"):  # pieces of a plain text have hashes of their own
+    for name in ("file", "number", *besides):
         mask[1:] |= records[name][1:] != records[name][:-1]
     return mask
 
@@ -55,11 +58,12 @@ def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: s
     They are of about `fraction` of the rows, or of MAX_HELD_OUT_ROWS: as near to that as whole
     groups come, and never of more than twice as many. Rows of the same words are in one group, and
     so are those of one question, or of one value of a column, as `split_by` says (data.split_by).
-    Which rows these are does not depend on their order. The mask may be all false.
+    Which rows these are does not depend on their order. A piece of a plain text counts as a row.
+    The mask may be all false.
     """
     keys = {"row": (), "prompt": ("question",)}.get(split_by, ("group",))
     _, group_of = np.unique(_connect(records, ("normalized", *keys)), return_inverse=True)
-    sizes = np.bincount(group_of[begins_row(records)]).tolist()
+    sizes = np.bincount(group_of[begins_row(records, "exact")]).tolist()
     rows = sum(sizes)
     target = min(max(1, round(rows * fraction)), MAX_HELD_OUT_ROWS)
     order = list(range(len(sizes)))

@@ -41,8 +41,13 @@ TURN_ENDS = tuple(
 # added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
 # for others it is empty.
 DEFAULT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% if tools %}{{ '### Tools:\n' + tools | tojson + '\n\n' }}{% endif %}"
+    "{% for message in messages %}"
     "{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] }}"
+    "{% if message['tool_calls'] %}{% if message['content'] %}{{ '\n' }}{% endif %}"
+    "{{ '### Calls:\n' }}{% for call in message['tool_calls'] %}"
+    "{% if not loop.first %}{{ '\n' }}{% endif %}{{ call['function'] | tojson }}{% endfor %}"
+    "{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
@@ -55,6 +60,9 @@ WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
 # transformers' marks of what an assistant generates, which plain Jinja does not know
 MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
+# What transformers gives every template, besides the special tokens and Jinja's own functions
+ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
+SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 Render = Callable[..., str | None]
 
 
@@ -131,6 +139,60 @@ def _has_marks(jinja: str) -> bool:
     return MARK_START.search(jinja) is not None
 
 
+@functools.cache
+def _names_read(jinja: str) -> frozenset[str]:
+    """Return the names that a template reads and nothing in it sets first."""
+    from jinja2 import TemplateError, nodes
+
+    environment = _environment()
+    try:
+        tree = environment.parse(_without_marks(jinja))
+    except TemplateError:  # rendering says what is wrong
+        return frozenset()
+    read: set[str] = set()
+    macros = {macro.name for macro in tree.find_all(nodes.Macro)}
+    _collect_read(tree.body, macros | environment.globals.keys(), read)
+    return frozenset(name for name in read if not SPECIAL_TOKEN.fullmatch(name))
+
+
+def _collect_read(body: Sequence[Any], known: set[str], read: set[str]) -> None:
+    """Add the names that statements read before they are set; those set are `known` afterwards."""
+    from jinja2 import nodes
+
+    def add(*parts: Any) -> None:
+        for part in parts:
+            names = [part] if isinstance(part, nodes.Name) else part.find_all(nodes.Name)
+            read.update(
+                name.name for name in names if name.ctx == "load" and name.name not in known
+            )
+
+    for node in body:
+        bound = {name.name for name in node.iter_child_nodes() if _is_stored(name)}
+        if isinstance(node, nodes.If):
+            branches = [node.body, *(branch.body for branch in node.elif_), node.else_]
+            add(node.test, *(branch.test for branch in node.elif_))
+            ends = []
+            for branch in branches:
+                ends.append(set(known))
+                _collect_read(branch, ends[-1], read)
+            known |= set.intersection(*ends)
+        elif isinstance(node, nodes.For):
+            add(node.iter)
+            inner = known | {name.name for name in node.find_all(nodes.Name) if _is_stored(name)}
+            _collect_read(node.body, inner | {"loop"}, read)
+            _collect_read(node.else_, set(known), read)
+        elif hasattr(node, "body"):  # a macro, a block that is set or filtered
+            _collect_read(node.body, known | bound, read)
+            known |= {node.name} if isinstance(node, nodes.Macro) else bound
+        else:
+            add(node)
+            known |= bound
+
+
+def _is_stored(node: Any) -> bool:
+    return getattr(node, "ctx", None) in ("store", "param") and hasattr(node, "name")
+
+
 class ChatTemplate:
     """A tokenizer's own chat template, or DEFAULT_TEMPLATE, with a fixed clock."""
 
@@ -140,12 +202,27 @@ class ChatTemplate:
         # some tokenizers have a second template, for conversations with tools
         self._with_tools = tokenizer.get_chat_template(default, tools=[{}])
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
+        self.row_names: frozenset[str] = frozenset()  # of variables that a row gives
 
-    def with_variable(self, name: str, value: Any) -> Self:
-        """Return the template with another value of one of its variables."""
+    def with_variables(self, values: Mapping[str, Any]) -> Self:
+        """Return the template with other values of some of its variables."""
         changed = copy.copy(self)
-        changed._variables = {**self._variables, name: value}
+        changed._variables = {**self._variables, **values}
         return changed
+
+    def for_row(self, variables: Json | None) -> Self:
+        """Return the template with those of a row's variables that it reads."""
+        read = {name: variables[name] for name in self.variables_read & (variables or {}).keys()}
+        if not read:
+            return self
+        template = self.with_variables(read)
+        template.row_names = frozenset(read)
+        return template
+
+    @property
+    def variables_read(self) -> frozenset[str]:
+        """The names of the variables that the template reads, besides those of every template."""
+        return (_names_read(self.jinja) | _names_read(self._with_tools)) - ALWAYS_GIVEN
 
     def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""
@@ -208,6 +285,7 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
         optional = {
             "reasoning_content": message.reasoning,  # Qwen, GLM
             "thinking": message.reasoning,  # gpt-oss
+            "reasoning": message.reasoning,  # Solar
             "tool_calls": list(message.tool_calls) or None,
             "name": message.name,
             "tool_call_id": message.tool_call_id,
@@ -258,23 +336,9 @@ def _with_json_arguments(message: Json) -> Json:
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
     """Return a function of messages and tools: the text of a conversation, None if refused."""
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def raise_exception(message: str) -> None:
-        """Refuse a conversation, as a template asks."""
-        raise TemplateError(message)
-
-    # as transformers' own
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = CLOCK.strftime
     try:
-        compiled = environment.from_string(
-            MARK_END.sub(r"{%\1 endif \2%}", MARK_START.sub(r"{%\1 if true \2%}", source))
-        )
+        compiled = _environment().from_string(_without_marks(source))
     except TemplateError:  # the run names the line and stops
         return lambda messages, tools=(): None
 
@@ -293,6 +357,29 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
                 return None
 
     return render
+
+
+def _without_marks(jinja: str) -> str:
+    """Return a template as plain Jinja reads it."""
+    return MARK_END.sub(r"{%\1 endif \2%}", MARK_START.sub(r"{%\1 if true \2%}", jinja))
+
+
+def _environment() -> Any:
+    """Return an environment of Jinja, as transformers' own."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        """Refuse a conversation, as a template asks."""
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = CLOCK.strftime
+    return environment
 
 
 def _template_errors() -> tuple[type[Exception], ...]:

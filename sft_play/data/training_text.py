@@ -9,21 +9,17 @@ its stop token. Where a template has `{% generation %}` marks, they must agree w
 """
 
 import contextlib
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.special_text import match_any
-from sft_play.data.template_checks import (
-    AskedAnswer,
-    ThoughtPolicy,
-    check_answer,
-    check_prompt,
-    quote,
-)
+from sft_play.data.template_checks import check_answer, check_prompt, json_characters, quote
+from sft_play.data.template_losses import TemplateLosses
 from sft_play.data.templates import (
     CharacterSpan,
     ChatTemplate,
@@ -32,11 +28,18 @@ from sft_play.data.templates import (
     stop_ids,
     template_messages,
 )
+from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, ThoughtPolicy
 
 # Longest conversation, in messages, that `_check_places` renders a second time: longer ones go on
 # as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
+INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # one blank is none
+MAX_VARIANTS = 64  # values of a template's variables whose checks are kept
+TRIMMED = (
+    "blanks and line breaks around a message are left out, as the chat template trims messages; "
+    "an answer's indentation is trained"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class TrainingText:
     trains_all: bool = False  # every answer of the text is trained in it
     ids: list[int] = field(default_factory=list)  # once the text is tokenized
     tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
+    notes: tuple[str, ...] = ()  # what becomes of its row that is not as the row has it
 
 
 class TrainingTextBuilder:
@@ -77,8 +81,8 @@ class TrainingTextBuilder:
         train_on: Literal["all", "last"] = "all",
         reasoning: Literal["keep", "drop", "empty"] = "keep",
     ):
-        self._template = ChatTemplate(tokenizer)
-        self._thoughts = ThoughtPolicy(self._template, reasoning)
+        self._reasoning: Literal["keep", "drop", "empty"] = reasoning
+        self._use(ChatTemplate(tokenizer))
         self._train_on = train_on
         self._eos = tokenizer.eos_token
         stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
@@ -88,16 +92,47 @@ class TrainingTextBuilder:
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
         # Kimi K3 closes an answer with <|close|>response<|sep|>: a word between special tokens
         self._ending = re.compile(rf"(?:\s|(?:{any_special})(?:\w+(?:{any_special}))?)*")
+        self._variants: dict[str, Self] = {}  # by the variables of rows
+
+    def _use(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._thoughts = ThoughtPolicy(template, self._reasoning)
+        self._losses = TemplateLosses(template)
         # (role, has tool calls) of each message of conversations whose places were checked
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
+    def for_row(self, row: Row) -> Self:
+        """Return the builder with the variables that a row gives the template."""
+        template = self._template.for_row(row.variables)
+        if template is self._template:
+            return self
+        key = repr(row.variables)
+        if key not in self._variants:
+            if len(self._variants) == MAX_VARIANTS:  # as documents are, of each row alone
+                self._variants.clear()
+            self._variants[key] = variant = copy.copy(self)
+            variant._use(template)
+        return self._variants[key]
+
+    def describe_unread(self, row: Row) -> list[str]:
+        """Return what becomes of a row's variables that the template does not read."""
+        read = self._template.variables_read
+        names = ", ".join(sorted(read)) or "none"
+        return [
+            f"the variable {name} is not used: the chat template reads {names}"
+            for name in sorted((row.variables or {}).keys() - read)
+        ]
+
+    def arrange(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        """Return a row with its reasoning as the template takes it, and what to say of it."""
+        return self._thoughts.apply(row)
+
     def build(self, row: Row) -> list[TrainingText]:
-        """Return the texts that train a conversation's answers, each once.
+        """Return the texts that train the answers of an arranged conversation, each once.
 
         They are none if every answer is excluded from loss. What follows the last trained answer is
         in no text, since nothing learns from it. Raises RenderError.
         """
-        row = self._thoughts.apply(row)
         answers = [
             index for index, message in enumerate(row.messages) if message.role == "assistant"
         ]
@@ -112,20 +147,25 @@ class TrainingTextBuilder:
             if len(trained) > 1:
                 with contextlib.suppress(RenderError):
                     self._generation_view(row, messages, trained[-1])
+                    if self._losses.describe(row, trained[-1:]):
+                        raise error
                     error = RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone")
             raise error from None
+        notes = self._losses.describe(row, trained)
         texts: list[TrainingText] = []
         for view in reversed(views):
             (answer,) = view.answers
             for later in texts:
                 if later.text.startswith(view.text[: answer.end]):
                     later.answers.insert(0, answer)  # the later text trains this answer too
+                    later.notes += view.notes
                     break
             else:
                 texts.append(view)
         for text in texts:
             last = text.answers[-1].message
             text.trains_all = len(text.answers) == sum(index <= last for index in answers)
+            text.notes += notes
         return texts[::-1]
 
     def _generation_view(self, row: Row, messages: list[Json], index: int) -> TrainingText:
@@ -145,17 +185,30 @@ class TrainingTextBuilder:
                 )
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
-        if not text.startswith(prompt):
-            behind = self._thoughts.write_text(AskedAnswer(row, messages, index, prompt, text))
-            if behind is None:
-                raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
-            text, generated = behind, None
+        notes: tuple[str, ...] = ()
+        if message.reasoning or not text.startswith(prompt):
+            asked = AskedAnswer(row, messages, index, prompt, text)
+            if not text.startswith(prompt):
+                behind = self._thoughts.write_text(asked)
+                if behind is None:
+                    raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
+                text, generated = behind, None
+            elif lost := self._thoughts.write_lost(asked):
+                text, notes = lost
+                generated = None
         check_prompt(row.messages[:index], prompt)
         found = self._stop.search(text, len(prompt))
         stop, end = found.span() if found else (len(text), len(text))
+        restored = restore_beginning(message, len(prompt), text[:stop])
+        if len(restored) > stop:
+            end += len(restored) - stop
+            text, stop, generated = restored + text[stop:], len(restored), None
+        if is_trimmed(row.messages[: index + 1], text):
+            notes = (*notes, TRIMMED)
         after = text[end:]
         ending = self._ending if found else WHITESPACE
         check_answer(message, f"messages[{index}]", text[len(prompt) : stop], after, ending)
+        self._losses.check_calls(message, f"messages[{index}]")
         if not self._whitespace_or_special.fullmatch(after):
             raise RenderError(
                 f"the chat template writes {quote(after.strip())} "
@@ -167,7 +220,8 @@ class TrainingTextBuilder:
             end = len(text)
             if generated:
                 generated = [*generated, CharacterSpan(stop, end)]
-        return TrainingText(text, [AnswerSpan(index, len(prompt), stop, end)], generated)
+        answer = AnswerSpan(index, len(prompt), stop, end)
+        return TrainingText(text, [answer], generated, notes=notes)
 
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
         """Raise RenderError unless the template writes every message, and the last answer once.
@@ -199,6 +253,41 @@ class TrainingTextBuilder:
                 f"the chat template writes messages[{last}], an answer, more than once"
             )
         self._checked.add(structure)
+
+
+def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
+    """Return a text up to an answer's stop token with what a template cuts from its beginning.
+
+    That is the indentation of its first line, and what stands before a </think> that it quotes.
+    """
+    answer = message.content.strip()
+    quotes_mark = message.reasoning == "" and THOUGHT_END in answer
+    (indent,) = INDENT.match(message.content).groups()  # type: ignore[union-attr]
+    if not answer or not (indent or quotes_mark):
+        return text
+    start = prompt_end
+    if message.reasoning:
+        start = text.find(message.reasoning.strip(), prompt_end) + len(message.reasoning.strip())
+    if quotes_mark and answer not in text[start:]:
+        written = answer.rpartition(THOUGHT_END)[2].strip()
+        place = text.rfind(written, start)
+        if not written or place < 0 or text[place + len(written) :].strip():
+            return text
+        text = text[:place] + answer
+    place = text.rfind(answer, start)
+    if place < 0 or text[:place].endswith(indent):
+        return text
+    return text[:place] + indent + text[place:]
+
+
+def is_trimmed(messages: Sequence[Message], text: str) -> bool:
+    """Return whether a text has a message without the blanks around it."""
+    return any(
+        message.content != message.content.strip()
+        and message.content not in text
+        and json_characters(message.content) not in text  # as Llama 3 writes a tool's answer
+        for message in messages
+    )
 
 
 def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: str) -> str:

@@ -52,7 +52,8 @@ def _ids_or_reason(trained: TrainedModel, prompt: Prompt) -> list[int] | str:
     """Return the ids of a prompt, or why it cannot be answered."""
     try:
         in_text = trained.config.data.special_tokens_in_text
-        ids = render_prompt(prompt.messages, trained.tokenizer, prompt.tools, in_text)
+        tools, variables = prompt.tools, prompt.variables
+        ids = render_prompt(prompt.messages, trained.tokenizer, tools, in_text, variables)
         trained.auto_limit(len(ids))
     except (RenderError, DataError) as error:
         return str(error)

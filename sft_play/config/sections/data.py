@@ -131,9 +131,9 @@ class DataSection(Section):
     )
     reasoning: Literal["keep", "drop", "empty"] = Field(
         "keep",
-        description="An answer's reasoning: keep trains it as the chat template writes it, drop "
-        "leaves it out, empty trains an empty think block where a row has none and the template "
-        "opens one.",
+        description="An answer's reasoning: keep trains it as the chat template writes it, else as "
+        "<think>, drop leaves it out, empty trains an empty block where a row has none and the "
+        "template opens one.",
     )
     special_tokens_in_text: Literal["fail", "as_text", "allow"] = Field(
         "as_text",

@@ -1,0 +1,166 @@
+"""Conversations that are one text, with marks before their turns: as chat templates wrote them,
+or people. Pure.
+
+A text is such a conversation if marks of one style begin it, a question comes before an answer, and
+an answer ends it. Marks of bos and of ends of turns are no part of a message.
+"""
+
+import re
+from typing import NamedTuple
+
+from sft_play.data.rows import InvalidRowError, Json, shorten
+
+ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    "human": "user",
+    "instruction": "user",
+    "input": "user",
+    "ipython": "tool",
+    "model": "assistant",
+    "chatbot": "assistant",
+    "response": "assistant",
+    "assistant<|channel|>analysis": "thought",
+    "assistant<|channel|>final": "assistant",
+    "[inst]": "user",
+    "[/inst]": "assistant",
+}
+SYSTEM_MARKS = re.compile(r"<<SYS>>(.*?)<</SYS>>", re.DOTALL)
+BEGINNINGS = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|<BOS_TOKEN>|\[gMASK\]<sop>)*\s*"
+)
+ENDS = re.compile(
+    r"(?:\s|</?s>|<eos>|<\|(?:im_end|eot_id|eom_id|eot|end|endoftext|end_of_text|return)\|>|<end_of_turn>"
+    r"|<turn\|>|<｜end▁of▁sentence｜>|<\|END_OF_TURN_TOKEN\|>)+$"
+)
+MAX_PREAMBLE_CHARACTERS = 1000  # of Vicuna and Alpaca, before the first mark
+
+
+class Style(NamedTuple):
+    """Marks before turns; the first group of `mark` is the speaker."""
+
+    name: str
+    hint: str  # words without which a text has no such mark; quick to look for
+    mark: re.Pattern[str]
+    has_preamble: bool = False  # words before the first mark
+
+
+STYLES = (
+    Style("<|im_start|>", "<|im_start|>", re.compile(r"<\|im_start\|>(\w+)(?:<\|im_sep\|>|\n)")),
+    Style(
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*"),
+    ),
+    Style(
+        "<|header_start|>",
+        "<|header_end|>",
+        re.compile(r"<\|header_start\|>(\w+)<\|header_end\|>\s*"),
+    ),
+    Style("<start_of_turn>", "<start_of_turn>", re.compile(r"<start_of_turn>(\w+)\n")),
+    Style("<|turn>", "<|turn>", re.compile(r"<\|turn>(\w+)\n")),
+    Style(
+        "<|start_of_role|>",
+        "<|end_of_role|>",
+        re.compile(r"<\|start_of_role\|>(\w+)<\|end_of_role\|>"),
+    ),
+    Style(
+        "<|START_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|>",
+        re.compile(r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>"),
+    ),
+    Style("<|user|>", "<|assistant|>", re.compile(r"<\|(system|user|assistant|tool)\|>\n?")),
+    Style(
+        "<｜User｜>", "<｜Assistant｜>", re.compile(r"<｜(User|Assistant)｜>"), has_preamble=True
+    ),
+    Style(
+        "<|start|>",
+        "<|message|>",
+        re.compile(r"<\|start\|>(\w+(?:<\|channel\|>\w+)?)<\|message\|>"),
+    ),
+    Style("[INST]", "[/INST]", re.compile(r"(\[/?INST\])")),
+    Style(
+        "### Instruction: and ### Response:",
+        "### Response:",
+        re.compile(r"(?:^|\n)### (Instruction|Input|Response): ?"),
+        has_preamble=True,
+    ),
+    Style(
+        "USER: and ASSISTANT:",
+        "ASSISTANT:",
+        re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT): ?"),
+        has_preamble=True,
+    ),
+    Style(
+        "Human: and Assistant:",
+        "Assistant:",
+        # a mark begins a paragraph, or stands after ###
+        re.compile(r"(?:^|\n\n|\s*###) ?(System|Human|User|Assistant): ?"),
+    ),
+)
+
+
+class MarkedText(NamedTuple):
+    """A conversation in a text: its style, and its parts: speaker and words in turn."""
+
+    style: Style
+    before: str
+    parts: list[str]
+
+
+def find_marks(text: str) -> MarkedText | None:
+    """Return the marks of a text that is a conversation, None if it is none."""
+    for style in STYLES:
+        if style.hint not in text:
+            continue
+        begun = text[BEGINNINGS.match(text).end() :]  # type: ignore[union-attr]
+        before, *parts = style.mark.split(begun)
+        roles = [ROLES.get(speaker.lower()) for speaker in parts[::2]]
+        may_begin = not before.strip()
+        if style.has_preamble and len(before) <= MAX_PREAMBLE_CHARACTERS:
+            may_begin = before.lstrip()[:1] not in ("[", "{")  # JSON that quotes marks
+        is_answered = "user" in roles and "assistant" in roles[roles.index("user") :]
+        if is_answered and None not in roles and may_begin:
+            return MarkedText(style, before.strip(), parts)
+    return None
+
+
+def is_marked_text(text: str) -> bool:
+    """Return whether a text is a conversation with marks that ends with an answer."""
+    found = find_marks(text)
+    if found is None or ROLES[found.parts[-2].lower()] != "assistant":
+        return False
+    return bool(ENDS.sub("", found.parts[-1]).strip())
+
+
+def split_marked_text(text: str, name: str) -> list[Json] | None:
+    """Return the turns of a conversation in one text, None if it is none.
+
+    Raises InvalidRowError for a text that ends before an answer.
+    """
+    found = find_marks(text)
+    if found is None:
+        return None
+    turns: list[Json] = []
+    thought: Json = {}
+    if found.before and found.style.hint != "### Response:":
+        turns.append({"role": "system", "content": found.before})
+    for speaker, words in zip(found.parts[::2], found.parts[1::2], strict=True):
+        role, content = ROLES[speaker.lower()], ENDS.sub("", words).strip()
+        system = SYSTEM_MARKS.match(content) if speaker == "[INST]" else None
+        if system:
+            turns.append({"role": "system", "content": system[1].strip()})
+            content = content[system.end() :].strip()
+        if speaker == "Input":  # Alpaca's, after its instruction
+            turns[-1]["content"] += f"\n\n{content}"
+            continue
+        if role == "thought":
+            thought = {"reasoning_content": content}
+            continue
+        turns.append({"role": role, "content": content, **thought})
+        thought = {}
+    if found.before and found.style.hint == "### Response:":
+        turns[0]["content"] = f"{found.before}\n\n{turns[0]['content']}"
+    if not turns[-1]["content"]:
+        raise InvalidRowError(f"{name} ends with a mark before no words: {shorten(text[-40:])}")
+    return turns

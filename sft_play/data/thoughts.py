@@ -1,0 +1,323 @@
+"""Reasoning before an answer: where a row has it, and how a chat template takes it.
+
+A row has it as a field of the message, or within the content, behind marks such as <think>. A
+template takes it as a field, as a part of the content (Mistral), only between marks that it writes
+itself, or knows none at all: then it is written into the content, as most sets have it.
+
+Some templates end the prompt inside a think block (DeepSeek R1's distills, Nemotron 3, Qwen 3.5):
+the model is to write its reasoning, close the block and answer. Others end it after an empty block
+(Gemma 4, DeepSeek V3.2 without thinking). Not all of them write such an answer in a conversation;
+then its text is put together here: the prompt, the reasoning, the end of the block, and the answer
+as the template writes it.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from sft_play.data.rows import Json, Message, Row
+from sft_play.data.templates import ChatTemplate, RenderError
+
+THOUGHT_END = "</think>"
+# The end of reasoning whose beginning is in the prompt of who wrote it, as DeepSeek R1's is
+ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n+")
+CODE_FENCE = "```"
+PROBE = "Reasoning1Of1"  # words that no template writes by itself
+PROBE_ANSWER = "Answer1Of1"
+QUESTION = {"role": "user", "content": "Question1Of1"}
+AS_CONTENT = (
+    "reasoning is written into the answer, as <think>, as the chat template writes no field of it; "
+    "DATA_REASONING=drop leaves it out"
+)
+AS_MARKS = (
+    "reasoning is written between the marks {marks}, though the chat template leaves it out; "
+    "DATA_REASONING=drop leaves it out, too"
+)
+AS_IT_STANDS = (
+    "reasoning within answers is trained as it stands there; the chat template writes a field "
+    "reasoning_content with other line breaks"
+)
+
+
+class Thought(NamedTuple):
+    """An answer's reasoning, and the answer itself."""
+
+    reasoning: str
+    answer: str
+
+
+class Block(NamedTuple):
+    """The marks of a think block, and how one usually begins and ends."""
+
+    opened: str
+    closed: str
+    usual_end: str
+    usual_start: str = ""
+
+    def write(self, reasoning: str) -> str:
+        """Return reasoning between the marks."""
+        return f"{self.opened}{self.usual_start}{reasoning}{self.usual_end}"
+
+
+THINK = Block("<think>", THOUGHT_END, "\n</think>\n\n", "\n")  # DeepSeek R1, Qwen, GLM, MiniMax
+BLOCKS = (
+    THINK,
+    Block("<|START_THINKING|>", "<|END_THINKING|>", "<|END_THINKING|>"),  # Command A
+    Block("<|channel>thought", "<channel|>", "\n<channel|>", "\n"),  # Gemma 4
+    Block("<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
+    Block("<think:opensource>", "</think:opensource>", "</think:opensource>"),  # Hunyuan 3
+    Block("<seed:think>", "</seed:think>", "</seed:think>"),  # Seed-OSS
+    Block("<mm:think>", "</mm:think>", "</mm:think>"),  # MiniMax M3
+    Block("[THINK]", "[/THINK]", "[/THINK]"),  # Magistral, Ministral
+)
+OPENED = tuple(block.opened for block in BLOCKS)
+CLOSED = tuple(block.closed for block in BLOCKS)
+SWITCHES = ("enable_thinking", "thinking")  # variables that let the model think, or not
+
+
+def find_thought(content: str) -> Thought | None:
+    """Return the reasoning with which a content begins and its answer, None if it has none.
+
+    An answer that quotes the marks, in words or in code, has none.
+    """
+    begun = content.lstrip()
+    for block in BLOCKS:
+        if begun.startswith(block.opened):
+            reasoning, closed, answer = begun.removeprefix(block.opened).partition(block.closed)
+            return Thought(reasoning.strip(), answer.lstrip("\n")) if closed else None
+    before, *after = ENDED_THOUGHT.split(content)
+    is_quoted = before.count(CODE_FENCE) % 2 or "<think>" in content
+    if is_quoted or len(after) != 1 or not before.strip():
+        return None
+    return Thought(before.strip(), after[0])
+
+
+def split_reasoning(message: Message) -> Thought:
+    """Return an answer's reasoning, also if its content has it, and the answer itself."""
+    given = Thought((message.reasoning or "").strip(), message.content)
+    thought = find_thought(message.content) if _may_have_thought(message.content) else None
+    if thought and message.reasoning is not None and thought.reasoning != given.reasoning:
+        return given
+    return thought or given
+
+
+def _may_have_thought(content: str) -> bool:
+    return any(mark in content for mark in CLOSED)
+
+
+@dataclass(frozen=True)
+class AskedAnswer:
+    """An answer: its row, its prompt, and the text of the conversation up to and including it."""
+
+    row: Row
+    messages: list[Json]  # of the row, as templates read them
+    index: int  # of the answer
+    prompt: str
+    text: str
+
+    @property
+    def reasoning(self) -> str:
+        return (self.row.messages[self.index].reasoning or "").strip()
+
+    def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
+        """Return prompt and text under a template, with other fields of the answer."""
+        asked, tools = self.messages[: self.index], self.row.tools
+        answer = {**self.messages[self.index], **changes}
+        text = template.render_conversation([*asked, answer], tools).text
+        return template.render_prompt(asked, tools), text
+
+
+class _Form(NamedTuple):
+    """How a template takes reasoning."""
+
+    kind: Literal["field", "content", "marks"]
+    block: Block = THINK
+    takes_content: bool = False  # it writes reasoning within a content as it stands
+
+
+class ThoughtPolicy:
+    """Applies `data.reasoning` to rows, and finds answers after think blocks of the prompt."""
+
+    def __init__(self, template: ChatTemplate, reasoning: Literal["keep", "drop", "empty"]):
+        self._template = template
+        self._reasoning = reasoning
+
+    def apply(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        """Return a row with its reasoning where the template takes it, and what to say of it.
+
+        Under `drop` there is none.
+        """
+        changed: dict[int, Message] = {}
+        notes: dict[str, None] = {}
+        for index, message in enumerate(row.messages):
+            if message.role != "assistant":
+                continue
+            if message.reasoning is None and not _may_have_thought(message.content):
+                continue
+            thought = split_reasoning(message)
+            if self._reasoning == "drop":
+                # a field keeps templates from looking for reasoning in an answer that quotes marks
+                field = "" if THOUGHT_END in thought.answer else None
+                changed[index] = replace(message, reasoning=field, content=thought.answer)
+                continue
+            changed[index] = moved = self._move(message, thought)
+            if thought.reasoning and moved.reasoning is None:
+                if self._form.takes_content:
+                    notes[AS_IT_STANDS] = None
+                elif message.reasoning:
+                    notes[AS_CONTENT] = None
+        if not changed:
+            return row, ()
+        messages = tuple(changed.get(i, message) for i, message in enumerate(row.messages))
+        return replace(row, messages=messages), tuple(notes)
+
+    def _move(self, message: Message, thought: Thought) -> Message:
+        """Return an answer with its reasoning as the template takes it."""
+        is_inside = thought.answer != message.content
+        if message.reasoning is None and not is_inside:  # it quotes the marks of reasoning
+            return replace(message, reasoning="")
+        is_content = self._form.kind == "content"
+        begins = is_inside and message.content.lstrip().startswith(THINK.opened)
+        if begins and (is_content or self._form.takes_content):
+            return replace(message, reasoning=None)
+        if is_content and thought.reasoning:
+            content = THINK.write(thought.reasoning) + thought.answer
+            return replace(message, reasoning=None, content=content)
+        if is_content or not is_inside:
+            return message
+        return replace(message, reasoning=thought.reasoning, content=thought.answer)
+
+    @cached_property
+    def _form(self) -> _Form:
+        """How the template takes reasoning, asked with words of our own."""
+        fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), PROBE)
+        inside = THINK.write(PROBE) + PROBE_ANSWER
+        contents: list[Json] = [{"content": PROBE_ANSWER}, {"content": inside}]
+        answers = [*contents, {**contents[0], **fields}]
+        try:
+            prompt = self._template.render_prompt([QUESTION])
+            plain, within, text = (
+                self._template.render_conversation([QUESTION, {"role": "assistant", **answer}]).text
+                for answer in answers
+            )
+        except RenderError:
+            return _Form("field")
+        is_verbatim = within.startswith(prompt + inside)
+        if prompt.rstrip().endswith((*OPENED, *CLOSED)):
+            return _Form("field")
+        if PROBE in text:
+            return _Form(
+                "field", takes_content=is_verbatim and THINK.opened in text and within != text
+            )
+        answer_text = plain.removeprefix(prompt)
+        for block in BLOCKS:
+            if answer_text.startswith(block.opened + block.closed):  # empty, without line breaks
+                return _Form("marks", Block(block.opened, block.closed, block.closed))
+            if block is not THINK and block.opened in self._template.jinja:
+                return _Form("marks", block)
+        return _Form("content" if inside in within else "field")
+
+    def write_text(self, asked: AskedAnswer) -> str | None:
+        """Return the text of an answer whose prompt ends in a think block, None if it does not.
+
+        The text is put together if the conversation has another one: the prompt of use, then what
+        the model is to write after it.
+
+        Raises: RenderError for an answer without reasoning if none is to be put in its place, and
+        for one with reasoning after a closed block.
+        """
+        prompt = asked.prompt.rstrip()
+        for block in BLOCKS:
+            is_open = prompt.endswith(block.opened)
+            if not is_open and not prompt.endswith(block.closed):
+                continue
+            self._refuse_other_reasoning(is_open, asked)
+            before = prompt.removesuffix(block.closed).rstrip()
+            before = before.removesuffix(block.opened).rstrip()
+            if not asked.text.startswith(before):
+                return None
+            answer = _without_block(block, asked.text[len(before) :])
+            if is_open:
+                answer = asked.reasoning + self._find_block_end(block, asked) + answer
+            return asked.prompt + answer
+        return None
+
+    def write_lost(self, asked: AskedAnswer) -> tuple[str, tuple[str, ...]] | None:
+        """Return the text of an answer whose reasoning the template leaves out, and what to say.
+
+        It stands in the block that the prompt opens, or between marks of the template's own. None
+        if the template writes it, or has no such marks. Raises RenderError as `write_text` does.
+        """
+        answer = asked.text[len(asked.prompt) :]
+        if not asked.reasoning or asked.reasoning in answer:
+            return None
+        if asked.prompt.rstrip().endswith((*OPENED, *CLOSED)):
+            text = self.write_text(asked)
+            return (text, ()) if text else None
+        block = self._form.block
+        if self._form.kind != "marks":
+            return None
+        written = block.write(asked.reasoning) + _without_empty(block, answer)
+        note = AS_MARKS.format(marks=f"{block.opened} and {block.closed}")
+        return asked.prompt + written, (note,)
+
+    def _refuse_other_reasoning(self, is_open: bool, asked: AskedAnswer) -> None:
+        """Raise RenderError for missing reasoning in an open block, and any after a closed one."""
+        if is_open and not asked.reasoning and self._reasoning == "keep":
+            switch = self._find_switch(False, asked)
+            raise RenderError(
+                "the chat template opens a think block before an answer, and messages"
+                f"[{asked.index}] has no reasoning; DATA_REASONING=empty trains an empty block"
+                + (f", {switch} none" if switch else "")
+            )
+        if not is_open and asked.reasoning:
+            switch = self._find_switch(True, asked)
+            raise RenderError(
+                "the chat template closes the think block in the prompt, and the row has "
+                f"reasoning; {f'{switch} trains it, ' if switch else ''}DATA_REASONING=drop "
+                "leaves it out"
+            )
+
+    def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
+        """Return the setting by which the model thinks, or does not; None if none is found."""
+        for name in SWITCHES:
+            if name not in self._template.variables_read - self._template.row_names:
+                continue
+            template = self._template.with_variables({name: on})
+            prompt, text = asked.render(template)
+            end = prompt.rstrip()
+            thinks = end.endswith(OPENED)
+            if on and not end.endswith(CLOSED):
+                has_marks = ThoughtPolicy(template, "keep")._form.kind == "marks"
+                thinks = thinks or has_marks or asked.reasoning in text
+            if on == thinks:
+                return f"MODEL_TEMPLATE_KWARGS='{{{name}: {str(on).lower()}}}'"
+        return None
+
+    def _find_block_end(self, block: Block, asked: AskedAnswer) -> str:
+        """Return how the template ends a think block, asked with words of our own."""
+        words = f"Answer{PROBE}"
+        prompt, text = asked.render(self._template, content=words, reasoning_content=PROBE)
+        after = text[len(prompt) :].partition(PROBE)[2]
+        between, found, _ = after.partition(words)
+        end = between[: between.find(block.closed) + len(block.closed)]
+        rest = between[len(end) :]
+        space = rest[: len(rest) - len(rest.lstrip())]
+        if found and block.closed in end and text.startswith(prompt):
+            return end + space
+        is_empty = text.startswith(prompt + block.closed)  # as DeepSeek V3.1 writes it
+        return block.closed if is_empty else block.usual_end
+
+
+def _without_block(block: Block, answer: str) -> str:
+    """Return an answer without the think block, whole or only its end, that it begins with."""
+    if block.closed in answer:
+        return answer.partition(block.closed)[2].lstrip()
+    return answer.lstrip().removeprefix(block.opened).lstrip()
+
+
+def _without_empty(block: Block, answer: str) -> str:
+    """Return an answer without the empty think block that it begins with, if it does."""
+    rest = answer.lstrip().removeprefix(block.opened).lstrip()
+    return rest.removeprefix(block.closed) if rest.startswith(block.closed) else answer
