@@ -44,6 +44,13 @@ def test_a_json_file_is_read_as_pandas_and_spark_write_it(orient: str, tmp_path:
     assert contents(path) == EXPECTED
 
 
+def test_lines_of_a_json_file_break_at_line_feeds_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    row = {"question": "q\u2028r", "answer": "a\x85b"}
+    path.write_text((json.dumps(row, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
+    assert contents(path) == [list(row.values())] * 2
+
+
 def test_an_object_of_splits_is_refused_with_commands_that_write_them(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"train": ROWS, "test": ROWS[:1]}))

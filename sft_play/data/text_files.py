@@ -217,8 +217,9 @@ def _read_object(path: Path, text: str) -> Iterator[NumberedRecord]:
     """
     first, _, rest = text.strip().partition("\n")
     if first.startswith("{") and first.rstrip().endswith("}") and rest.lstrip().startswith("{"):
-        for index, line in enumerate(filter(str.strip, text.splitlines(keepends=True))):
-            yield NumberedRecord(index, parse_json_line(line.encode()), len(line))
+        lines = io.BytesIO(text.encode())  # which break at \n alone, unlike str.splitlines
+        for index, line in enumerate(filter(bytes.strip, lines)):
+            yield NumberedRecord(index, parse_json_line(line), len(line))
         return
     try:
         value = parse_json(text)
