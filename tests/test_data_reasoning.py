@@ -370,3 +370,22 @@ def test_reasoning_within_an_answer_stays_where_the_template_writes_its_marks():
         assert trained(TIGHT, answer) == f"{INLINE.content}<|im_end|>"
         ((sample,),) = Renderer(tok).render([Row((QUESTION, answer), "rows.jsonl:1")])
         assert "trained as it stands" in sample.notes[0]
+
+
+def test_an_error_names_drop_only_where_the_row_trains_without_its_reasoning():
+    """As Llama 3.1, which writes no words beside a call."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    written = "(m['tool_calls'] | tojson if m['tool_calls'] else m['content'])"
+    template = family("chatml").chat_template.replace("message['content']", written)
+    template = template.replace("message.content", written).replace("m[", "message[")
+    tok = tokenizer(template, MARKS, "<|endoftext|>", None, LLAMA3_WORDS)
+    for content, reasoning in (("", "Look."), ("<think>\nLook.\n</think>\n\n", None)):
+        answer = Message("assistant", content, reasoning, (call,))
+        (refused,) = Renderer(tok).render([Row((QUESTION, answer), "r:1")])
+        assert str(refused).endswith(
+            "DATA_REASONING=drop trains the answers without their reasoning"
+        )
+        assert ids_of(tok, answer, "drop")
+    beside = Message("assistant", "I look.", "Look.", (call,))
+    (refused,) = Renderer(tok).render([Row((QUESTION, beside), "r:1")])
+    assert "DATA_REASONING" not in str(refused)

@@ -144,13 +144,7 @@ class TrainingTextBuilder:
         try:
             views = [self._generation_view(row, messages, index) for index in trained]
         except RenderError as error:
-            if len(trained) > 1:
-                with contextlib.suppress(RenderError):
-                    self._generation_view(row, messages, trained[-1])
-                    if self._losses.describe(row, trained[-1:]):
-                        raise error
-                    error = RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone")
-            raise error from None
+            raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
         notes = self._losses.describe(row, trained)
         texts: list[TrainingText] = []
         for view in reversed(views):
@@ -167,6 +161,21 @@ class TrainingTextBuilder:
             text.trains_all = len(text.answers) == sum(index <= last for index in answers)
             text.notes += notes
         return texts[::-1]
+
+    def _find_remedy(self, row: Row, trained: Sequence[int], error: str) -> str:
+        """Return what to type against an error, tried on the row; "" if nothing is known."""
+        without, _ = ThoughtPolicy(self._template, "drop").apply(row)
+        with contextlib.suppress(RenderError):
+            if without is not row and "DATA_REASONING" not in error:
+                messages = template_messages(without.messages)
+                for index in trained:
+                    self._generation_view(without, messages, index)
+                return "; DATA_REASONING=drop trains the answers without their reasoning"
+        with contextlib.suppress(RenderError):
+            if len(trained) > 1 and not self._losses.describe(row, trained[-1:]):
+                self._generation_view(row, template_messages(row.messages), trained[-1])
+                return "; DATA_TRAIN_ON=last trains the last answer alone"
+        return ""
 
     def _generation_view(self, row: Row, messages: list[Json], index: int) -> TrainingText:
         """Return the generation view of the answer `messages[index]`, with its span.
