@@ -194,6 +194,9 @@ def test_rows_without_a_value_are_bad_rows_with_a_remedy_that_works(built) -> No
     records[3]["topic"] = None
     with pytest.raises(DataError, match=r"rows.jsonl:4: no value in data.split_by=topic"):
         built(records, split_by="topic")
+    for file in ("rows.jsonl", "rows.parquet"):
+        with pytest.raises(DataError, match="or to one of question, answer, topic, id\n"):
+            built(records, file, split_by="topics")
     data = built(records, split_by="topic", on_bad_row="quarantine")
     assert data.ledger.splits["train"].tally.dropped["bad_row"] == 1
     assert len(built(records, split_by="prompt").validation) == 2

@@ -163,6 +163,8 @@ def test_a_hub_id_is_its_rows_and_without_a_network_the_cache_answers_or_the_mac
         {"path": "owner/subsets", "subset": "de"},
     ]
     answers = ask(entries, tmp_path, HF_ENDPOINT=hub)
+    part = ask([{"path": "owner/rows", "split": "train[:2]"}], tmp_path, HF_ENDPOINT=hub)
+    assert part == answers[:1], "the rows are taken where the files are read"
     assert [(name, questions(file)) for name, file in answers] == [
         ("owner/rows", ["q1", "q2", "q3"]),
         ("owner/rows", ["t1"]),

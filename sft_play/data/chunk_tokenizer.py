@@ -18,7 +18,7 @@ from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat, find_values
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, InvalidRowError, Row
+from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, InvalidRowError, Row, list_columns
 from sft_play.data.store import (
     LongRow,
     RowHashes,
@@ -190,9 +190,13 @@ class ChunkTokenizer:
         tally = done.tally
         parsed = parse_record_rows(chunk, task.row_format, self._system_prompt, tally.unused)
         records: dict[int, list[Row]] = {}
-        for number, rows in zip(chunk.numbers, parsed, strict=True):
+        for position, (number, rows) in enumerate(zip(chunk.numbers, parsed, strict=True)):
             if self._group_by and number not in groups and not isinstance(rows, BadRow):
-                reason = f"no value in data.split_by={self._group_by}; set DATA_SPLIT_BY=prompt"
+                (record,) = parse_records(chunk.take([position]))
+                reason = (
+                    f"no value in data.split_by={self._group_by}; set DATA_SPLIT_BY=prompt, or to "
+                    f"one of {list_columns(record)}"
+                )
                 rows = _bad_row(rows, reason)
             if isinstance(rows, BadRow):
                 done.drop(task, rows, "bad_row")
@@ -278,12 +282,12 @@ def hash_row(row: Row) -> RowHashes:
             ]
             + ([row.variables] if row.variables else [])
         )
-        answers = [n for n, m in enumerate(messages) if m.role == "assistant" and m.is_trained]
-        asked = answers[-1] if answers else len(messages)
+        answers = (n for n, m in enumerate(messages) if m.role == "assistant" and m.is_trained)
+        asked = max(answers, default=len(messages))
     question = "\n".join(message.content for message in messages[:asked])
-    rest = content[len(question) :]
-    asked_words, other_words = _words(question), _words(rest)
-    words = f"{asked_words} {other_words}".strip() or content  # a text may have no words
+    asked_words = _words(question)
+    # a text may have no words
+    words = f"{asked_words} {_words(content[len(question) :])}".strip() or content
     return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words))
 
 

@@ -349,16 +349,12 @@ def name_sources(sources: Sequence[TokenizedSource]) -> list[str]:
     given = [
         one.title or one.name.removesuffix(file_format(Path(one.name)) or "") for one in sources
     ]
-    names: list[str] = []
     for length in range(1, MAX_PARTS):
-        ends = ["_".join(Path(name).parts[-length:]) for name in given]
-        names = [
-            NO_WORD.sub("_", source.title or end).strip("_")
-            for source, end in zip(sources, ends, strict=True)
-        ]
+        names = ["_".join(Path(name).parts[-length:]) for name in given]
         if len(set(names)) == len(set(given)):
             break
-    return names
+    names = [one.title or name for one, name in zip(sources, names, strict=True)]
+    return [NO_WORD.sub("_", name).strip("_") for name in names]
 
 
 # train; validation and test if they have rows of their own

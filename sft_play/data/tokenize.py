@@ -179,8 +179,6 @@ def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
             f"{source.name}: {source.section.choice} takes no row, or more than there are; "
             f"write rows of at most {there}, or a part within [:{total}]"
         )
-    if source.section.rows is None:
-        return total, np.arange(start, stop)
     drawn = np.random.default_rng(seed).permutation(stop - start)[:wanted]
     return total, start + np.sort(drawn)
 
