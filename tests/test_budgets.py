@@ -31,7 +31,7 @@ TOKENS = {
     ".": 8_300,
     "commands": 18_750,
     "compat": 1_300,
-    "config": 20_800,
+    "config": 20_850,
     "data": 48_000,
     "evaluation": 10_600,
     "inference": 16_400,

@@ -190,6 +190,7 @@ def test_more_rows_than_there_are_is_an_error_whose_remedy_works(
         {"rows": "10%"},
         {"rows": 0.1},
         {"split": "train[5]"},
+        {"split": "10%"},
         {"split": "train[:1.5%]"},
         {"split": "train[:10%](pct1_dropremainder)"},
         {"split": "train[:5]", "part": "[:6]", "rows": -1},

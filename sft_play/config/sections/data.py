@@ -36,7 +36,7 @@ class SourceSection(Section):
     def _take_part(cls, values: Any) -> Any:
         """Take train[:10%] apart, as the datasets library writes a part of a split."""
         split = values.get("split") if isinstance(values, dict) else None
-        if not isinstance(split, str) or "[" not in split or "part" in values:
+        if not isinstance(split, str) or not set("[%") & set(split) or "part" in values:
             return values
         name, bracket, rest = split.partition("[")
         return {**values, "split": name or "train", "part": bracket + rest}
