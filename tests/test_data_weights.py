@@ -13,8 +13,10 @@ from test_packed_training import IGNORE_INDEX, Document, collator_of, documents,
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from sft_play.data.chunk_tokenizer import fit_sample
+from sft_play.config.schema import Config
+from sft_play.data.chunk_tokenizer import WEIGHTS, fit_sample
 from sft_play.data.collate import TrainRows
+from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import RenderedSample, Renderer
 from sft_play.data.row_formats import match_format
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, parse_record
@@ -162,6 +164,18 @@ def rows_with(folder: Path, weights: list[float | None]) -> Path:
             row |= {} if weight is None else {"weight": weight}
             file.write(json.dumps(row) + "\n")
     return folder / "rows.jsonl"
+
+
+def test_the_ledger_counts_rows_with_weights(tmp_path: Path) -> None:
+    settings = {"cache_dir": str(tmp_path / "cache"), "val_size": 0.2}
+    notes = {}
+    for name, weights in {"some": [0.5, None, 1], "none": [None]}.items():
+        path = rows_with(tmp_path, weights)
+        data = {**settings, "train_path": str(path)}
+        config = Config.model_validate({"data": data, "model": {"max_seq_len": 64}})
+        ledger = build_run_data(config, AutoTokenizer.from_pretrained(TINY)).ledger
+        notes[name] = [note for note in ledger.notes if "weigh" in note]
+    assert notes == {"some": [f"{path}: 4 rows: {WEIGHTS}"], "none": []}
 
 
 @pytest.mark.slow

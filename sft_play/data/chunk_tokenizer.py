@@ -99,6 +99,9 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     )
 
 
+WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
+
+
 @dataclass(frozen=True)
 class ChunkTask:
     """A chunk of the source's file number `file`, and the format of that file."""
@@ -165,6 +168,8 @@ class ChunkTokenizer:
                 continue
             tally.as_text.update({name for sample in samples for name in sample.as_text})
             tally.noted.update({note for sample in samples for note in sample.notes})
+            if any(sample.weights for sample in samples):
+                tally.noted[WEIGHTS] += 1
             tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))

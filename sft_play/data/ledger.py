@@ -135,10 +135,9 @@ class SourceLedger:
     @property
     def notes(self) -> list[str]:
         """What becomes of unused keys, of special tokens in messages, and under the template."""
-        tally = self.tally
-        notes = [*unused_notes(tally.unused, self.name), *special_notes(tally.as_text, self.name)]
-        noted = sorted(tally.noted.items())
-        return [*notes, *(f"{self.name}: {rows:,} rows: {note}" for note, rows in noted)]
+        tally, name = self.tally, self.name
+        noted = [f"{name}: {rows:,} rows: {note}" for note, rows in sorted(tally.noted.items())]
+        return [*unused_notes(tally.unused, name), *special_notes(tally.as_text, name), *noted]
 
 
 @dataclass(frozen=True)
@@ -321,9 +320,7 @@ def _reason_lines(
     lines = []
     for reason in dict.fromkeys(chain.from_iterable(counts)):
         if any(count[reason] for count in counts):
-            label = f"{mark} {reason}"
-            if reason in meaning:
-                label += f": {meaning[reason]}"
+            label = ": ".join(filter(None, (f"{mark} {reason}", meaning.get(reason))))
             lines.append((label, *(_format(count[reason]) for count in counts)))
     return lines
 
@@ -367,11 +364,11 @@ def padding_lines(ledger: Ledger) -> list[str]:
     padding = ledger.padding
     if padding is None:
         return []
-    unpacked = 1 - padding.real / padding.unpacked
-    packed = 1 - padding.real / padding.packed
+    unpacked, packed = (1 - padding.real / width for width in (padding.unpacked, padding.packed))
+    fewer = padding.unpacked / padding.packed
     return [
         f"padding: {unpacked:.1%} of an epoch's tokens unpacked, {packed:.1%} packed, "
-        f"which computes {padding.unpacked / padding.packed:.2f} times fewer"
+        f"which computes {fewer:.2f} times fewer"
     ]
 
 
