@@ -17,11 +17,12 @@ from sft_play.config.schema import Config
 from sft_play.data.chunk_tokenizer import WEIGHTS, fit_sample
 from sft_play.data.collate import TrainRows
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.preview import weight_note
 from sft_play.data.render import RenderedSample, Renderer
 from sft_play.data.row_formats import match_format
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, parse_record
 from sft_play.data.rows import Row
-from sft_play.data.store import RowHashes, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.store import RowHashes, Sample, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.models.fast.loss.head import fuse_loss
 from sft_play.training.batches import collate_for_step, take_nll, total_weight
 
@@ -85,6 +86,14 @@ def test_pieces_of_a_cut_sample_keep_their_weights() -> None:
     assert [piece.weights for piece in pieces] == [[1, 2, 3], [4, 5, 6], [7, 8]]
     (kept,) = fit_sample(sample, 4, "truncate_left", bos_id=1).samples
     assert (kept.ids, kept.weights) == ([1, 6, 7, 8], [1.0, 6, 7, 8])
+
+
+def test_the_preview_says_what_answers_weigh() -> None:
+    labels = np.array([IGNORE_INDEX, 1, 2, IGNORE_INDEX, 3, 4])
+    weights = np.array([1, 0.25, 0.25, 1, 1, 0.5], np.float32)
+    sample = Sample(labels, labels, 0, weights)
+    assert weight_note(sample) == "its trained tokens weigh 0.25, 1, 0.5 in the loss"
+    assert weight_note(Sample(labels, labels, 0)) is None
 
 
 def test_a_store_has_the_weights_of_samples_that_have_some(tmp_path: Path) -> None:

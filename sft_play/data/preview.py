@@ -96,8 +96,10 @@ def preview_sequences(
     find_spans = SpanFinder(tokenizer)
 
     def document(index: int) -> PreviewDocument:
-        note = cut_note(int(data.train.records["cut"][index]), too_long)
-        return PreviewDocument(data.train.origin(index), find_spans(data.train[index]), note)
+        sample = data.train[index]
+        cut = cut_note(int(data.train.records["cut"][index]), too_long)
+        note = "; ".join(filter(None, (cut, weight_note(sample)))) or None
+        return PreviewDocument(data.train.origin(index), find_spans(sample), note)
 
     sequences = [
         PreviewSequence("train", tuple(reasons), (document(index),))
@@ -120,6 +122,7 @@ def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
         "shortest": split.lengths == split.lengths.min(),
         "shortened": split.records["cut"] > 0,
         "goes on with a row": _continues_row(split),
+        "weighed": split.records["weights"] >= 0,
     }
     for reason, mask in masks.items():
         if mask.any():
@@ -145,6 +148,16 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
     if too_long == "truncate_left":
         where = "before this text were cut off"
     return f"{cut_tokens:,} tokens {where} (data.too_long={too_long})"
+
+
+def weight_note(sample: Sample) -> str | None:
+    """Return which weights the answers of a sample have, in their order; None if each has 1."""
+    if sample.weights is None:
+        return None
+    of_answers = sample.weights[sample.labels != IGNORE_INDEX]
+    changes = np.flatnonzero(np.diff(of_answers, prepend=np.nan) != 0)
+    words = ", ".join(f"{weight:g}" for weight in of_answers[changes])
+    return f"its trained tokens weigh {words} in the loss"
 
 
 def first_packed_sequence(lengths: np.ndarray, layout: Layout, seed: int) -> list[int]:
