@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 18_750,
     "compat": 1_300,
     "config": 21_050,
-    "data": 60_150,
+    "data": 60_250,
     "evaluation": 10_550,
     "inference": 16_400,
     "models": 92_350,

@@ -260,6 +260,8 @@ def find_groups(chunk: Chunk, column: str) -> dict[int, int]:
 
 def hash_rows(rows: Sequence[Row]) -> RowHashes:
     """Return hashes of a record's rows, which are trained or evaluated on together."""
+    if len(rows) == 1:
+        return hash_row(rows[0])
     found = []
     for values in zip(*map(hash_row, rows), strict=True):
         distinct = sorted(set(values))
@@ -297,6 +299,8 @@ def hash_row(row: Row) -> RowHashes:
 
 
 def _words(text: str) -> str:
+    if text.isascii():
+        return " ".join(re.findall(r"\w+", text.lower()))
     composed = unicodedata.normalize("NFC", text)
     words = " ".join(re.findall(r"\w+", composed.casefold()))
     return unicodedata.normalize("NFKC", words)  # at once, punctuation would cost thrice the time

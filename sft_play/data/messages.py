@@ -95,8 +95,7 @@ def parse_conversation(lists: Sequence[MessageList]) -> tuple[Message, ...]:
             for message in parsed:
                 last = messages[-1] if messages else message
                 is_pair = last.role == message.role == "assistant" and last is not message
-                has_loss = (last.is_trained, last.weight), (message.is_trained, message.weight)
-                if is_pair and goes_on(record, before) and has_loss[0] == has_loss[1]:
+                if is_pair and goes_on(record, before) and has_equal_loss(last, message):
                     messages[-1] = join_answers(last, message)
                 else:
                     messages.append(message)
@@ -109,6 +108,11 @@ def parse_conversation(lists: Sequence[MessageList]) -> tuple[Message, ...]:
         if message.role == "assistant":  # a greeting carries no loss
             messages[index] = replace(message, is_trained=False)
     return tuple(messages)
+
+
+def has_equal_loss(one: Message, other: Message) -> bool:
+    """Return whether two messages count alike in the loss."""
+    return (one.is_trained, one.weight) == (other.is_trained, other.weight)
 
 
 def _check_order(

@@ -111,7 +111,7 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
     turns = record.get(row_format.turn_column) if row_format.turn_column else None
     turns = parse_nested(turns)
     for given in turns if isinstance(turns, list) else ():
-        turn = parse_nested(given)
+        turn = given if isinstance(given, dict) else parse_nested(given)
         if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
             others = turn.keys() - USED_TURN_KEYS
             keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
@@ -261,9 +261,9 @@ def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
     A null is none: tables fill one in where a row has no value. Raises InvalidRowError.
     """
     columns = row_format.variable_columns
-    given = {name: record[column] for name, column in columns.items() if column in record}
-    if not given:
+    if record.keys().isdisjoint(columns.values()):
         return None
+    given = {name: record[column] for name, column in columns.items() if column in record}
     for name, value in given.items():
         is_json = isinstance(value, str) and value.strip()[:1] in ("{", "[")
         if is_json and name != "custom_instructions":

@@ -214,12 +214,15 @@ def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
 def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template writes, with its place."""
     for index, message in enumerate(row.messages):
+        where = f"messages[{index}]"
+        yield where, message.content
         others = (message.reasoning, message.name, message.tool_call_id, message.tool_calls)
-        for text in iterate_strings((message.content, *others)):
-            yield f"messages[{index}]", text
-    for text in iterate_strings(row.tools):
+        for other in filter(None, others):
+            for text in iterate_strings(other):
+                yield where, text
+    for text in iterate_strings(row.tools) if row.tools else ():
         yield "tools", text
-    for text in iterate_strings(row.variables):
+    for text in iterate_strings(row.variables) if row.variables else ():
         yield "the variables of the template", text
 
 
