@@ -9,8 +9,8 @@ import pytest
 from run_files import run_json
 from tiny_models import tiny_model
 
-from sft_play.errors import ConfigError
-from sft_play.runs import stamp
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.runs import seal, stamp
 
 SHAPE = {
     "tuning.lora.r": 4,
@@ -33,7 +33,8 @@ def loss(folder, when: str) -> float:
 def plain_adapter(earlier, folder: Path) -> Path:
     """Return a copy of the adapter as PEFT would have written it."""
     shutil.copytree(earlier.path / "adapter", folder)
-    (folder / stamp.NAME).unlink()
+    for name in (stamp.NAME, seal.NAME):
+        (folder / name).unlink()
     return folder
 
 
@@ -85,6 +86,19 @@ def test_what_cannot_go_on_is_refused(plan_run, earlier, tmp_path):
     (plain / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"q": 2}}))
     with pytest.raises(ConfigError, match="has rank_pattern"):
         plan_run({"model.adapter": plain})
+
+
+def test_an_adapter_that_was_changed_or_pickled_is_refused(plan_run, earlier, tmp_path):
+    changed = Path(shutil.copytree(earlier.path / "adapter", tmp_path / "changed"))
+    weights = changed / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        plan_run({"model.adapter": changed})
+    weights.rename(changed / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
+        plan_run({"model.adapter": changed})
 
 
 def test_an_adapter_of_other_layers_is_refused(plan_run, run_worker, earlier, tmp_path):

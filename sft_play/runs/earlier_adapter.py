@@ -13,31 +13,46 @@ from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.runs import stamp
 from sft_play.runs.files import read_json
-from sft_play.runs.model_folder import ADAPTER_CONFIG
+from sft_play.runs.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder
 
 SETTING = "model.adapter"
-# Settings of tuning.lora that make an adapter what it is, and their names in PEFT's config
+# Settings that make an adapter what it is, and their names in PEFT's config
 SHAPE = {
-    "r": "r",
-    "alpha": "lora_alpha",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-    "target_modules": "target_modules",
-    "layers_to_transform": "layers_to_transform",
-    "modules_to_save": "modules_to_save",
+    "model.name": "base_model_name_or_path",
+    "model.revision": "revision",
+    "tuning.lora.r": "r",
+    "tuning.lora.alpha": "lora_alpha",
+    "tuning.lora.use_rslora": "use_rslora",
+    "tuning.lora.use_dora": "use_dora",
+    "tuning.lora.target_modules": "target_modules",
+    "tuning.lora.layers_to_transform": "layers_to_transform",
+    "tuning.lora.modules_to_save": "modules_to_save",
 }
 # What a run's stamp has besides
-OF_RUN = ("tuning.lora.experts", "tuning.lora.trainable_tokens", "model.revision")
-PROMPTS = ("model.chat_template", "model.template_kwargs", "model.template_date")
+OF_RUN = (
+    *("tuning.lora.experts", "tuning.lora.trainable_tokens"),
+    *("model.chat_template", "model.template_kwargs", "model.template_date"),
+)
 # Of PEFT's config, what no setting has
 OTHERS = ("rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices")
 
 
 def find_adapter(named: str, output_dir: Path) -> Path:
-    """Return the folder of an adapter, which may be named by its run. Raises ConfigError."""
+    """Return the folder of an adapter, which may be named by its run.
+
+    Raises: ConfigError where there is none, or none as safetensors; CheckpointError where its files
+    are not what they were sealed as.
+    """
     for folder in (Path(named), Path(named) / "adapter", output_dir / named / "adapter"):
-        if (folder / ADAPTER_CONFIG).is_file():
-            return folder
+        if not (folder / ADAPTER_CONFIG).is_file():
+            continue
+        if not (folder / ADAPTER_WEIGHTS[0]).is_file():
+            raise ConfigError(
+                f"{SETTING}={named}: has no {ADAPTER_WEIGHTS[0]}; copy the whole adapter, and save "
+                "a pickle (.bin), which can run any code when it is loaded, as safetensors"
+            )
+        ModelFolder(folder, output_dir, None).refuse_damage()
+        return folder
     raise ConfigError(
         f"{SETTING}={named}: no run with an adapter, and no folder with {ADAPTER_CONFIG}; "
         "`make runs` lists the runs"
@@ -47,40 +62,36 @@ def find_adapter(named: str, output_dir: Path) -> Path:
 def settings_of_adapter(named: str, output_dir: Path) -> Layer:
     """Return the settings that follow from an adapter, with the adapter's folder itself.
 
-    Raises: ConfigError for one that is not there, or that no settings describe.
+    Raises: as `find_adapter`; ConfigError for one that no settings describe.
     """
     folder = find_adapter(named, output_dir)
     values = _of_stamp(folder) if (folder / stamp.NAME).is_file() else _of_config(folder)
-    origin = f"{SETTING}={named}"
-    found = {path: Located(value, origin) for path, value in values.items()}
-    return {**found, SETTING: Located(str(folder.absolute()), origin)}
+    values[SETTING] = str(folder.absolute())
+    return {path: Located(value, f"{SETTING}={named}") for path, value in values.items()}
 
 
 def _of_stamp(folder: Path) -> dict[str, Any]:
     config = Config.model_validate(stamp.read(folder)["config"])
-    paths = ("model.name", *(f"tuning.lora.{name}" for name in SHAPE), *OF_RUN, *PROMPTS)
-    return {path: attrgetter(path)(config) for path in paths}
+    return {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
 
 
 def _of_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / ADAPTER_CONFIG)
-    kind = config.get("peft_type")
     others = [name for name in OTHERS if config.get(name)]
+    if config.get("peft_type") != "LORA":
+        others.append("another peft_type than LORA")
     if config.get("bias", "none") != "none":
         others.append("bias")
     targets = config.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":
         others.append("target_modules, a pattern")
-    if kind != "LORA" or others:
-        what = f"has {', '.join(others)}" if kind == "LORA" else f"is of the kind {kind}"
+    if others:
         raise ConfigError(
-            f"{SETTING}={folder}: the adapter {what}, which no settings here describe; merge it "
-            "into its base, and set MODEL_NAME to what comes out"
+            f"{SETTING}={folder}: the adapter has {', '.join(others)}, which no settings here "
+            "describe; merge it into its base, and set MODEL_NAME to what comes out"
         )
-    values = {f"tuning.lora.{name}": config.get(peft) for name, peft in SHAPE.items()}
-    values["model.name"] = config.get("base_model_name_or_path")
-    values["model.revision"] = config.get("revision")
-    return {path: value for path, value in values.items() if value is not None}
+    found = {path: config.get(name) for path, name in SHAPE.items()}
+    return {path: value for path, value in found.items() if value is not None}
 
 
 def refuse_other_base(config: Config) -> None:
