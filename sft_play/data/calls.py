@@ -170,10 +170,11 @@ def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
     try:
         for line in ast.parse(value.strip()).body:
             call = line.value
-            assert not call.args, "an argument without a name"
+            if call.args:
+                raise ValueError("an argument without a name")
             arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
             calls.append({"name": ast.unparse(call.func), "arguments": arguments})
-    except (SyntaxError, ValueError, AttributeError, AssertionError):
+    except (SyntaxError, ValueError, AttributeError):
         raise InvalidRowError(
             f"{name} is {shorten(value)}, not calls such as weather(city='Oslo'); "
             "write them as tool_calls: [{'name': ..., 'arguments': {...}}]"

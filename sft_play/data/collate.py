@@ -86,11 +86,11 @@ def _join_weights(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) ->
     """Return the weights of consecutive parts, None where each token weighs 1."""
     if all(part is None for part in parts):
         return None
-    given = [
-        np.ones(length, np.float32) if part is None else part
-        for part, length in zip(parts, lengths, strict=True)
-    ]
-    return np.concatenate(given)
+    return np.concatenate(list(map(_or_ones, parts, lengths)))
+
+
+def _or_ones(weights: np.ndarray | None, length: int) -> np.ndarray:
+    return np.ones(length, np.float32) if weights is None else weights
 
 
 @dataclass(frozen=True)
@@ -222,10 +222,7 @@ def _pad_weights(sequences: Sequence[TokenSequence], width: int) -> Batch:
     """Return {WEIGHTS: (B, T)}, {} where each token weighs 1."""
     if all(sequence.weights is None for sequence in sequences):
         return {}
-    rows = [
-        np.ones(len(sequence.ids), np.float32) if sequence.weights is None else sequence.weights
-        for sequence in sequences
-    ]
+    rows = [_or_ones(sequence.weights, len(sequence.ids)) for sequence in sequences]
     return {WEIGHTS: _pad(rows, 0, width, np.float32)}
 
 
