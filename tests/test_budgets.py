@@ -28,8 +28,8 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 8_300,
-    "commands": 18_750,
+    ".": 8_700,
+    "commands": 18_800,
     "compat": 1_300,
     "config": 21_050,
     "data": 60_250,
@@ -43,7 +43,7 @@ TOKENS = {
     "runs": 13_050,
     "training": 43_350,
 }
-FILES = 306
+FILES = 307
 FUNCTIONS = 3_650
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 900

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.commands import exports as export_commands
-from sft_play.commands.check_server import Server, Tally, check_server
+from sft_play.commands.check_server import Choice, Completion, Server, Tally, check_server
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
@@ -281,9 +281,9 @@ def test_a_server_of_other_weights_is_told_where_its_answers_part(tiny_base, tau
 
 def test_an_answer_that_parts_at_a_near_tie_is_none_of_the_servers_doing(taught_rows):
     row = replace(taught_rows[0], margins=[0.01] * len(taught_rows[0].margins))
-    answer = {"choices": [{"text": "another", "finish_reason": "length"}]}
+    choice = Choice(text="another", finish_reason="length")
     tally = Tally("completions")
-    tally.compare(row, answer)
+    tally.compare(row, Completion(choices=[choice]))
     assert (tally.ties, tally.differences) == (1, [])
 
 

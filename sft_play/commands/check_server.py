@@ -5,15 +5,18 @@ shows another chat template or a second BOS, its finish_reason a stop that it do
 text everything else.
 """
 
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+from annotated_types import MinLen
+from pydantic import BaseModel
 
 from sft_play.commands.call import Call
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.http_client import AnswerType, NoAnswer, fetch
+from sft_play.masking import mask_secrets
+from sft_play.progress import visible
 from sft_play.runs.exports import ParityRow
 
 SECONDS = 300.0  # for an answer
@@ -25,6 +28,50 @@ ANY_MODEL = "default"  # for servers of one model that list none
 
 class NotServed(Exception):
     """The server does not have this endpoint."""
+
+
+class Message(BaseModel):
+    """What the server writes for the assistant."""
+
+    content: str | None = None
+
+
+class Choice(BaseModel):
+    """One answer: a message of /chat/completions, or a text of /completions."""
+
+    message: Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """The text, "" where there is none."""
+        return (self.message.content if self.message else self.text) or ""
+
+
+class Usage(BaseModel):
+    """Tokens, as the server counts them."""
+
+    prompt_tokens: int | None = None
+
+
+class Completion(BaseModel):
+    """What /chat/completions and /completions answer."""
+
+    choices: Annotated[list[Choice], MinLen(1)]
+    usage: Usage = Usage()
+
+
+class ListedModel(BaseModel):
+    """An entry of /models."""
+
+    id: str
+
+
+class ModelList(BaseModel):
+    """What /models answers."""
+
+    data: list[ListedModel] = []
 
 
 @dataclass(frozen=True)
@@ -52,23 +99,29 @@ class Server:
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"URL={url}: write http://host:port, such as http://127.0.0.1:8000")
+        if key and not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "OPENAI_API_KEY: holds a line break or a character that no key has; export it again"
+            )
         base = url.rstrip("/")
         base = base if base.endswith("/v1") else f"{base}/v1"
         return cls(base, model or only_model(base, key), key)
 
-    def chat(self, row: ParityRow) -> dict[str, Any]:
+    def chat(self, row: ParityRow) -> Completion:
         """Return what /chat/completions answers."""
         return self._ask("chat/completions", row, {"messages": row.messages})
 
-    def complete(self, row: ParityRow) -> dict[str, Any]:
+    def complete(self, row: ParityRow) -> Completion:
         """Return what /completions answers."""
         return self._ask("completions", row, {"prompt": row.prompt})
 
-    def _ask(self, path: str, row: ParityRow, asked: Mapping[str, Any]) -> dict[str, Any]:
-        limit = {"max_tokens": len(row.answer_ids), "temperature": 0, "stream": False}
+    def _ask(self, path: str, row: ParityRow, asked: dict[str, object]) -> Completion:
+        max_tokens = len(row.answer_ids)
         if row.has_ended:  # room to run on behind the stop
-            limit["max_tokens"] += 8
-        return request(f"{self.url}/{path}", {"model": self.model, **asked, **limit}, self.key)
+            max_tokens += 8
+        limit = {"max_tokens": max_tokens, "temperature": 0, "stream": False}
+        body = {"model": self.model, **asked, **limit}
+        return request(f"{self.url}/{path}", Completion, self.key, body)
 
 
 @dataclass
@@ -93,15 +146,14 @@ class Tally:
             f"stops={self.stops}/{self.rows - self.ties} texts={self.texts}/{self.rows}{ties}"
         )
 
-    def compare(self, row: ParityRow, answer: Mapping[str, Any]) -> None:
+    def compare(self, row: ParityRow, answer: Completion) -> None:
         """Count one answer, and record what differs."""
         self.rows += 1
-        choice = answer["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        self._count_prompt(row, (answer.get("usage") or {}).get("prompt_tokens"))
-        if self._is_near_tie(row, text or ""):
+        choice = answer.choices[0]
+        self._count_prompt(row, answer.usage.prompt_tokens)
+        if self._is_near_tie(row, choice.answer):
             return  # where it ends says nothing
-        if choice.get("finish_reason") == row.finish_reason:
+        if choice.finish_reason == row.finish_reason:
             self.stops += 1
             return
         about = "it stops where the model goes on"
@@ -109,8 +161,7 @@ class Tally:
             about = "it runs on behind the trained stop"
         self._differs(
             row,
-            f"it ended by {choice.get('finish_reason')}, and the model by {row.finish_reason}: "
-            f"{about}",
+            f"it ended by {choice.finish_reason}, and the model by {row.finish_reason}: {about}",
         )
 
     def _count_prompt(self, row: ParityRow, found: int | None) -> None:
@@ -173,7 +224,8 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
         tallies.append(tally)
     if not tallies:
         raise EnvironmentFault(f"{server.url} has neither chat/completions nor completions")
-    lines = [f"server {server.url} model={server.model}", *(tally.line() for tally in tallies)]
+    named = visible(mask_secrets(f"server {server.url} model={server.model}"))
+    lines = [named, *(tally.line() for tally in tallies)]
     differences = [line for tally in tallies for line in tally.differences]
     if differences:
         told = "\n".join([*lines, *differences])
@@ -184,10 +236,9 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
 def only_model(base: str, key: str | None) -> str:
     """Return the model that a server lists. Raises: ConfigError where it lists several."""
     try:
-        listed = request(f"{base}/models", None, key).get("data", [])
+        names = [model.id for model in request(f"{base}/models", ModelList, key).data]
     except NotServed:
         return ANY_MODEL
-    names = [entry["id"] for entry in listed]
     if len(names) != 1:
         raise ConfigError(
             f"{base}/models lists {', '.join(names) or 'no model'}; SERVED_NAME= says which one "
@@ -196,25 +247,22 @@ def only_model(base: str, key: str | None) -> str:
     return names[0]
 
 
-def request(url: str, body: Mapping[str, Any] | None, key: str | None) -> dict[str, Any]:
-    """Return what a URL answers, as JSON. Raises: NotServed, EnvironmentFault."""
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    data = json.dumps(body).encode() if body is not None else None
-    asked = urllib.request.Request(url, data, headers)
+def request(
+    url: str, kind: type[AnswerType], key: str | None, body: dict[str, object] | None = None
+) -> AnswerType:
+    """Return what a URL answers. Raises: NotServed, EnvironmentFault."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code in NOT_SERVED or body is None:
-            raise NotServed from None
-        said = error.read(300).decode(errors="replace")
-        raise EnvironmentFault(f"{url} answers {error.code}: {said}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+        answer = fetch(url, SECONDS, body, headers)
+        if answer.status in NOT_SERVED or (answer.status >= 400 and body is None):
+            raise NotServed
+        if answer.status != 200:
+            raise NoAnswer(f"status {answer.status}, {answer.text()!r}")
+        return answer.parse(kind)
+    except NoAnswer as error:
         raise EnvironmentFault(
-            f"{url} does not answer ({reason}); make serve RUN=name starts a server"
+            f"{url} gives no answer that can be compared: {error}; see that URL= names an "
+            "OpenAI-compatible server (make serve RUN=name starts a server)"
         ) from None
 
 

@@ -4,13 +4,14 @@ A pid file names the process. It also holds the process's start time, so that a 
 has since given to another program is never taken for ours. Imports neither torch nor tensorboard.
 """
 
-import json
 import socket
 import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json
@@ -20,6 +21,7 @@ HOST = "127.0.0.1"  # loopback: training logs are not for the network
 PORTS_TRIED = 21  # the one that was asked for and the 20 after it
 START_SECONDS = 20.0
 POLL_SECONDS = 0.1
+ANSWER_SECONDS = 2.0
 LOG_LINES_SHOWN = 8
 
 
@@ -31,6 +33,12 @@ class Started:
     pid: int
     url: str
     message: str
+
+
+class _Served(BaseModel):
+    """What TensorBoard says of itself."""
+
+    data_location: str
 
 
 @dataclass(frozen=True)
@@ -169,17 +177,17 @@ def _answers(record: _Record) -> bool:
 
     Another program, or another project's TensorBoard, may have taken the port first.
     """
-    import http.client  # 20 ms, and most commands start no TensorBoard
+    from sft_play.http_client import (  # 0.2 s, and most commands start no TensorBoard
+        NoAnswer,
+        fetch,
+    )
 
-    # http.client uses no proxy
-    connection = http.client.HTTPConnection(HOST, record.port, timeout=2)
+    url = f"http://{HOST}:{record.port}/data/environment"
     try:
-        connection.request("GET", "/data/environment")
-        return json.loads(connection.getresponse().read()).get("data_location") == record.logdir
-    except (OSError, http.client.HTTPException, ValueError, AttributeError):
+        served = fetch(url, ANSWER_SECONDS, uses_proxy=False).parse(_Served)
+    except NoAnswer:
         return False
-    finally:
-        connection.close()
+    return served.data_location == record.logdir
 
 
 def _end(pid: int, grace_seconds: float) -> None:

@@ -1,0 +1,87 @@
+"""The one client of servers. It believes none of them: time, size, redirects and forms are bounded.
+
+Loads no torch.
+"""
+
+import asyncio
+from typing import NamedTuple, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from sft_play.progress import visible
+
+MAX_BYTES = 16 << 20
+QUOTED = 300  # characters of an answer in an error
+
+AnswerType = TypeVar("AnswerType", bound=BaseModel)
+
+
+class NoAnswer(Exception):
+    """A server gave no answer, or none that can be used; the text says why, fit for a terminal."""
+
+
+class Answer(NamedTuple):
+    """What a server answered."""
+
+    status: int
+    body: bytes
+
+    def text(self) -> str:
+        """Return the beginning of the body, fit for a terminal."""
+        return visible(self.body[:QUOTED].decode(errors="replace"))
+
+    def parse(self, kind: type[AnswerType]) -> AnswerType:
+        """Return the body, JSON, as what it should be. Raises: NoAnswer."""
+        try:
+            return kind.model_validate_json(self.body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            said = f"{where}: {first['msg']}" if where else first["msg"]
+            raise NoAnswer(f"{visible(said)}, in {self.text()!r}") from None
+
+
+def fetch(
+    url: str,
+    seconds: float,
+    body: dict[str, object] | None = None,
+    headers: dict[str, str] | None = None,
+    uses_proxy: bool = True,
+) -> Answer:
+    """Return what a URL answers within `seconds` in all: to a POST of JSON where there is a body.
+
+    Redirects are not followed: a header may hold a key, and the other server has not been named.
+
+    Raises: NoAnswer.
+    """
+    try:
+        return asyncio.run(
+            asyncio.wait_for(_receive(url, body, headers or {}, uses_proxy), seconds)
+        )
+    except TimeoutError:
+        raise NoAnswer(f"no whole answer in {seconds:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+        raise NoAnswer(visible(str(error)) or type(error).__name__) from None
+
+
+async def _receive(
+    url: str, body: dict[str, object] | None, headers: dict[str, str], uses_proxy: bool
+) -> Answer:
+    method = "GET" if body is None else "POST"
+    # compressed answers have no size before they are unpacked
+    headers = {**headers, "Accept-Encoding": "identity"}
+    async with (
+        httpx.AsyncClient(timeout=None, trust_env=uses_proxy) as client,
+        client.stream(method, url, json=body, headers=headers) as answer,
+    ):
+        if answer.has_redirect_location:
+            raise NoAnswer(
+                f"it redirects to {visible(answer.headers['location'])}, which is not followed"
+            )
+        received = bytearray()
+        async for part in answer.aiter_raw():
+            received += part
+            if len(received) > MAX_BYTES:
+                raise NoAnswer(f"its answer is longer than {MAX_BYTES >> 20} MiB")
+        return Answer(answer.status_code, bytes(received))
