@@ -41,7 +41,7 @@ from sft_play.errors import (
     memory_errors_in_words,
 )
 from sft_play.masking import mask_secrets
-from sft_play.progress import log_to_stderr, visible
+from sft_play.progress import guard_output, log_to_stderr, visible
 
 app = typer.Typer(
     add_completion=False,
@@ -320,6 +320,7 @@ app.add_typer(cli_use.app)
 
 def main(words: Sequence[str] | None = None, launched: Launched | None = None) -> None:
     """Run the command line; an error of ours is one message and its exit class."""
+    guard_output()
     log_to_stderr()
     with _errors_as_messages():
         app(words, prog_name="python -m sft_play", obj=launched)
@@ -330,6 +331,7 @@ def main_of_rank(words: Sequence[str]) -> None:
 
     The first process of each machine runs `train` with these words, the others wait for it.
     """
+    guard_output()
     own_words, named = launching.named_json(launching.own_words(words))
     words = ["train", *own_words]
     with _errors_as_messages():
@@ -358,7 +360,8 @@ def _errors_as_messages() -> Iterator[None]:
             mask_secrets(f"{error}\nexit class {code} ({error.exit_class.name.lower()})")
         )
         launching.tell_launcher(text)
-        sys.stderr.write(f"{text}\n")
+        with contextlib.suppress(OSError):  # the exit code says it, too
+            sys.stderr.write(f"{text}\n")
         sys.exit(code)
 
 

@@ -11,6 +11,11 @@ NO_PERMISSION = (
     "let this user read and write it (ls -ld, lsattr -d), or set TRAIN_OUTPUT_DIR and "
     "DATA_CACHE_DIR to other folders"
 )
+OTHER_DISK = (
+    "its disk cannot do that (FUSE, CIFS): set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders of "
+    "another"
+)
+UNREACHABLE = "the server of its disk does not answer: mount it again, then resume"
 # What to do where the system refuses a path, by its reason
 OF_PATH = {
     errno.EROFS: (
@@ -31,7 +36,20 @@ OF_PATH = {
     errno.ESTALE: "the disk was unmounted or exported anew: mount it again, then resume",
     errno.ENODEV: "the disk is gone: mount it again, then resume",
     errno.ENXIO: "the disk is gone: mount it again, then resume",
+    errno.ENOLCK: "its disk keeps no locks: mount it with locks, or set TRAIN_OUTPUT_DIR elsewhere",
+    errno.ENOTSUP: OTHER_DISK,
+    errno.EINVAL: OTHER_DISK,
+    errno.EMLINK: "a folder of its disk can hold no more: remove old runs, or name another",
+    errno.EBUSY: "another program holds it (lsof names it): end that, then resume",
+    errno.EAGAIN: "this machine is short of processes, threads or memory: wait, then resume",
+    errno.ETIMEDOUT: UNREACHABLE,
+    errno.ENOTCONN: UNREACHABLE,
+    errno.EREMOTEIO: UNREACHABLE,
+    errno.EHOSTDOWN: UNREACHABLE,
+    errno.ECONNABORTED: UNREACHABLE,
 }
+# Of these an error without a path is one of a socket, or of a wrong call
+NEEDS_PATH = {number for number, said in OF_PATH.items() if said in (OTHER_DISK, UNREACHABLE)}
 # RuntimeErrors of torch's allocators, and of CUDA outside of them
 NO_HOST_MEMORY = re.compile(r"can't allocate memory", re.IGNORECASE)
 NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
@@ -118,7 +136,7 @@ def of_os_error(error: OSError) -> SftPlayError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)
-    if error.errno in OF_PATH:
+    if error.errno in OF_PATH and (error.filename or error.errno not in NEEDS_PATH):
         return EnvironmentFault(f"{error.strerror}: {place}; {OF_PATH[error.errno]}")
     if error.errno == errno.ENOENT and not Path(path).parent.exists():
         return EnvironmentFault(

@@ -5,12 +5,14 @@ Knows nothing of runs. Lines rather than a bar, so that a log file can be read.
 
 import contextlib
 import logging
+import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TextIO
 
 from sft_play.masking import mask_secrets
 
@@ -61,6 +63,67 @@ class Stage:
 
 
 _open_stages: list[Stage] = []  # the innermost is the last
+
+
+class Output:
+    """A standard stream that says its name where it refuses what is printed.
+
+    Once a run is to go on without it (`go_on_without_output`), what follows goes nowhere: the run
+    has its log files.
+    """
+
+    goes_on = False
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._refusals():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._refusals():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._name
+            if not Output.goes_on:
+                raise
+            _open_null(self._stream.fileno())
+
+
+def _open_null(number: int) -> None:
+    """Make the null device of a descriptor, also of the processes that this one starts."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+    os.set_inheritable(number, True)
+
+
+def guard_output() -> None:
+    """Open standard streams that are closed, and name those that refuse what is printed."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:  # a file of the run would get its number
+            _open_null(number)
+            setattr(sys, name, os.fdopen(number, mode))
+    if not isinstance(sys.stdout, Output):
+        sys.stdout = Output(sys.stdout, "standard output")
+        sys.stderr = Output(sys.stderr, "standard error")
+
+
+def go_on_without_output() -> None:
+    """Let this process go on where its standard output is full or closed."""
+    Output.goes_on = True
 
 
 def say(line: str) -> None:

@@ -28,7 +28,7 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 8_700,
+    ".": 9_150,
     "commands": 18_800,
     "compat": 1_300,
     "config": 21_050,
@@ -40,11 +40,11 @@ TOKENS = {
     "notebooks": 14_950,
     "plan": 44_150,
     "reporting": 11_850,
-    "runs": 13_050,
-    "training": 43_350,
+    "runs": 13_200,
+    "training": 43_400,
 }
 FILES = 307
-FUNCTIONS = 3_650
+FUNCTIONS = 3_660
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 900
 CALLED_FUNCTIONS = 80

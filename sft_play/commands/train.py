@@ -51,7 +51,7 @@ from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.progress import visible
+from sft_play.progress import go_on_without_output, visible
 from sft_play.runs import folder as run_folders
 from sft_play.runs import lock
 from sft_play.runs.files import write_json
@@ -82,6 +82,7 @@ def train(
     Returns only by raising. Raises: StoppedOnRequest after a signal.
     """
     stops.end_with_make()
+    go_on_without_output()
     is_rank = launched is not None and launched.place is not None
     with stops.stopped_with(NOT_BEGUN):
         if call.invocation.gpus:

@@ -21,6 +21,7 @@ from typing import Any
 from sft_play.data.rows import Json
 from sft_play.errors import EnvironmentFault
 from sft_play.runs import seal
+from sft_play.runs.files import rename, sync
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,8 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
             build(unfinished)
             seal.seal(unfinished)
             shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
-            seal.sync(root)
+            rename(unfinished, folder)
+            sync(root)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder

@@ -44,7 +44,7 @@ from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
 from sft_play.runs import stamp
-from sft_play.runs.files import read_json, share, write_json, write_text
+from sft_play.runs.files import read_json, rename, share, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.seal import seal
 
@@ -259,8 +259,8 @@ def publish(staging: Path, target: Path) -> None:
     old = target.with_name(f".{target.name}-old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
-        target.rename(old)
-    staging.rename(target)
+        rename(target, old)
+    rename(staging, target)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -33,7 +33,7 @@ from sft_play.models.parameters import dtype_name
 from sft_play.models.shards import InFile, ShardWriter, files_in, tensor_files, tensors_in
 from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
 from sft_play.plan.stored_as import SECTIONS, StoredAs, stored_as
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.files import read_json, rename, write_json
 from sft_play.runs.model_folder import read_headers
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
     for path in {*saved.values(), *folder.glob("*.safetensors.index.json")}:
         path.unlink()
     for path in staging.iterdir():
-        path.rename(folder / path.name)
+        rename(path, folder / path.name)
     staging.rmdir()
     logger.info("model: %d tensors are the base's own, as they were", len(kept))
 

@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.runs.files import write_json
+from sft_play.runs.files import rename, write_json
 
 SHARD_BYTES = 1 << 30
 CHECKED_AT_A_TIME = 1 << 24  # weights; the check makes copies
@@ -55,7 +55,7 @@ class ShardWriter:
         for number, names in enumerate(self.names, 1):
             name = f"model-{number:05d}-of-{count:05d}.safetensors"
             name = SAFE_WEIGHTS_NAME if count == 1 else name
-            self._part(number).rename(self.folder / name)
+            rename(self._part(number), self.folder / name)
             where.update(dict.fromkeys(names, name))
         if count > 1:
             metadata = {"total_size": self.total}

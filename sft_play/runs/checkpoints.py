@@ -5,7 +5,6 @@ has that name was whole when it got it. Age is the step in the name: clocks go b
 """
 
 import errno
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from sft_play.errors import CheckpointError
 from sft_play.runs import seal
-from sft_play.runs.files import entries
+from sft_play.runs.files import entries, rename, sync
 
 STAGING = ".staging"  # folder beside what is published
 ASIDE = ".corrupt"  # ending of a checkpoint that was found damaged
@@ -53,9 +52,9 @@ def publish(staged: Path, target: Path) -> None:
     if target.exists():
         older = staged.with_name(f"{staged.name}.older")
         shutil.rmtree(older, ignore_errors=True)
-        os.rename(target, older)
-    os.rename(staged, target)
-    seal.sync(target.parent)
+        rename(target, older)
+    rename(staged, target)
+    sync(target.parent)
     shutil.rmtree(staged.parent, ignore_errors=True)
 
 
@@ -76,7 +75,7 @@ def rotate(folder: Path, limit: int | None, best_step: int | None = None) -> lis
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
     for path in removed:
-        os.rename(path, staging / path.name)  # what is half removed has no checkpoint's place
+        rename(path, staging / path.name)  # what is half removed has no checkpoint's place
     shutil.rmtree(staging)
     return removed
 
@@ -147,7 +146,7 @@ def _set_aside(checkpoint: Path) -> str:
         if target.exists():
             continue
         try:
-            os.rename(checkpoint, target)
+            rename(checkpoint, target)
         except FileNotFoundError:
             break  # another process has just done so
         except OSError as error:

@@ -1,12 +1,18 @@
 """Files that are written whole or not at all. Imports nothing of the project."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and CIFS mounts
+BUSY_SECONDS = 0.5
 
 
 def entries(folder: Path) -> list[Path]:
@@ -20,6 +26,40 @@ def entries(folder: Path) -> list[Path]:
         return []
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of the system their file: those of write and fsync have none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk, where its file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Replace `target` by `source`; what is busy for a moment, as on shares, is tried once more."""
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        time.sleep(BUSY_SECONDS)
+        os.replace(source, target)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with `text`: temporary file, fsync, rename.
 
@@ -29,11 +69,10 @@ def write_text(path: Path, text: str) -> None:
     # made by open, so that the umask decides who may read it
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with naming(path), temporary.open("x", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        sync(temporary)
+        rename(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, first_line
-from sft_play.runs.files import entries, read_json, write_json, write_text
+from sft_play.runs.files import entries, read_json, rename, write_json, write_text
 from sft_play.runs.report import RunReport
 
 WEIGHTS = ("adapter", "model")  # folders of trained weights
@@ -210,7 +210,7 @@ def give_up_name(
     for number in range(1, 1000):
         aside = output_dir / f"{run_name}-untrained-{number}"
         if not aside.exists():
-            path.rename(aside)
+            rename(path, aside)
             return RunFolder(aside)
     return None
 

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.runs.files import as_text, write_text
+from sft_play.runs.files import as_text, sync, write_text
 
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
@@ -139,15 +139,6 @@ def digest_of(part: Part) -> str:
             total.update(view[:count])  # without the GIL, so threads hash at the same time
             left -= count
     return total.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hashed(paths: Sequence[Path]) -> list[Entry]:

@@ -31,7 +31,7 @@ from sft_play.models.sharding import whole_state_dict
 from sft_play.process import Process
 from sft_play.runs import checkpoints, seal, stamp
 from sft_play.runs.checkpoints import STAGING
-from sft_play.runs.files import share
+from sft_play.runs.files import rename, share
 from sft_play.runs.resumed import DIVIDED_OPTIMIZER
 from sft_play.training.best import best_step, metric_of, scores_by_step
 from sft_play.training.checks import check_finite, check_finite_optimizer
@@ -231,7 +231,7 @@ def published(
         if process.is_main and keeps_refused:
             refused = target.with_name(f"{target.name}.refused")
             shutil.rmtree(refused, ignore_errors=True)
-            staged.rename(refused)
+            rename(staged, refused)
             logger.warning("what was refused is in %s", refused)
         shutil.rmtree(staged, ignore_errors=True)
         raise

@@ -12,6 +12,7 @@ from sft_play.config.backends import backend_of
 from sft_play.errors import SftPlayError
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.progress import go_on_without_output, guard_output
 from sft_play.runs.folder import RunFolder
 from sft_play.stops import StopSignals
 from sft_play.training import peers
@@ -21,6 +22,8 @@ from sft_play.training.recorder import RunRecorder
 def main(path: Path) -> int:
     """Run the worker on a run folder; return the exit class as the process's exit code."""
     folder = RunFolder(path)
+    guard_output()
+    go_on_without_output()
     stops.hold()  # until they can be recorded
     with StopSignals(is_rank=True) as signals:
         try:
