@@ -41,10 +41,10 @@ TOKENS = {
     "plan": 44_150,
     "reporting": 11_850,
     "runs": 13_200,
-    "training": 43_400,
+    "training": 43_650,
 }
 FILES = 307
-FUNCTIONS = 3_660
+FUNCTIONS = 3_665
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 900
 CALLED_FUNCTIONS = 80

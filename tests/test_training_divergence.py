@@ -1,6 +1,7 @@
 """Runs that train on and learn nothing: a loss like a guess, adapters without a gradient."""
 
 import math
+import re
 import shutil
 
 import pytest
@@ -251,3 +252,27 @@ def test_a_loss_that_is_nan_after_the_best_weights_ends_training_and_they_are_pu
     assert [entry["step"] for entry in report["loss"]] == [1, 2, 3, 4, 5]
     names = sorted(path.name for path in folder.checkpoints.iterdir())
     assert names == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_run_whose_weights_stay_as_they_were_does_not_end_green(plan_run, run_worker, mode):
+    folder = plan_run({"tuning.mode": mode, "train.learning_rate": 1e-60, "train.max_steps": 2})
+    assert run_worker(folder) == ExitClass.DIVERGED
+    assert re.search(
+        "no weight has changed in 2 steps: .*; raise TRAIN_LEARNING_RATE", run_json(folder)["cause"]
+    )
+    assert not (folder.path / "adapter").exists() and not (folder.path / "model").exists()
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said(plan_run, run_worker):
+    folder = plan_run(
+        {
+            "train.lr_scheduler_type": "linear",
+            "train.warmup_steps": 1000,
+            "train.epochs": 0.05,
+            "train.max_steps": None,
+        }
+    )
+    assert run_worker(folder) == 0
+    log = (folder.logs / "rank-0.log").read_text()
+    assert re.search(r"warning: train.warmup_steps=1000 of \d+ steps: the run ends at \d+ %", log)

@@ -1,5 +1,6 @@
 """What a trainer is made of once its run begins: state, wrapped model, optimizer and schedule."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_w
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
 
 # Parameters with LoRA+'s higher rate, as in peft.optimizers.create_loraplus_optimizer
 FASTER = ("lora_B", "lora_embedding_B", "lora_magnitude_vector")
@@ -73,8 +76,17 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
             trainer.model, trainer.optimizer
         )
     trainer.create_scheduler(num_training_steps=max_steps)
+    warmup = trainer.args.get_warmup_steps(max_steps)
     if trainer.args.lr_scheduler_type != SchedulerType.CONSTANT:
-        begin_warm_up(trainer.lr_scheduler, trainer.args.get_warmup_steps(max_steps))
+        begin_warm_up(trainer.lr_scheduler, warmup)
+        if warmup > max_steps:
+            logger.warning(
+                "warning: train.warmup_steps=%d of %d steps: the run ends at %.0f %% of its "
+                "learning rate; lower TRAIN_WARMUP_STEPS (under 1 it is a fraction of the run)",
+                warmup,
+                max_steps,
+                100 * max_steps / warmup,
+            )
     if checkpoint is not None:
         if trainer.is_deepspeed_enabled:
             load_weights(trainer, checkpoint)

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 NAMED_ROWS = 4  # of a step, in a message
 WATCHED_STEPS = 10  # after which a gradient that was always zero is no accident
 NAMED_MODULES = 4  # modules in a message
+COMPARED_NUMBERS = 4096  # of a tensor
 LEFT_OUT = ("lora_A", "lora_embedding_A", ".experts.")
 
 
@@ -256,6 +257,31 @@ class GradientWatch:
             )
         if self.process.is_main:
             logger.warning("warning: %s", cause)
+
+
+class Movement:
+    """Some numbers of every trained tensor as they were, to be compared once training has ended."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.before = self.sample()
+
+    def sample(self) -> list[torch.Tensor]:
+        """Return the first numbers of what this rank holds of each trained tensor."""
+        trained = filter(lambda parameter: parameter.requires_grad, self.model.parameters())
+        held = (own_part(getattr(tensor, "ds_tensor", tensor)).detach() for tensor in trained)
+        return [tensor.flatten()[:COMPARED_NUMBERS].clone() for tensor in held]
+
+    def check(self, process: Process, steps: int, learning_rate: float) -> None:
+        """Raise DivergedError on every rank where none of the numbers has changed on any."""
+        pairs = zip(self.before, self.sample(), strict=True)
+        if not any(process.gather(any(not torch.equal(*pair) for pair in pairs))):
+            dtype = str(self.before[0].dtype).removeprefix("torch.")
+            raise DivergedError(
+                f"no weight has changed in {steps} steps: updates of train.learning_rate="
+                f"{learning_rate:g} are lost in {dtype}; raise TRAIN_LEARNING_RATE, or set "
+                "MODEL_DTYPE=float32"
+            )
 
 
 def watched(model: nn.Module) -> dict[str, nn.Parameter]:

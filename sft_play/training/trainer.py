@@ -47,7 +47,7 @@ from sft_play.training.checkpoints import (
 )
 from sft_play.training.engine import begin_state, prepare, raise_learning_rate_of_b
 from sft_play.training.experts import ExpertUse, RouterLoss
-from sft_play.training.guards import GradientWatch, StepGuard, spread
+from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
@@ -113,6 +113,7 @@ class SftTrainer(Trainer):
         prepare(self, checkpoint, loader)
         self.step_log.reset(self.state.global_step)
         started = time.time()
+        first_step, movement = self.state.global_step, Movement(self.model)
         self.call("on_train_begin")
         for epoch in range(self.state.global_step // steps_per_epoch, epochs):
             self.call("on_epoch_begin")
@@ -122,6 +123,9 @@ class SftTrainer(Trainer):
             checkpoint = None
             if self.control.should_training_stop:
                 break
+        if self.state.global_step >= max_steps > first_step:
+            steps = max_steps - first_step
+            movement.check(self.process, steps, self.args.learning_rate)
         logs = speed_metrics("train", started, num_samples=samples, num_steps=max_steps)
         logs["total_flos"] = self.state.total_flos
         loss = self.logged_loss + self.summed_loss.item()

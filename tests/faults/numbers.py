@@ -121,6 +121,12 @@ def deaf_adapter(bench: Bench) -> Outcome:
     return bench.run(targets | changes)
 
 
+def lost_updates(bench: Bench) -> Outcome:
+    """Every weight is trained, at a rate whose updates are lost in rounding."""
+    changes = {"tuning.mode": "full", "train.learning_rate": 1e-60, "train.max_steps": 2}
+    return bench.run(changes)
+
+
 def wrongly_written(bench: Bench) -> Outcome:
     """A bit of the weights flips on its way to the disk at the end of the run."""
     save = SftTrainer.save_model
@@ -206,6 +212,14 @@ ROWS = (
         ("model.layers.1.self_attn.q_proj: to be trained", "TRAIN_ON_UNTRAINED=warn"),
         Guard("sft_play.training.guards:GradientWatch.look", nothing),
         loses=1,
+    ),
+    Fault(
+        "lost-updates",
+        "no weight changes in a whole run: its updates are lost in rounding",
+        lost_updates,
+        ExitClass.DIVERGED,
+        ("no weight has changed in 2 steps", "raise TRAIN_LEARNING_RATE"),
+        Guard("sft_play.training.guards:Movement.check", nothing),
     ),
     Fault(
         "nan-base",
