@@ -1,6 +1,7 @@
 """Two processes that divide a model by FSDP: equal to DDP, saved in the same form, resumed."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def compare_bases(folder: Path, seen: Path) -> None:
     process = Process(rank, rank, 2, torch.device("cpu"))
     whole = load_base(config, process)
     divided = load_base(config, process, is_fsdp=True)
-    differing = []
+    names = [dict(model.named_parameters()).keys() for model in (whole, divided)]
+    differing = list(names[0] ^ names[1])
     for name, tensor in divided.named_parameters():
         if not torch.equal(tensor.full_tensor(), whole.get_parameter(name)):
             differing.append(name)
@@ -160,6 +162,25 @@ def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(
     exits = run_two(compare_bases, base_of(model_type), tmp_path, output=output)
     assert exits == [0, 0], output.read_text()[-3000:]
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.long)])
+def test_a_head_of_its_own_is_trained_under_every_strategy(
+    plan_run, run_worker, base_of, tmp_path: Path, strategy: str
+) -> None:
+    """Of files that hold two matrices where config ties them, transformers on one GPU takes both."""
+    base = shutil.copytree(base_of("llama"), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    changes = {"model.name": base, "tuning.mode": "full", "train.max_steps": 1}
+    alone = plan_run(changes)
+    assert run_worker(alone) == 0
+    both = plan_run(changes | {"train.strategy": strategy}, num_gpus=2)
+    assert run_two_workers(both) == [0, 0], (both.path / "output.txt").read_text()[-3000:]
+    losses = [run_json(run)["metrics"]["before"]["eval_loss"] for run in (alone, both)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert "lm_head.weight" in saved(both, "full")
 
 
 def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, taught_base) -> None:

@@ -28,7 +28,7 @@ from transformers.utils import (
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import fetch_file
 from sft_play.models import stored_weights
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import auto_class_of, towers_of
 from sft_play.models.parameters import dtype_name
 from sft_play.models.shards import InFile, ShardWriter, files_in, tensor_files, tensors_in
 from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
@@ -50,6 +50,29 @@ def stored_config(config: Config) -> PretrainedConfig | None:
         )
     except (OSError, ValueError, KeyError):
         return None
+
+
+def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
+    """Return whether the files hold a head that differs from the embedding to which config ties it.
+
+    transformers then ties neither, but where it divides the weights as it reads them.
+    """
+    model_class = auto_class_of(stored)._model_mapping.get(type(stored), None)
+    tied = getattr(model_class, "_tied_weights_keys", None)
+    if not (stored.get_text_config().tie_word_embeddings and isinstance(tied, dict)):
+        return False
+    files = {_ending(name): (name, path) for name, path in tensor_files(config).items()}
+    for pair in tied.items():
+        found = [files[end] for end in map(_ending, pair) if end in files]
+        head_and_embedding = [tensor[...] for tensor in tensors_in(dict(found)).values()]
+        if len(found) == 2 and not torch.equal(*head_and_embedding):
+            return True
+    return False
+
+
+def _ending(name: str) -> str:
+    """Return the module and the kind of a tensor, which file and class call alike."""
+    return ".".join(name.split(".")[-2:])
 
 
 def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs | None:

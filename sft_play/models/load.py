@@ -28,6 +28,7 @@ from sft_play.models.base_files import (
     reading_stored,
     stored_config,
     stored_format,
+    stores_own_head,
 )
 from sft_play.models.bnb import packing_experts
 from sft_play.models.export import savable_generation_config
@@ -150,6 +151,9 @@ def load_base(
     stored = stored_config(config)
     found = stored_format(config, stored)
     options = loading_options(config, stored)
+    if stored is not None and stores_own_head(config, stored):
+        stored.get_text_config().tie_word_embeddings = stored.tie_word_embeddings = False
+        options.setdefault("config", stored)
     options["dtype"] = base_dtype
     if found is not None and dtype == "auto":
         options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
