@@ -271,6 +271,7 @@ class RowFormat:
     columns: Mapping[str, str]  # or a path into a column, such as answers.text.0
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
     media_column: str | None = None  # has images, sound or films
+    group_by: str | None = None  # the column or path that data.split_by names
 
     @cached_property
     def required(self) -> tuple[str, ...]:
@@ -280,10 +281,8 @@ class RowFormat:
     @cached_property
     def file_columns(self) -> frozenset[str]:
         """The columns of the file that are read."""
-        if not self.paths:
-            return frozenset(self.columns.values())
-        paths = frozenset(self.paths)
-        whole = [column for column in self.columns.values() if column not in paths]
+        whole = set(self.columns.values()).difference(self.paths)
+        paths = filter(None, (*self.paths, self.group_by))
         return frozenset((*whole, *(path.partition(".")[0] for path in paths)))
 
     @cached_property

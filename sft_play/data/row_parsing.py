@@ -5,6 +5,7 @@ column counts when it does not. A file for questions has the row formats of trai
 would be may be missing. Loads no torch.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from sft_play.data.row_formats import (
     VARIABLES,
     RowFormat,
     expand_record,
+    find_values,
     match_format,
     parse_json_text,
     parse_message_list,
@@ -186,12 +188,30 @@ def parse_record_rows(
             unused.update(unused_keys(record, row_format))
         try:
             rows = parse_record(record, row_format, origin, system_prompt)
+            if row_format.group_by:
+                group = find_group(record, row_format.group_by)
+                if not group:
+                    (record,) = parse_records(chunk.take([position]))  # with all columns
+                    raise InvalidRowError(
+                        f"no value in data.split_by={row_format.group_by}; set "
+                        f"DATA_SPLIT_BY=prompt, or to one of {list_columns(record)}"
+                    )
+                rows = [replace(row, group=group) for row in rows]
         except InvalidRowError as error:
             yield BadRow(origin, str(error), chunk.raw(position))
             continue
         if unused is not None and any(has_null_arguments(row.messages) for row in rows):
             unused[NULL_ARGUMENTS] += 1
         yield rows
+
+
+def find_group(record: Json, column: str) -> str:
+    """Return the values of a record in a column, or at a path, as one text; "" if there is none."""
+    with contextlib.suppress(InvalidRowError):
+        values = find_values(record, column).values
+        if any(value not in (None, "") for value in values):
+            return "\n".join(map(str, values))
+    return ""
 
 
 def parse_record(

@@ -54,6 +54,7 @@ class Row:
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
     variables: Json | None = None  # of the chat template, for this row alone
+    group: str = ""  # its value in the column data.split_by
 
     @property
     def plain_text(self) -> str:

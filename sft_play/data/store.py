@@ -267,19 +267,6 @@ class LongRow(NamedTuple):
     tokens: int
 
 
-class StoredBadRow(NamedTuple):
-    """A row that was set aside. Its file is a number, so a moved file finds its cache entry."""
-
-    file: int
-    place: str  # `:line` or `[index]` in that file
-    reason: str
-    row: str
-
-    def with_file(self, files: Sequence[str]) -> BadRow:
-        """Return the row with the name of its file."""
-        return BadRow(f"{files[self.file]}{self.place}", self.reason, self.row)
-
-
 @dataclass(frozen=True)
 class StoreSummary:
     """What became of a source's rows, and the longest rows over the limit, longest first."""
@@ -332,7 +319,11 @@ class TokenizedSource:
     def read_bad_rows(self) -> list[BadRow]:
         """Return the rows that were set aside."""
         with (Path(self.folder) / BAD_ROWS).open(encoding="utf-8") as lines:
-            return [StoredBadRow(**json.loads(line)).with_file(self.files) for line in lines]
+            rows = [json.loads(line) for line in lines]
+        return [
+            BadRow(f"{self.files[row['file']]}{row['place']}", row["reason"], row["row"])
+            for row in rows
+        ]
 
 
 def open_samples(sources: Sequence[TokenizedSource]) -> Split:

@@ -70,6 +70,9 @@ class _Stopped(BaseException):
     """Raised inside a template: no error of a row, which whoever renders it would catch."""
 
 
+_began = (0.0, 0)  # CPU seconds and peak of memory before what is rendered
+
+
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
     """Stop what is rendered inside after MAX_CPU_SECONDS, or MAX_GROWN_BYTES more memory.
@@ -77,26 +80,12 @@ def limited() -> Iterator[None]:
     It is not one row's error: the next row would take as long. Only the main thread is watched,
     as signals reach no other. Raises: DataError.
     """
+    global _began
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    began = time.process_time()
-    peak = _peak_bytes()
-
-    def check(number: int, frame: FrameType | None) -> None:
-        """Stop a template that takes too long or too much memory."""
-        seconds = time.process_time() - began
-        grown = _peak_bytes() - peak
-        if seconds > MAX_CPU_SECONDS:
-            found = f"has not ended after {seconds:.0f} s"
-        elif grown > MAX_GROWN_BYTES:
-            found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
-        else:
-            return
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        raise _Stopped(f"the chat template {found}; {REMEDY}")
-
-    before = signal.signal(signal.SIGVTALRM, check)
+    _watch_timer()
+    _began = time.process_time(), _peak_bytes()
     signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
     try:
         yield
@@ -106,7 +95,25 @@ def limited() -> Iterator[None]:
         raise DataError(f"the chat template asks for more memory than there is; {REMEDY}") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+
+@functools.cache  # a third of the time of a rendering, if it were done for each
+def _watch_timer() -> None:
+    signal.signal(signal.SIGVTALRM, _check_limits)
+
+
+def _check_limits(number: int, frame: FrameType | None) -> None:
+    """Stop a template that takes too long or too much memory."""
+    seconds = time.process_time() - _began[0]
+    grown = _peak_bytes() - _began[1]
+    if seconds > MAX_CPU_SECONDS:
+        found = f"has not ended after {seconds:.0f} s"
+    elif grown > MAX_GROWN_BYTES:
+        found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
+    else:
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    raise _Stopped(f"the chat template {found}; {REMEDY}")
 
 
 def _peak_bytes() -> int:
@@ -231,6 +238,11 @@ class ChatTemplate:
     def render_conversation(self, messages: list[Json], tools: Sequence[Json] = ()) -> TemplateText:
         """Return the text of a conversation with its generation marks. Raises RenderError."""
         return self._render(messages, tools, add_generation_prompt=False)
+
+    def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
+        """Return the prompt that the last message answers, and the text with it."""
+        prompt = self.render_prompt(messages[:-1], tools)
+        return prompt, self.render_conversation(messages, tools).text
 
     def _render(
         self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool

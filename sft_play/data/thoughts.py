@@ -122,10 +122,8 @@ class AskedAnswer:
 
     def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
         """Return prompt and text under a template, with other fields of the answer."""
-        asked, tools = self.messages[: self.index], self.row.tools
         answer = {**self.messages[self.index], **changes}
-        text = template.render_conversation([*asked, answer], tools).text
-        return template.render_prompt(asked, tools), text
+        return template.render_both([*self.messages[: self.index], answer], self.row.tools)
 
 
 class _Form(NamedTuple):

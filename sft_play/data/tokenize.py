@@ -143,7 +143,7 @@ def build_store(
     )
     pace = Pace(stage)
     processes = count_processes(source.file_bytes)
-    tokenize = ChunkTokenizer(config, tokenizer, group_by)
+    tokenize = ChunkTokenizer(config, tokenizer)
     chosen = None
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
@@ -152,14 +152,18 @@ def build_store(
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
     ):
-        for done in _tokenize_tasks(_iterate_tasks(source, chosen), tokenize, processes):
+        tasks = _iterate_tasks(source, chosen, group_by)
+        for done in _tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
             pace.advance(done.bytes_read)
             long_rows = longest_first([*long_rows, *done.long_rows])
             for row in done.bad_rows:
-                bad.add(row.with_file(files))
-                bad_rows.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+                bad.add(row)
+                # without the name of the file, so that a moved one finds its cache entry
+                place = row.origin.removeprefix(files[done.file])
+                facts = {"file": done.file, "place": place, "reason": row.reason, "row": row.raw}
+                bad_rows.write(json.dumps(facts, ensure_ascii=False) + "\n")
     if bad.total and config.data.on_bad_row == "fail":
         bad.refuse(tally.rows_in - tally.dropped["not_chosen"])
     StoreSummary(tally, long_rows).write(folder)
@@ -190,11 +194,13 @@ def count_processes(file_bytes: int) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-def _iterate_tasks(source: Source, chosen: np.ndarray | None) -> Iterator[ChunkTask]:
+def _iterate_tasks(
+    source: Source, chosen: np.ndarray | None, group_by: str | None
+) -> Iterator[ChunkTask]:
     """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
     start = 0  # of a chunk, among all rows of the source
     for number, path in enumerate(source.files):
-        row_format = detect_format(path, source.columns)
+        row_format = replace(detect_format(path, source.columns), group_by=group_by)
         for chunk in read_chunks(path, ROWS_PER_CHUNK):
             if chosen is not None:
                 end = start + len(chunk.records)

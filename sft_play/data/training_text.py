@@ -18,8 +18,14 @@ from typing import Any, Literal, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.special_text import match_any
-from sft_play.data.template_checks import check_answer, check_prompt, json_characters, quote
-from sft_play.data.template_losses import TemplateLosses
+from sft_play.data.template_checks import (
+    check_answer,
+    check_calls,
+    check_prompt,
+    describe_losses,
+    json_characters,
+    quote,
+)
 from sft_play.data.templates import (
     CharacterSpan,
     ChatTemplate,
@@ -97,7 +103,6 @@ class TrainingTextBuilder:
     def _use(self, template: ChatTemplate) -> None:
         self._template = template
         self._thoughts = ThoughtPolicy(template, self._reasoning)
-        self._losses = TemplateLosses(template)
         # (role, has tool calls) of each message of conversations whose places were checked
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
@@ -145,7 +150,7 @@ class TrainingTextBuilder:
             views = [self._generation_view(row, messages, index) for index in trained]
         except RenderError as error:
             raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
-        notes = self._losses.describe(row, trained)
+        notes = describe_losses(self._template, row, trained)
         texts: list[TrainingText] = []
         for view in reversed(views):
             (answer,) = view.answers
@@ -172,7 +177,7 @@ class TrainingTextBuilder:
                     self._generation_view(without, messages, index)
                 return "; DATA_REASONING=drop trains the answers without their reasoning"
         with contextlib.suppress(RenderError):
-            if len(trained) > 1 and not self._losses.describe(row, trained[-1:]):
+            if len(trained) > 1 and not describe_losses(self._template, row, trained[-1:]):
                 self._generation_view(row, template_messages(row.messages), trained[-1])
                 return "; DATA_TRAIN_ON=last trains the last answer alone"
         return ""
@@ -217,7 +222,7 @@ class TrainingTextBuilder:
         after = text[end:]
         ending = self._ending if found else WHITESPACE
         check_answer(message, f"messages[{index}]", text[len(prompt) : stop], after, ending)
-        self._losses.check_calls(message, f"messages[{index}]")
+        check_calls(self._template, message, f"messages[{index}]")
         if not self._whitespace_or_special.fullmatch(after):
             raise RenderError(
                 f"the chat template writes {quote(after.strip())} "
@@ -249,15 +254,14 @@ class TrainingTextBuilder:
         marked = [dict(message) for message in messages]
         for index, word in words.items():
             marked[index]["content"] = word
-        prompt_end = len(self._template.render_prompt(marked[:-1], tools))
-        text = self._template.render_conversation(marked, tools).text
+        prompt, text = self._template.render_both(marked, tools)
         for index, word in words.items():
             if word not in text:
                 raise RenderError(
                     f"the chat template leaves out or changes messages[{index}], "
                     f"of the role {messages[index]['role']}"
                 )
-        if last in words and text.count(words[last], prompt_end) > 1:
+        if last in words and text.count(words[last], len(prompt)) > 1:
             raise RenderError(
                 f"the chat template writes messages[{last}], an answer, more than once"
             )
