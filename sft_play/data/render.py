@@ -9,39 +9,22 @@ Legend: T tokens of one sample.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from sft_play.data.rows import Json, Message, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
-from sft_play.data.templates import (
-    DEFAULT_TEMPLATE,
-    ChatTemplate,
-    RenderError,
-    stop_ids,
-    template_messages,
-    template_text,
-)
-from sft_play.data.thoughts import ThoughtPolicy
+from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, template_messages
+from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
     AnswerSpan,
     PromptTail,
     TokenSpan,
     TrainingText,
     TrainingTextBuilder,
+    TrainOn,
     check_generation_marks,
     marks_equal_answers,
 )
-
-__all__ = [
-    "DEFAULT_TEMPLATE",
-    "IGNORE_INDEX",
-    "RenderError",
-    "RenderedSample",
-    "Renderer",
-    "render_prompt",
-    "stop_ids",
-    "template_text",
-]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
@@ -84,8 +67,8 @@ class Renderer:
     def __init__(
         self,
         tokenizer: Any,
-        train_on: Literal["all", "last"] = "all",
-        reasoning: Literal["keep", "drop", "empty"] = "keep",
+        train_on: TrainOn = "all",
+        reasoning: Reasoning = "keep",
         tokens_in_text: TokensInText = "as_text",
     ):
         self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
@@ -138,7 +121,7 @@ class Renderer:
             builder, unread = self._texts, []
             if given.variables:
                 builder, unread = builder.for_row(given), builder.describe_unread(given)
-            given, notes = builder.arrange(given)
+            given, notes = builder.thoughts.apply(given)
             row = self._special.escape(given)
             if row.text is not None:
                 return _PreparedRow(given, row, [TrainingText(row.text)])

@@ -88,10 +88,11 @@ class TokenCounter:
 
     def count(self, rows: Sequence[Row]) -> dict[int, int]:
         """Return the tokens of each row by its index, without rows that the template refuses."""
-        texts = {index: self._text(row) for index, row in enumerate(rows)}
-        given = {index: text for index, text in texts.items() if text is not None}
-        encodings = self.tokenizer.encode_batch_fast(list(given.values()), add_special_tokens=False)
-        return {index: len(encoding.ids) for index, encoding in zip(given, encodings, strict=True)}
+        texts = {
+            index: text for index, text in enumerate(map(self._text, rows)) if text is not None
+        }
+        encodings = self.tokenizer.encode_batch_fast(list(texts.values()), add_special_tokens=False)
+        return {index: len(encoding.ids) for index, encoding in zip(texts, encodings, strict=True)}
 
     def _text(self, row: Row) -> str | None:
         if row.text is not None or row.segments:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from sft_play.data.marked_text import split_marked_text
 from sft_play.data.rows import InvalidRowError, Json, shorten
-from sft_play.data.text_files import InvalidJsonError, parse_json
+from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 
 JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
@@ -122,7 +122,7 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
             return turns
         value = parse_json_text(value, name)
     if isinstance(value, dict):
-        value = _split_columns(value)
+        value = split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
     kinds = set(map(type, value))
@@ -158,16 +158,6 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         for role, key in zip(("user", "assistant"), keys, strict=True):
             turns.append({"role": role, "content": pair[key]})
     return turns
-
-
-def _split_columns(value: Json) -> Any:
-    """Return an object for each place of the lists of an object; other values as they are."""
-    columns = list(value.values())
-    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
-        return value
-    if len({len(column) for column in columns}) > 1:
-        return value
-    return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
 
 
 def is_turn(value: Any) -> bool:

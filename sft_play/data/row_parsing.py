@@ -122,7 +122,14 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     """Return what becomes of a source's unused keys, as sentences."""
-    meanings = {**MEANINGS, **{key: _explain_marks(key) for key in unused if IN_TEXT in key}}
+    meanings = dict(MEANINGS)
+    for key in unused:
+        _, is_marked, column = key.partition(IN_TEXT)
+        if is_marked:
+            meanings[key] = (
+                "every token is trained, also the questions'; "
+                f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
+            )
     known = [key for key in sorted(unused) if key in meanings]
     others = [key for key in sorted(unused) if key not in (*meanings, NULL_ARGUMENTS)]
     notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {meanings[key]}" for key in known]
@@ -137,14 +144,6 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
             "jq -c 'del(..|nulls)' rows.jsonl > without_nulls.jsonl"
         )
     return notes
-
-
-def _explain_marks(key: str) -> str:
-    column = key.partition(IN_TEXT)[2]
-    return (
-        "every token is trained, also the questions'; "
-        f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
-    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ def _parse_row(
     if row_format.turn_column and is_blank(given):
         given = tools_of_turns(record[column])
     tools = parse_tools(given, tools_column)
-    if tools and has_null_arguments(messages):
+    if tools:
         messages = drop_filled(messages, tools)
     system_column = row_format.columns["system"]
     system = record.get(system_column)
@@ -352,17 +351,20 @@ def read_prompt(
 ) -> Prompt:
     """Return what a record asks, without its last answer. Raises InvalidRowError."""
     whole = _with_answer(record, columns)
-    row_format = match_format([whole], columns)
+    row_format = match_format([whole], columns) if whole else None
     if row_format is None:
-        raise InvalidRowError(_no_question(record))
+        raise InvalidRowError(
+            f"the keys are {list_columns(record)}; a prompt has messages, prompt, question, "
+            'instruction or input; other names go by DATA_COLUMNS="{question: <column>}"'
+        )
     row = parse_record(whole, row_format, origin, system_prompt)[0]
     *messages, answer = row.messages
     expected = None if answer.content == MISSING else answer.content
     return Prompt(origin, tuple(messages), row.tools, expected, row.variables)
 
 
-def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
-    """Return the record with an answer after its question, if it has none."""
+def _with_answer(record: Json, columns: Mapping[str, str]) -> Json | None:
+    """Return the record with an answer after its question; None if it has no question."""
     if record.keys() == {"text"}:
         record = {"prompt": record["text"]}
     for name, fields in ROW_FORMATS.items():
@@ -374,7 +376,7 @@ def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
             return {**record, answer: _with_last_answer(record[answer], answer)}
         if questions and all(record.get(question) is not None for question in questions):
             return {**record, answer: record.get(answer) or MISSING}
-    raise InvalidRowError(_no_question(record))
+    return None
 
 
 def _with_last_answer(value: Any, name: str) -> list[Json]:
@@ -383,13 +385,6 @@ def _with_last_answer(value: Any, name: str) -> list[Json]:
     if ROLES.get(turns[-1].get(speaker)) in ("assistant", "call"):
         return turns
     return [*turns, {speaker: "assistant", content: MISSING}]
-
-
-def _no_question(record: Json) -> str:
-    return (
-        f"the keys are {list_columns(record)}; a prompt has messages, prompt, question, "
-        'instruction or input; other names go by DATA_COLUMNS="{question: <column>}"'
-    )
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Json, str]]:

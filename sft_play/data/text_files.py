@@ -258,8 +258,9 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
         if all(column.keys() == held[0].keys() for column in held):  # pandas, orient="columns"
             value = {key: list(column.values()) for key, column in value.items()}
             lists = list(value)
-    if len(lists) == len(value) > 1 and len({len(column) for column in value.values()}) == 1:
-        return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    rows = split_columns(value)
+    if rows is not value:
+        return rows
     if is_line:
         return [value]
     found = f"the keys {', '.join(value) or 'none'}"
@@ -269,6 +270,16 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
         f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
         f"and no other list; this is one object with {found}"
     )
+
+
+def split_columns(value: Json) -> Any:
+    """Return an object for each place of the lists of an object; other values as they are."""
+    columns = list(value.values())
+    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
+        return value
+    if len(set(map(len, columns))) > 1:
+        return value
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _require_object(record: Any, raw: str) -> Json | UnreadableRecord:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.templates import ChatTemplate, RenderError
 
+Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
 THOUGHT_END = "</think>"
 # The end of reasoning whose beginning is in the prompt of who wrote it, as DeepSeek R1's is
 ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n+")
@@ -137,7 +138,7 @@ class _Form(NamedTuple):
 class ThoughtPolicy:
     """Applies `data.reasoning` to rows, and finds answers after think blocks of the prompt."""
 
-    def __init__(self, template: ChatTemplate, reasoning: Literal["keep", "drop", "empty"]):
+    def __init__(self, template: ChatTemplate, reasoning: Reasoning):
         self._template = template
         self._reasoning = reasoning
 

@@ -29,7 +29,6 @@ from sft_play.data.chunk_tokenizer import (
 )
 from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, SourceAccount, Tally
-from sft_play.data.render import template_text
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
@@ -40,6 +39,7 @@ from sft_play.data.store import (
     TokenizedSource,
     TokenizedSplits,
 )
+from sft_play.data.templates import template_text
 from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder

@@ -34,8 +34,9 @@ from sft_play.data.templates import (
     stop_ids,
     template_messages,
 )
-from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, ThoughtPolicy
+from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, Reasoning, ThoughtPolicy
 
+TrainOn = Literal["all", "last"]  # data.train_on
 # Longest conversation, in messages, that `_check_places` renders a second time: longer ones go on
 # as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
@@ -84,10 +85,10 @@ class TrainingTextBuilder:
     def __init__(
         self,
         tokenizer: Any,
-        train_on: Literal["all", "last"] = "all",
-        reasoning: Literal["keep", "drop", "empty"] = "keep",
+        train_on: TrainOn = "all",
+        reasoning: Reasoning = "keep",
     ):
-        self._reasoning: Literal["keep", "drop", "empty"] = reasoning
+        self._reasoning: Reasoning = reasoning
         self._use(ChatTemplate(tokenizer))
         self._train_on = train_on
         self._eos = tokenizer.eos_token
@@ -102,7 +103,7 @@ class TrainingTextBuilder:
 
     def _use(self, template: ChatTemplate) -> None:
         self._template = template
-        self._thoughts = ThoughtPolicy(template, self._reasoning)
+        self.thoughts = ThoughtPolicy(template, self._reasoning)
         # (role, has tool calls) of each message of conversations whose places were checked
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
@@ -127,10 +128,6 @@ class TrainingTextBuilder:
             f"the variable {name} is not used: the chat template reads {names}"
             for name in sorted((row.variables or {}).keys() - read)
         ]
-
-    def arrange(self, row: Row) -> tuple[Row, tuple[str, ...]]:
-        """Return a row with its reasoning as the template takes it, and what to say of it."""
-        return self._thoughts.apply(row)
 
     def build(self, row: Row) -> list[TrainingText]:
         """Return the texts that train the answers of an arranged conversation, each once.
@@ -203,11 +200,11 @@ class TrainingTextBuilder:
         if message.reasoning or not text.startswith(prompt):
             asked = AskedAnswer(row, messages, index, prompt, text)
             if not text.startswith(prompt):
-                behind = self._thoughts.write_text(asked)
+                behind = self.thoughts.write_text(asked)
                 if behind is None:
                     raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
                 text, generated = behind, None
-            elif lost := self._thoughts.write_lost(asked):
+            elif lost := self.thoughts.write_lost(asked):
                 text, notes = lost
                 generated = None
         check_prompt(row.messages[:index], prompt)
