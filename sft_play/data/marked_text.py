@@ -108,12 +108,12 @@ def find_marks(text: str) -> MarkedText | None:
     return None
 
 
-def is_marked_text(text: str) -> bool:
-    """Return whether a text is a conversation with marks that ends with an answer."""
+def find_style(text: str) -> str | None:
+    """Return the name of the marks of a conversation that ends with an answer, None for others."""
     found = find_marks(text)
     if found is None or ROLES[found.parts[-2].lower()] != "assistant":
-        return False
-    return bool(ENDS.sub("", found.parts[-1]).strip())
+        return None
+    return found.style.name if ENDS.sub("", found.parts[-1]).strip() else None
 
 
 def split_marked_text(text: str, name: str) -> list[Json] | None:

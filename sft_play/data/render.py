@@ -9,16 +9,16 @@ Legend: T tokens of one sample.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from sft_play.data.rows import Json, Message, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
-from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, template_messages
+from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
     AnswerSpan,
     PromptTail,
-    TokenSpan,
     TrainingText,
     TrainingTextBuilder,
     TrainOn,
@@ -212,7 +212,7 @@ class Renderer:
         """
         ids = text.ids
         self._refuse_second_bos(ids)
-        spans: list[TokenSpan] = []
+        spans: list[Span] = []
         span_weights: list[float] = []
         apart: list[RenderedSample] = []
         checks_marks = text.generated is not None and not marks_equal_answers(text)
@@ -257,7 +257,7 @@ class Renderer:
 
     def _find_answer(
         self, text: TrainingText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
-    ) -> TokenSpan:
+    ) -> Span:
         """Return the tokens of an answer with its stop token.
 
         Raises RenderError unless they decode to exactly its text.
@@ -266,7 +266,8 @@ class Renderer:
         where = f"messages[{answer.message}]"
         start = tail_start + len(tail_ids)
         if ids[tail_start:start] != tail_ids:
-            token = self._first_difference(ids[tail_start:], tail_ids)
+            same = len(commonprefix((ids[tail_start:start], tail_ids)))  # noqa: RUF071 - of ids
+            token = self._decode(ids[tail_start + same :][:1])
             is_line_breaks = "\n" in token and not token.strip()
             kind = _JoinedLineBreaks if is_line_breaks else RenderError
             raise kind(f"the token {token!r} straddles the end of the prompt of {where}")
@@ -285,14 +286,7 @@ class Renderer:
                 f"the tokens of {where} read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
                 "not the answer; the tokenizer lacks characters of it"
             )
-        return TokenSpan(start, end)
-
-    def _first_difference(self, ids: list[int], expected: list[int]) -> str:
-        """Return the first token of ids that is not the expected one."""
-        for index, token_id in enumerate(expected):
-            if ids[index : index + 1] != [token_id]:
-                return self._decode(ids[index : index + 1])
-        raise AssertionError("the ids are as expected")
+        return Span(start, end)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
-from sft_play.data.marked_text import is_marked_text
+from sft_play.data.marked_text import find_style
 from sft_play.data.row_formats import (
     FIELDS,
     OPTIONAL_FIELDS,
@@ -29,7 +29,6 @@ from sft_play.data.rows import (
     BadRow,
     InvalidRowError,
     Json,
-    UnreadableRecord,
     list_columns,
 )
 from sft_play.data.tables import DELIMITERS
@@ -82,15 +81,10 @@ def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
 
 def _readable_records(chunk: Chunk) -> list[Json]:
     """Return the records of a chunk that can be read. Raises DataError if none can."""
-    readable: list[Json] = []
-    bad: list[BadRow] = []
-    for position, record in enumerate(parse_records(chunk)):
-        if isinstance(record, UnreadableRecord):
-            bad.append(BadRow(chunk.origin(position), record.reason, record.raw))
-        else:
-            readable.append(record)
+    records = list(parse_records(chunk))
+    readable = [record for record in records if not isinstance(record, BadRow)]
     if not readable:
-        refuse_bad_rows(bad, len(bad))
+        refuse_bad_rows(records, len(records))
     return readable
 
 
@@ -232,7 +226,7 @@ def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
     record = records[0]
     candidates: list[Columns] = []
     chosen = record.get("chosen")
-    if not isinstance(chosen, str) or is_marked_text(chosen):
+    if not isinstance(chosen, str) or find_style(chosen):
         candidates.append({"messages": "chosen"})
     for name in ("prompt", *QUESTIONS, "messages", "conversations"):
         if name in record:

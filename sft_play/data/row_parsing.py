@@ -24,7 +24,7 @@ from sft_play.data.files import (
     read_chunks,
     refuse_bad_rows,
 )
-from sft_play.data.marked_text import find_marks, is_marked_text
+from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
     FLAG_KEYS,
     parse_messages,
@@ -53,7 +53,6 @@ from sft_play.data.rows import (
     Message,
     Row,
     Segment,
-    UnreadableRecord,
     is_blank,
     is_given,
     list_columns,
@@ -108,8 +107,9 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
     if row_format.name == "text":
         column = row_format.required[0]
         text = record.get(column)
-        if isinstance(text, str) and is_marked_text(text):
-            keys.add(f"{find_marks(text).style.name}{IN_TEXT}{column}")
+        style = find_style(text) if isinstance(text, str) else None
+        if style:
+            keys.add(f"{style}{IN_TEXT}{column}")
     turns = record.get(row_format.turn_column) if row_format.turn_column else None
     turns = parse_nested(turns)
     for given in turns if isinstance(turns, list) else ():
@@ -179,10 +179,10 @@ def parse_record_rows(
             if column not in row_format.file_columns and rows:
                 unused[column] += rows
     for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
-        origin = chunk.origin(position)
-        if isinstance(record, UnreadableRecord):
-            yield BadRow(origin, record.reason, record.raw)
+        if isinstance(record, BadRow):
+            yield record
             continue
+        origin = chunk.origin(position)
         if unused is not None:
             unused.update(unused_keys(record, row_format))
         try:
@@ -334,11 +334,11 @@ def read_prompts(
     """
     found: list[Prompt] = []
     bad: list[BadRow] = []
-    read = _read_lines if base_format(path) == ".txt" else _read_records
-    for origin, record, raw in read(path):
+    for origin, record, raw in _read_questions(path):
+        if isinstance(record, BadRow):
+            bad.append(record)
+            continue
         try:
-            if isinstance(record, UnreadableRecord):
-                raise InvalidRowError(record.reason)
             found.append(read_prompt(record, columns, system_prompt, origin))
         except InvalidRowError as error:
             bad.append(BadRow(origin, str(error), raw))
@@ -387,14 +387,14 @@ def _with_last_answer(value: Any, name: str) -> list[Json]:
     return [*turns, {speaker: "assistant", content: MISSING}]
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Json, str]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield format_origin(path, number), {"prompt": line.strip()}, line
-
-
-def _read_records(path: Path) -> Iterator[tuple[str, Json | UnreadableRecord, str]]:
+def _read_questions(path: Path) -> Iterator[tuple[str, Json | BadRow, str]]:
+    """Yield the origin of each question, its record, and its text in the file."""
+    if base_format(path) == ".txt":
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield format_origin(path, number), {"prompt": line.strip()}, line
+        return
     for chunk in read_chunks(path):
         for position, record in enumerate(parse_records(chunk)):
             yield chunk.origin(position), record, chunk.raw(position)

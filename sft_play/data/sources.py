@@ -22,7 +22,7 @@ from sft_play.data.files import (
     read_chunks,
     suggest_path,
 )
-from sft_play.data.ledger import DataAccount, SourceAccount, Tally
+from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import BadRow, Json
@@ -166,7 +166,7 @@ def find_sources(
             )
     every = [(split, source) for split, sources in found.items() for source in sources]
     for split, source in every:
-        account.record(SourceAccount(split, source.name, len(source.files)))
+        account.record(split, source.name, len(source.files))
     for split, source in every:
         for left in source.left if split == "train" else ():
             if left not in found:
@@ -174,7 +174,7 @@ def find_sources(
                 note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
                 logger.warning(note, source.name, left, typed, source.name)
         tally, bad = _check_first_rows(source, config)
-        account.record(SourceAccount(split, source.name, len(source.files), tally))
+        account.record(split, source.name, len(source.files), tally)
         if bad.total and config.data.on_bad_row == "fail":
             bad.refuse(tally.rows_in)
     return found

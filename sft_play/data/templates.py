@@ -124,8 +124,8 @@ class RenderError(DataError):
     """A row whose trained tokens cannot be determined with certainty."""
 
 
-class CharacterSpan(NamedTuple):
-    """Characters [start, end) of a text."""
+class Span(NamedTuple):
+    """Characters, or tokens, [start, end) of a text."""
 
     start: int
     end: int
@@ -138,7 +138,7 @@ class TemplateText(NamedTuple):
     """
 
     text: str
-    generated: list[CharacterSpan] | None
+    generated: list[Span] | None
 
 
 @functools.cache
@@ -280,7 +280,7 @@ class ChatTemplate:
                 )
             except _template_errors() as error:
                 raise RenderError(f"the chat template refuses the conversation: {error}") from error
-        spans = [CharacterSpan(*span) for span in marks[0]] if has_marks else None
+        spans = [Span(*span) for span in marks[0]] if has_marks else None
         return TemplateText(texts[0], spans)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from sft_play.data.chunk_tokenizer import (
     longest_first,
 )
 from sft_play.data.files import BadRows, read_chunks
-from sft_play.data.ledger import DataAccount, SourceAccount, Tally
+from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
@@ -69,63 +70,49 @@ def tokenize_sources(
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
     splits: TokenizedSplits = {}
     for split, sources in found.items():
+        group_by = config.data.split_column(split)
         tokenized: list[TokenizedSource] = []
         for source in sources:
-            reading = SourceAccount(split, source.name, len(source.files), Tally())
-            account.record(reading)  # its tally grows while the source is read
-            done = _tokenize_source(
-                config, source, tokenizer, tokenizer_digest, reading.tally, split
+            section = source.section
+            tally = Tally()
+            account.record(split, source.name, len(source.files), tally)  # grows with what is read
+            files_digest = digest_source(source)
+            key_facts = {
+                **config.data.model_dump(include=ROW_SETTINGS),
+                "max_seq_len": config.model.max_seq_len,
+                "columns": dict(source.columns),
+                "group_by": group_by,
+                "seed": config.train.order_seed if section.rows else None,
+                "suffixes": [path.suffix for path in source.files],
+            }
+            folder = cache.get_or_build(
+                cache_folder(config),
+                cache.entry_key(files_digest, tokenizer_digest, key_facts),
+                partial(build_store, source, config, tokenizer, tally, group_by),
             )
-            account.record(replace(reading, tally=done.read_summary().tally))
+            done = TokenizedSource(
+                source.name,
+                tuple(map(str, source.files)),
+                source.weight,
+                files_digest,
+                str(folder),
+                source.file_bytes,
+                section.choice,
+                section.name,
+            )
+            account.record(split, source.name, len(source.files), done.read_summary().tally)
             tokenized.append(done)
         splits[split] = tuple(tokenized)
     return splits
 
 
-def _tokenize_source(
-    config: Config,
-    source: Source,
-    tokenizer: Any,
-    tokenizer_digest: str,
-    tally: Tally,
-    split: str,
-) -> TokenizedSource:
-    files_digest = digest_source(source)
-    group_by = config.data.split_column(split)
-    key_facts = {
-        **config.data.model_dump(include=ROW_SETTINGS),
-        "max_seq_len": config.model.max_seq_len,
-        "columns": dict(source.columns),
-        "group_by": group_by,
-        "seed": config.train.order_seed if source.section.rows else None,
-        "suffixes": [path.suffix for path in source.files],
-    }
-    folder = cache.get_or_build(
-        cache_folder(config),
-        cache.entry_key(files_digest, tokenizer_digest, key_facts),
-        lambda unfinished: build_store(unfinished, source, config, tokenizer, tally, group_by),
-    )
-    files = tuple(map(str, source.files))
-    section = source.section
-    return TokenizedSource(
-        source.name,
-        files,
-        source.weight,
-        files_digest,
-        str(folder),
-        source.file_bytes,
-        section.choice,
-        section.name,
-    )
-
-
 def build_store(
-    folder: Path,
     source: Source,
     config: Config,
     tokenizer: Any,
     tally: Tally,
-    group_by: str | None = None,
+    group_by: str | None,
+    folder: Path,
 ) -> None:
     """Fill a store folder with a source's samples; `tally` counts what was read so far.
 

@@ -27,9 +27,9 @@ from sft_play.data.template_checks import (
     quote,
 )
 from sft_play.data.templates import (
-    CharacterSpan,
     ChatTemplate,
     RenderError,
+    Span,
     iterate_strings,
     stop_ids,
     template_messages,
@@ -72,7 +72,7 @@ class TrainingText:
 
     text: str
     answers: list[AnswerSpan] = field(default_factory=list)
-    generated: list[CharacterSpan] | None = None  # marked by `{% generation %}`; None: no marks
+    generated: list[Span] | None = None  # marked by `{% generation %}`; None: no marks
     trains_all: bool = False  # every answer of the text is trained in it
     ids: list[int] = field(default_factory=list)  # once the text is tokenized
     tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
@@ -230,7 +230,7 @@ class TrainingTextBuilder:
             text += self._eos
             end = len(text)
             if generated:
-                generated = [*generated, CharacterSpan(stop, end)]
+                generated = [*generated, Span(stop, end)]
         answer = AnswerSpan(index, len(prompt), stop, end)
         return TrainingText(text, [answer], generated, notes=notes)
 
@@ -317,23 +317,16 @@ def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: 
     )
 
 
-class TokenSpan(NamedTuple):
-    """Tokens [start, end) of a text."""
-
-    start: int
-    end: int
-
-
 def marks_equal_answers(text: TrainingText) -> bool:
     """Return whether the marks are exactly the answers, apart from whitespace after them.
 
     If so, the tokens agree too.
     """
-    spans: list[CharacterSpan] = []  # those that are adjacent as one
+    spans: list[Span] = []  # those that are adjacent as one
     for start, end in text.generated or []:
         if spans and spans[-1].end == start:
             start = spans.pop().start
-        spans.append(CharacterSpan(start, end))
+        spans.append(Span(start, end))
     if not text.trains_all or len(spans) != len(text.answers):
         return False
     for span, answer in zip(spans, text.answers, strict=True):
@@ -344,7 +337,7 @@ def marks_equal_answers(text: TrainingText) -> bool:
     return True
 
 
-def check_generation_marks(text: TrainingText, answers: Sequence[TokenSpan], encoding: Any) -> None:
+def check_generation_marks(text: TrainingText, answers: Sequence[Span], encoding: Any) -> None:
     """Raise RenderError unless the marks cover exactly the answers' tokens.
 
     Whitespace after a stop token may be marked. Tokens are marked as transformers marks them for a
