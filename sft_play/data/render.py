@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from sft_play.data.rows import Json, Message, Row, Segment
+from sft_play.data.rows import Json, Message, Notes, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
@@ -40,7 +40,7 @@ class RenderedSample:
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
     weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
-    notes: tuple[str, ...] = field(default=(), repr=False)  # what becomes of its row otherwise
+    notes: Notes = field(default=(), repr=False)  # what becomes of its row otherwise
 
     @property
     def trained_tokens(self) -> int:
@@ -54,7 +54,7 @@ class _PreparedRow(NamedTuple):
     given: Row
     row: Row
     texts: list[TrainingText]
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
 
 
 class _JoinedLineBreaks(RenderError):

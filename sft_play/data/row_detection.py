@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from sft_play.data.row_formats import (
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
     BadRow,
+    Columns,
     InvalidRowError,
     Json,
     list_columns,
@@ -56,10 +57,9 @@ ANSWERS = tuple(
 )
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
-Columns = Mapping[str, str]
 
 
-def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
+def detect_format(path: Path, columns: Columns) -> RowFormat:
     """Return the row format of a file; `columns` gives fields the file's own column names.
 
     Raises: DataError for a file without rows, with rows of no known format, with good and bad
@@ -88,9 +88,7 @@ def _readable_records(chunk: Chunk) -> list[Json]:
     return readable
 
 
-def _check_columns(
-    path: Path, columns: Mapping[str, str], records: Sequence[Json], keys: list[str]
-) -> None:
+def _check_columns(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> None:
     for field, column in columns.items():
         if field not in ALL_FIELDS:
             near = difflib.get_close_matches(field, ALL_FIELDS, n=1)
@@ -170,14 +168,12 @@ def _works(records: Sequence[Json], row_format: RowFormat) -> bool:
     return 2 * bad < len(records)
 
 
-def _columns_work(records: Sequence[Json], columns: Mapping[str, str]) -> bool:
+def _columns_work(records: Sequence[Json], columns: Columns) -> bool:
     row_format = match_format(records, columns)
     return row_format is not None and _works(records, row_format)
 
 
-def _no_format(
-    path: Path, columns: Mapping[str, str], records: Sequence[Json], keys: list[str]
-) -> str:
+def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> str:
     known = ", or ".join(" and ".join(required) for required in ROW_FORMATS.values())
     is_table = base_format(path) in DELIMITERS
     first_line = " (its first line)" if is_table else ""

@@ -22,7 +22,7 @@ from sft_play.data.files import Chunk, read_chunks
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Row
+from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Columns, Row
 from sft_play.data.sources import SETTINGS, find_source, source_sections
 from sft_play.data.template_sources import Template, find_template, read_object
 from sft_play.data.templates import DEFAULT_TEMPLATE, Render, compile_template, template_messages
@@ -137,14 +137,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 class Beginning:
     """The first READ_BYTES of a source, or all of a smaller one."""
 
-    columns: Mapping[str, str]  # of the source
+    columns: Columns  # of the source
     weight: float | None
     chunks: list[Chunk]
     rows: int  # that were read
     all_rows: float  # of the source; estimated by the size of its files if more is left
 
 
-def read_beginning(section: SourceSection, columns: Mapping[str, str]) -> Beginning:
+def read_beginning(section: SourceSection, columns: Columns) -> Beginning:
     """Return the beginning of a source's files, in their order. Raises DataError."""
     source = find_source(section, "data.train_path", columns)
     chunks = []

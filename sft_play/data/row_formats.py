@@ -27,7 +27,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from sft_play.data.marked_text import split_marked_text
-from sft_play.data.rows import InvalidRowError, Json, shorten
+from sft_play.data.rows import Columns, InvalidRowError, Json, shorten
 from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 
 JSON_START = re.compile(r"\s*[\[{]")
@@ -258,7 +258,7 @@ class RowFormat:
     """How a file has its rows: one of ROW_FORMATS, and the file's column for each field."""
 
     name: str
-    columns: Mapping[str, str]  # or a path into a column, such as answers.text.0
+    columns: Columns
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
     media_column: str | None = None  # has images, sound or films
     group_by: str | None = None  # the column or path that data.split_by names
@@ -286,7 +286,7 @@ class RowFormat:
         return self.required[0] if self.name in TURN_FORMATS else None
 
 
-def match_format(records: Sequence[Json], columns: Mapping[str, str]) -> RowFormat | None:
+def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
     """Return the format of a file's first records, None if they have none.
 
     `columns` gives fields the file's own column names, or paths.
@@ -317,7 +317,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _name_columns(
-    name: str, columns: Mapping[str, str], keys: Collection[str], flags: Collection[str]
+    name: str, columns: Columns, keys: Collection[str], flags: Collection[str]
 ) -> dict[str, str]:
     """Return the column of each field of a format, whose case may be another."""
     cases = {key.lower(): key for key in keys} | dict(zip(keys, keys, strict=True))

@@ -48,6 +48,7 @@ from sft_play.data.row_formats import (
 from sft_play.data.rows import (
     CONTENT_KEYS,
     BadRow,
+    Columns,
     InvalidRowError,
     Json,
     Message,
@@ -325,9 +326,7 @@ class Prompt:
         return self.messages[-1].content
 
 
-def read_prompts(
-    path: Path, columns: Mapping[str, str], system_prompt: SystemPrompt
-) -> list[Prompt]:
+def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> list[Prompt]:
     """Return the prompts of a file in order; each line of a .txt file is one.
 
     Raises: DataError for a file that cannot be read, and for records that ask nothing.
@@ -346,9 +345,7 @@ def read_prompts(
     return found
 
 
-def read_prompt(
-    record: Json, columns: Mapping[str, str], system_prompt: SystemPrompt, origin: str
-) -> Prompt:
+def read_prompt(record: Json, columns: Columns, system_prompt: SystemPrompt, origin: str) -> Prompt:
     """Return what a record asks, without its last answer. Raises InvalidRowError."""
     whole = _with_answer(record, columns)
     row_format = match_format([whole], columns) if whole else None
@@ -363,7 +360,7 @@ def read_prompt(
     return Prompt(origin, tuple(messages), row.tools, expected, row.variables)
 
 
-def _with_answer(record: Json, columns: Mapping[str, str]) -> Json | None:
+def _with_answer(record: Json, columns: Columns) -> Json | None:
     """Return the record with an answer after its question; None if it has no question."""
     if record.keys() == {"text"}:
         record = {"prompt": record["text"]}

@@ -2,11 +2,13 @@
 
 import json
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
+Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
+Notes = tuple[str, ...]  # what becomes of a row that is not as the row has it
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it

@@ -25,7 +25,7 @@ from sft_play.data.files import (
 from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import BadRow, Json
+from sft_play.data.rows import BadRow, Columns, Json
 from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
@@ -126,7 +126,7 @@ class Source:
     name: str
     files: tuple[Path, ...]
     weight: float | None  # share of an epoch, relative to other sources
-    columns: Mapping[str, str]  # field: the file's column
+    columns: Columns
     section: SourceSection  # as the user wrote it
     left: tuple[str, ...] = ()  # other splits that the folder has
 
@@ -204,9 +204,7 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
     return sections
 
 
-def find_source(
-    section: SourceSection, setting: str, columns: Mapping[str, str] | None = None
-) -> Source:
+def find_source(section: SourceSection, setting: str, columns: Columns | None = None) -> Source:
     """Return the files of a source; `columns` has where the section names none.
 
     Raises: DataError where nothing of that name exists, EnvironmentFault where the hub cannot be

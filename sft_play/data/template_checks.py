@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from sft_play.data.rows import Message, Row
+from sft_play.data.rows import Message, Notes, Row
 from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings, template_messages
 from sft_play.data.thoughts import split_reasoning
 
@@ -211,7 +211,7 @@ def _writes_greeting(template: ChatTemplate, has_system: bool) -> bool:
     return GREETING.content in prompt and text.startswith(prompt)
 
 
-def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) -> tuple[str, ...]:
+def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) -> Notes:
     """Return what a template leaves out of a row, as sentences.
 
     `trained` are the answers that carry loss; those are refused where a part of them is lost.
@@ -271,7 +271,7 @@ def _lost_in_answer(template: ChatTemplate, kind: CallKind) -> str | None:
 
 
 @functools.lru_cache(MOST_KINDS)
-def _lost_in_history(template: ChatTemplate, kind: CallKind) -> tuple[str, ...]:
+def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
     """Return the parts of a call and its results that the prompt of the next answer lacks."""
     results = [
         Message("tool", word, name=name, tool_call_id=id_)

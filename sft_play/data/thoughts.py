@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Json, Message, Notes, Row
 from sft_play.data.templates import ChatTemplate, RenderError
 
 Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
@@ -142,7 +142,7 @@ class ThoughtPolicy:
         self._template = template
         self._reasoning = reasoning
 
-    def apply(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+    def apply(self, row: Row) -> tuple[Row, Notes]:
         """Return a row with its reasoning where the template takes it, and what to say of it.
 
         Under `drop` there is none.
@@ -242,7 +242,7 @@ class ThoughtPolicy:
             return asked.prompt + answer
         return None
 
-    def write_lost(self, asked: AskedAnswer) -> tuple[str, tuple[str, ...]] | None:
+    def write_lost(self, asked: AskedAnswer) -> tuple[str, Notes] | None:
         """Return the text of an answer whose reasoning the template leaves out, and what to say.
 
         It stands in the block that the prompt opens, or between marks of the template's own. None

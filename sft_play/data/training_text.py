@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, Self
 
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Json, Message, Notes, Row
 from sft_play.data.special_text import match_any
 from sft_play.data.template_checks import (
     check_answer,
@@ -76,7 +76,7 @@ class TrainingText:
     trains_all: bool = False  # every answer of the text is trained in it
     ids: list[int] = field(default_factory=list)  # once the text is tokenized
     tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
-    notes: tuple[str, ...] = ()  # what becomes of its row that is not as the row has it
+    notes: Notes = ()
 
 
 class TrainingTextBuilder:
@@ -196,7 +196,7 @@ class TrainingTextBuilder:
                 )
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
-        notes: tuple[str, ...] = ()
+        notes: Notes = ()
         if message.reasoning or not text.startswith(prompt):
             asked = AskedAnswer(row, messages, index, prompt, text)
             if not text.startswith(prompt):
