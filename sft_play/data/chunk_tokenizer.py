@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
@@ -23,8 +23,7 @@ from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
 
 
-@dataclass(frozen=True, slots=True)
-class FittedSample:
+class FittedSample(NamedTuple):
     """What the length policy keeps of a sample, and what it loses."""
 
     samples: tuple[RenderedSample, ...]
@@ -95,8 +94,7 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
-@dataclass(frozen=True)
-class ChunkTask:
+class ChunkTask(NamedTuple):
     """A chunk of the source's file number `file`, and the format of that file."""
 
     file: int

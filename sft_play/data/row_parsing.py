@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from sft_play.config.schema import Config
 from sft_play.data.calls import drop_filled, has_null_arguments, parse_tools
@@ -218,21 +218,18 @@ def parse_record(
     record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
 ) -> list[Row]:
     """Return the rows of a record. Raises InvalidRowError."""
-    if not row_format.paths:
-        return [_parse_row(record, row_format, origin, system_prompt)]
-    expanded = expand_record(record, row_format.paths)
+    expanded = expand_record(record, row_format.paths) if row_format.paths else [record]
     return [_parse_row(fields, row_format, origin, system_prompt) for fields in expanded]
 
 
 def _parse_row(
     record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
 ) -> Row:
-    for column in row_format.required:
-        if column not in record:
-            raise InvalidRowError(
-                f"the keys are {list_columns(record)}; "
-                f"the rows of this file have {' and '.join(row_format.required)}"
-            )
+    if not record.keys() >= {*row_format.required}:
+        raise InvalidRowError(
+            f"the keys are {list_columns(record)}; "
+            f"the rows of this file have {' and '.join(row_format.required)}"
+        )
     column = row_format.required[0]
     weight_column = row_format.columns["weight"]
     weight = parse_weight(record.get(weight_column), weight_column)
@@ -310,8 +307,7 @@ def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
 MISSING = "?"  # in place of an answer, so that the record is one of a row format
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """What the model is asked; `origin` is `file:line` or `file[index]`."""
 
     origin: str

@@ -70,8 +70,7 @@ class Row:
         return speakers[:1] == ["assistant"]
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
+class BadRow(NamedTuple):
     """A record that is no row: where it is, why, and its text, with broken UTF-8 escaped."""
 
     origin: str
@@ -79,8 +78,7 @@ class BadRow:
     raw: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableRecord:
+class UnreadableRecord(NamedTuple):
     """A record of a file that is no object with keys: why, and its text."""
 
     reason: str

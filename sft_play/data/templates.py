@@ -250,15 +250,16 @@ class ChatTemplate:
         try:
             return self._run(messages, tools, add_generation_prompt)
         except RenderError as error:
-            has_calls = any("tool_calls" in message for message in messages)
-            wants_text = isinstance(error.__cause__, TypeError)
-            if not (has_calls and (wants_text or WANTS_IDS.search(str(error)))):
+            if not any("tool_calls" in message for message in messages):
                 raise
-        # DeepSeek's template concatenates the arguments of calls with text, Mistral's wants ids
-        if wants_text:
-            messages = [_with_json_arguments(message) for message in messages]
-        else:
-            messages = with_short_ids(messages)
+            if isinstance(
+                error.__cause__, TypeError
+            ):  # DeepSeek's concatenates arguments with text
+                messages = [_with_json_arguments(message) for message in messages]
+            elif WANTS_IDS.search(str(error)):  # as Mistral's does
+                messages = with_short_ids(messages)
+            else:
+                raise
         return self._run(messages, tools, add_generation_prompt)
 
     def _run(

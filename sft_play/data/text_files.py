@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,30 +135,26 @@ def read_documents(stream: IO[bytes]) -> Iterator[NumberedRecord]:
     """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone."""
     lines: list[bytes] = []
     first_line = 1
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(chain(stream, [END_OF_DOCUMENT]), 1):
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip() != END_OF_DOCUMENT:
             lines.append(line)
             continue
-        yield from _document(lines, first_line)
+        data = b"".join(lines)
+        if data.strip():
+            yield NumberedRecord(first_line, _read_document(data, first_line), len(data))
         lines = []
         first_line = number + 1
-    yield from _document(lines, first_line)
 
 
-def _document(lines: list[bytes], first_line: int) -> Iterator[NumberedRecord]:
-    data = b"".join(lines)
-    if not data or data.isspace():
-        return
-    record: Json | UnreadableRecord
+def _read_document(data: bytes, first_line: int) -> Json | UnreadableRecord:
     try:
-        record = {"text": data.decode("utf-8")}
+        return {"text": data.decode("utf-8")}
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raw = data.decode("utf-8", "backslashreplace")
-        record = UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
-    yield NumberedRecord(first_line, record, len(data))
+        return UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
 
 
 def read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:

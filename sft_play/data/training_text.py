@@ -49,8 +49,7 @@ TRIMMED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSpan:
+class AnswerSpan(NamedTuple):
     """The characters of one trained answer in a text."""
 
     message: int  # its index in the conversation
