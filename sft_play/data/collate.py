@@ -202,10 +202,8 @@ def labelled(labels: torch.Tensor) -> LabelledPositions:
 def _position_ids(sequences: Sequence[TokenSequence], width: int) -> torch.Tensor:
     position_ids = np.zeros((len(sequences), width), dtype=np.int64)  # (B, T)
     for row, sequence in zip(position_ids, sequences, strict=True):
-        start = 0
-        for length in (*sequence.lengths, width - len(sequence.ids)):
-            row[start : start + length] = np.arange(length)
-            start += length
+        lengths = (*sequence.lengths, width - len(sequence.ids))
+        row[:] = np.concatenate(list(map(np.arange, lengths)))
     return torch.from_numpy(position_ids)
 
 

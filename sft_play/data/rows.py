@@ -147,9 +147,8 @@ def list_columns(names: Iterable[str]) -> str:
     return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
 
 
-SHOWN_WHITESPACE = " \n\t\u3000"
-# Join Persian and Indic letters, emoji, and the letters of flags
-JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
+# Whitespace, and what joins Persian and Indic letters, emoji, and the letters of flags
+SHOWN_CHARACTERS = {*" \n\t\u3000", "\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
 HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
 
 
@@ -157,8 +156,8 @@ def make_visible(text: str) -> str:
     """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
     visible = ""
     for character in text:
-        is_shown = character in SHOWN_WHITESPACE or character in JOINERS
-        if not is_shown and unicodedata.category(character) in HIDDEN_CATEGORIES:
+        is_hidden = unicodedata.category(character) in HIDDEN_CATEGORIES
+        if is_hidden and character not in SHOWN_CHARACTERS:
             character = f"⟨U+{ord(character):04X}⟩"
         visible += character
     return visible

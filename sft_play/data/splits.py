@@ -196,7 +196,9 @@ class UsedTokens:
     def origin(self, token_id: int) -> str | None:
         """Return `file:line` of the first row that has a token, None if it is not known."""
         first_sample = 0  # of a store, among all samples
-        for store in self.samples.stores if self.samples.files else ():
+        for store in self.samples.stores:
+            if not store.files:
+                return None
             for start in range(0, len(store.ids), TOKENS_PER_SCAN):
                 found = np.flatnonzero(store.ids[start : start + TOKENS_PER_SCAN] == token_id)
                 if len(found):

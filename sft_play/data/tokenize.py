@@ -93,7 +93,7 @@ def tokenize_sources(
             done = TokenizedSource(
                 source.name,
                 tuple(map(str, source.files)),
-                source.weight,
+                section.weight,
                 files_digest,
                 str(folder),
                 source.file_bytes,
