@@ -33,6 +33,7 @@ from sft_play.data.messages import (
     tools_of_turns,
 )
 from sft_play.data.row_formats import (
+    MEDIA_COLUMNS,
     ROW_FORMATS,
     TEXT_FORMATS,
     TURN_FORMATS,
@@ -79,14 +80,13 @@ IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
 MAX_LISTED = 12  # keys without a meaning of their own
 NOT_CHOSEN = "no row is chosen or left out by it"
-TEXT_ONLY = "models here take text"
 THOUGHTS = ("cot", "rationale", "thought", "thoughts")
 MEANINGS = {
     **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
     **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
     "split": "all rows are read; name files of their own in data.train_path and data.val_path",
     **dict.fromkeys(("chosen", "rejected"), "preference training is not here"),
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), TEXT_ONLY),
+    **dict.fromkeys(MEDIA_COLUMNS, "models here take text"),
     **dict.fromkeys(("tools", "functions"), "plain texts and segments have no functions"),
     "context": "to put it behind the question: "
     "DATA_COLUMNS='{instruction: <question>, input: context, output: <answer>}'",
@@ -111,10 +111,8 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
         style = find_style(text) if isinstance(text, str) else None
         if style:
             keys.add(f"{style}{IN_TEXT}{column}")
-    turns = record.get(row_format.turn_column) if row_format.turn_column else None
-    turns = parse_nested(turns)
-    for given in turns if isinstance(turns, list) else ():
-        turn = given if isinstance(given, dict) else parse_nested(given)
+    turns = parse_nested(record.get(row_format.turn_column))
+    for turn in map(parse_nested, turns if isinstance(turns, list) else ()):
         if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
             others = turn.keys() - USED_TURN_KEYS
             keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))

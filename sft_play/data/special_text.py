@@ -115,17 +115,20 @@ class SpecialText:
         """The tokenizer whose special tokens have the placeholders' names. Raises RenderError."""
         from tokenizers import Tokenizer
 
-        facts = json.loads(self._backend.to_str())
         names = self._placeholders
+
+        def rename(piece: str) -> str:
+            """Return the name of a special token, and other pieces as they are."""
+            return names.get(piece, piece)
+
+        facts = json.loads(self._backend.to_str())
         for token in facts["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
+            token["content"] = rename(token["content"])
         model = facts["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
-        else:  # of a Unigram model, with a score for each piece
-            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        # by piece, or of a Unigram model a list with a score for each
+        model["vocab"] = _map_strings(model["vocab"], rename)
         if model.get("unk_token"):
-            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+            model["unk_token"] = rename(model["unk_token"])
         renamed = Tokenizer.from_str(json.dumps(facts))
         renamed.no_truncation()
         renamed.no_padding()

@@ -64,13 +64,11 @@ MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 Render = Callable[..., str | None]
+_began = (0.0, 0)  # CPU seconds and peak of memory before what is rendered
 
 
 class _Stopped(BaseException):
     """Raised inside a template: no error of a row, which whoever renders it would catch."""
-
-
-_began = (0.0, 0)  # CPU seconds and peak of memory before what is rendered
 
 
 @contextlib.contextmanager

@@ -55,16 +55,12 @@ class InvalidJsonError(ValueError):
     """Why a text is not JSON."""
 
 
-class _StrictnessError(ValueError):
-    """What Python reads, but the JSON standard does not define."""
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     record = dict(pairs)
     if len(record) != len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise _StrictnessError(f"the key {repeated!r} stands twice in one object")
+        raise InvalidJsonError(f"the key {repeated!r} stands twice in one object")
     return record
 
 
@@ -309,7 +305,7 @@ def _explain(error: ValueError | RecursionError) -> str:
             return f"not valid JSON: {error.msg.removesuffix(' at')} at {place}"
         case RecursionError():
             return "not valid JSON: nested too deeply"
-        case _StrictnessError():
+        case InvalidJsonError():  # read by Python's own decoder, but no JSON by its standard
             return f"not valid JSON: {error}"
         case _:  # int() of thousands of digits
             return "not valid JSON: a number has too many digits"

@@ -147,7 +147,7 @@ class ThoughtPolicy:
 
         Under `drop` there is none.
         """
-        changed: dict[int, Message] = {}
+        messages = list(row.messages)
         notes: dict[str, None] = {}
         for index, message in enumerate(row.messages):
             if message.role != "assistant":
@@ -158,18 +158,17 @@ class ThoughtPolicy:
             if self._reasoning == "drop":
                 # a field keeps templates from looking for reasoning in an answer that quotes marks
                 field = "" if THOUGHT_END in thought.answer else None
-                changed[index] = replace(message, reasoning=field, content=thought.answer)
+                messages[index] = replace(message, reasoning=field, content=thought.answer)
                 continue
-            changed[index] = moved = self._move(message, thought)
+            messages[index] = moved = self._move(message, thought)
             if thought.reasoning and moved.reasoning is None:
                 if self._form.takes_content:
                     notes[AS_IT_STANDS] = None
                 elif message.reasoning:
                     notes[AS_CONTENT] = None
-        if not changed:
-            return row, ()
-        messages = tuple(changed.get(i, message) for i, message in enumerate(row.messages))
-        return replace(row, messages=messages), tuple(notes)
+        if messages != [*row.messages]:
+            row = replace(row, messages=tuple(messages))
+        return row, tuple(notes)
 
     def _move(self, message: Message, thought: Thought) -> Message:
         """Return an answer with its reasoning as the template takes it."""
