@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.data.row_formats import (
-    JSON_START,
     TURN_FORMATS,
     RowFormat,
     is_turn,
@@ -185,8 +184,6 @@ def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
 
 def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:
     """Return the turns that a value has, None for anything else; each may be a JSON text."""
-    if isinstance(value, str) and not JSON_START.match(value):
-        return None
     found = parse_nested(value)
     turns = list(map(parse_nested, found)) if isinstance(found, list) else [found]
     if not all(map(is_turn, turns)):

@@ -118,9 +118,7 @@ class Renderer:
 
     def _prepare(self, given: Row) -> _PreparedRow | RenderError:
         try:
-            builder, unread = self._texts, []
-            if given.variables:
-                builder, unread = builder.for_row(given), builder.describe_unread(given)
+            builder = self._texts.for_row(given)
             given, notes = builder.thoughts.apply(given)
             row = self._special.escape(given)
             if row.text is not None:
@@ -128,7 +126,8 @@ class Renderer:
             texts = [TrainingText(segment.text) for segment in row.segments]
             if not texts:
                 texts = builder.for_row(row).build(row)
-                notes += (*unread, *(note for text in texts for note in text.notes))
+                notes += builder.describe_unread(given)
+                notes += tuple(note for text in texts for note in text.notes)
                 notes = tuple(dict.fromkeys(notes))
             return _PreparedRow(given, row, texts, notes)
         except RenderError as error:

@@ -217,11 +217,11 @@ class ChatTemplate:
 
     def for_row(self, variables: Json | None) -> Self:
         """Return the template with those of a row's variables that it reads."""
-        read = {name: variables[name] for name in self.variables_read & (variables or {}).keys()}
-        if not read:
+        names = self.variables_read.intersection(variables) if variables else None
+        if not names:
             return self
-        template = self.with_variables(read)
-        template.row_names = frozenset(read)
+        template = self.with_variables({name: variables[name] for name in names})
+        template.row_names = names
         return template
 
     @property

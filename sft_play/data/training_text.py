@@ -119,14 +119,16 @@ class TrainingTextBuilder:
             variant._use(template)
         return self._variants[key]
 
-    def describe_unread(self, row: Row) -> list[str]:
+    def describe_unread(self, row: Row) -> Notes:
         """Return what becomes of a row's variables that the template does not read."""
+        if not row.variables:
+            return ()
         read = self._template.variables_read
         names = ", ".join(sorted(read)) or "none"
-        return [
+        return tuple(
             f"the variable {name} is not used: the chat template reads {names}"
-            for name in sorted((row.variables or {}).keys() - read)
-        ]
+            for name in sorted(row.variables.keys() - read)
+        )
 
     def build(self, row: Row) -> list[TrainingText]:
         """Return the texts that train the answers of an arranged conversation, each once.

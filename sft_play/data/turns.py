@@ -115,9 +115,8 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
         calls += parse_python_calls(record.get("function_calls"), ".function_calls")
         content = (content or "") if calls and is_blank(content) else parse_text(content, name)
         return Message(role, content, _find_reasoning(record), calls)
-    if not isinstance(content, str):
-        raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
-    check_encodable(content, name)  # blank is fine: a function may return nothing
+    # blank is fine: a function may return nothing
+    check_encodable(_require_text(content, name), name)
     if role == "system":
         return Message(role, content)
     ids = parse_nested(record.get("tool_call_ids")) or [None]
