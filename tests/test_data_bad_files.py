@@ -26,7 +26,7 @@ from record_files import (
 from sft_play.data import tables, text_files
 from sft_play.data.files import parse_records, read_chunks
 from sft_play.data.row_detection import detect_format
-from sft_play.data.rows import BadRow, UnreadableRecord
+from sft_play.data.rows import BadRow
 from sft_play.errors import DataError, ExitClass
 
 PARQUET, STREAM, ARROW_FILE = (
@@ -252,7 +252,7 @@ def test_a_bad_row_in_a_batch_leaves_the_others(tmp_path: Path) -> None:
     (chunk,) = read_chunks(tmp_path / "a.parquet")
     assert list(parse_records(chunk)) == [
         {"question": "q", "answer": "q"},
-        UnreadableRecord("a text is not UTF-8", "\\xff"),
+        BadRow(f"{chunk.path}[1]", "a text is not UTF-8", "\\xff"),
     ]
 
 

@@ -30,7 +30,7 @@ def recorded(train, **own) -> dict:
         sources.append(
             {
                 "name": source.name,
-                "weight": source.weight,
+                "weight": source.section.weight,
                 "digest": digest_source(source),
                 "file_bytes": source.file_bytes,
                 **own,

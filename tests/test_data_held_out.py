@@ -13,6 +13,7 @@ from sft_play.data.chunk_tokenizer import hash_row
 from sft_play.data.ledger import EqualRows, ledger_lines
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.rows import Message, Row
+from sft_play.data.store import read_bad_rows
 from sft_play.errors import DataError
 
 Records = list[dict[str, Any]]
@@ -199,6 +200,8 @@ def test_rows_without_a_value_are_bad_rows_with_a_remedy_that_works(built) -> No
             built(records, file, split_by="topics")
     data = built(records, split_by="topic", on_bad_row="quarantine")
     assert data.ledger.splits["train"].tally.dropped["bad_row"] == 1
+    (aside,) = read_bad_rows(data.sources)["train"]
+    assert json.loads(aside.raw) == records[3]  # as it is in the file
     assert len(built(records, split_by="prompt").validation) == 2
 
 

@@ -9,7 +9,7 @@ from families import tokenizer
 from renderings import CHATML
 
 from sft_play.config.schema import Config
-from sft_play.data.marked_text import is_marked_text, split_marked_text
+from sft_play.data.marked_text import find_style, split_marked_text
 from sft_play.data.pipeline import build_run_data
 
 SAID = [("user", "Name a tree."), ("assistant", "An oak.")]
@@ -56,7 +56,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_marks_are_read_as_the_turns_that_they_begin(name: str) -> None:
     text, turns = TEXTS[name]
-    assert is_marked_text(text)
+    assert find_style(text)
     found = split_marked_text(text, "text")
     assert [(turn["role"], turn["content"]) for turn in found] == turns
 
@@ -81,7 +81,7 @@ def test_an_analysis_of_harmony_is_the_reasoning_of_the_answer_after_it() -> Non
     ],
 )
 def test_a_text_that_is_no_answered_conversation_is_a_text(text: str) -> None:
-    assert not is_marked_text(text)
+    assert not find_style(text)
 
 
 def notes_and_labels(path: Path, **data: object) -> tuple[list[str], list[str]]:

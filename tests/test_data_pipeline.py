@@ -464,7 +464,7 @@ def test_several_processes_make_the_same_store_as_one(
     made = {}
     for processes in (1, 3):
         monkeypatch.setattr(tokenize, "count_processes", lambda _, count=processes: count)
-        tokenize.build_store(tmp_path / str(processes), source, config, tokenizer, Tally())
+        tokenize.build_store(source, config, tokenizer, Tally(), None, tmp_path / str(processes))
         made[processes] = {
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
         }

@@ -10,16 +10,15 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from sft_play.data.render import (
-    DEFAULT_TEMPLATE,
     IGNORE_INDEX,
     RenderedSample,
     Renderer,
     RenderError,
     render_prompt,
     stop_ids,
-    template_text,
 )
 from sft_play.data.rows import Message, Row
+from sft_play.data.templates import DEFAULT_TEMPLATE, template_text
 from sft_play.errors import DataError, ExitClass
 
 PLAIN = (  # no token of its own, and no stop

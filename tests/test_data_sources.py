@@ -36,7 +36,11 @@ def test_a_folder_is_its_data_files_in_order(tmp_path: Path) -> None:
         "b/10.parquet",
         "b/2.csv",
     ]
-    assert (source.name, source.weight, source.columns) == (str(tmp_path), 2.0, {"question": "q"})
+    assert (source.name, source.section.weight, source.columns) == (
+        str(tmp_path),
+        2.0,
+        {"question": "q"},
+    )
     assert found(tmp_path / "b" / "2.csv").files == (tmp_path / "b" / "2.csv",)
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sft_play.config.schema import Config
-from sft_play.data.messages import MessageList, parse_conversation
+from sft_play.data.messages import parse_conversation
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import Renderer, RenderError, render_prompt
 from sft_play.data.rows import Message, Row
@@ -170,7 +170,7 @@ def test_a_token_hidden_in_the_escapes_of_a_tool_call_is_found() -> None:
     asked = {"role": "user", "content": "q"}
     call = {"type": "function", "function": {"name": "say", "arguments": arguments}}
     answer = {"role": "assistant", "tool_calls": [call]}
-    lists = [MessageList("messages", [asked, answer])]
+    lists = {"messages": [asked, answer]}
     given = Row(parse_conversation(lists), "r:1")
     (sample,) = samples_of(given, tok)
     assert sample.as_text == ("<|im_start|>",)

@@ -1,4 +1,4 @@
-"""sft_play.data.template_losses: what a template leaves out of tools and calls is found by words of
+"""sft_play.data.template_checks: what a template leaves out of tools and calls is found by words of
 our own, then refused, or said once with the rows that have it."""
 
 import json

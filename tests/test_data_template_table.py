@@ -19,7 +19,7 @@ from families import LLAMA3_WORDS, TEMPLATES, tokenizer
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError, render_prompt
 from sft_play.data.rows import Json, Message, Row
-from sft_play.data.template_losses import SYSTEM, TOOL, TemplateLosses
+from sft_play.data.template_checks import SYSTEM, TOOL, check_calls
 from sft_play.data.template_sources import with_variables
 from sft_play.data.templates import CLOCK, TURN_ENDS, ChatTemplate, template_messages
 from sft_play.data.thoughts import ThoughtPolicy
@@ -324,7 +324,6 @@ def call(*arguments: Json, **fields: Any) -> Message:
 def losses_of(path: Path) -> str:
     """Return what a template leaves out, or refuses, of rows with more than two turns."""
     template = ChatTemplate(tokenizer_of(path, ModelSection()))
-    losses = TemplateLosses(template)
     found: list[str] = []
 
     def look(name: str, asked: list[Message], word: str) -> None:
@@ -338,7 +337,7 @@ def losses_of(path: Path) -> str:
 
     def check(name: str, answer: Message) -> None:
         try:
-            losses.check_calls(answer, "")
+            check_calls(template, answer, "")
         except RenderError:
             found.append(name)
 

@@ -6,7 +6,7 @@ import pytest
 from families import LLAMA3_WORDS, family, tokenizer
 from renderings import CHATML, WRITES, error_of, samples_of, trained
 
-from sft_play.data.messages import MessageList, parse_conversation
+from sft_play.data.messages import parse_conversation
 from sft_play.data.render import (
     render_prompt,
 )
@@ -32,7 +32,7 @@ def calling(arguments: object, reasoning: str | None = None) -> Row:
         {"role": "tool", **result},
         {"role": "assistant", "content": "It is mild."},
     ]
-    messages = parse_conversation([MessageList("messages", turns)])
+    messages = parse_conversation({"messages": turns})
     return Row(messages, "rows.jsonl:7", tools=TOOLS)
 
 

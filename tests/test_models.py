@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, core_model_loading
 
 from sft_play.config.schema import Config
-from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth

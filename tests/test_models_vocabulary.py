@@ -395,20 +395,24 @@ def test_quantised_embeddings_are_left_alone(base, tokenizer):
 # What the rows hold
 
 
-def store_of(folder, *samples: tuple[list[int], list[bool]]) -> Store:
+def store_of(folder, *samples: tuple[list[int], list[bool]], file: str = "rows.jsonl") -> Store:
     with StoreWriter(folder) as writer:
         for number, (ids, trained) in enumerate(samples, start=1):
             record = np.zeros(1, RECORD)
             record["end"], record["number"] = len(ids), number
             record["weights"] = -1
             writer.append(SampleArrays(np.array(ids), np.array(trained), np.zeros(0), record))
-    return Store(folder)
+    return Store(folder, [file])
 
 
 def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
-    one = store_of(tmp_path / "one", ([3, 7, 900], [False, True, False]), ([3, 5], [False, True]))
-    two = store_of(tmp_path / "two", ([1, 2, 3], [False, False, True]), ([1, 2000], [True, True]))
-    used = find_used_tokens(Split.whole([one, two], [["a.jsonl"], ["b.jsonl"]]))
+    one = ([3, 7, 900], [False, True, False]), ([3, 5], [False, True])
+    two = ([1, 2, 3], [False, False, True]), ([1, 2000], [True, True])
+    stores = [
+        store_of(tmp_path / "one", *one, file="a.jsonl"),
+        store_of(tmp_path / "two", *two, file="b.jsonl"),
+    ]
+    used = find_used_tokens(Split.whole(stores))
     assert (used.ids.tolist(), used.trained_ids.tolist(), used.largest_id) == (
         [1, 2, 3, 5, 7, 900, 2000],
         [3, 5, 7, 2000],
@@ -423,7 +427,7 @@ def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
         4: None,
     }
     assert {token: used.origin(token) for token in places} == places
-    assert find_used_tokens(Split.whole([one])).origin(3) is None
+    assert find_used_tokens(Split.whole([Store(tmp_path / "one")])).origin(3) is None
     assert find_used_tokens(Split.whole([store_of(tmp_path / "none")])).largest_id == -1
 
 
@@ -440,9 +444,10 @@ def test_the_use_of_a_store_is_the_same_in_pieces_of_any_size(tmp_path, monkeypa
         ([9, 5, 9], [True, True, False]),
         ([8], [True]),
         ([5, 8, 7], [True, False, True]),
+        file="a.jsonl",
     )
     monkeypatch.setattr(splits, "TOKENS_PER_SCAN", chunk_tokens)
-    used = find_used_tokens(Split.whole([store], [["a.jsonl"]]))
+    used = find_used_tokens(Split.whole([store]))
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([5, 7, 8, 9], [5, 7])
     assert [used.origin(token) for token in (5, 7, 8, 9)] == [
         "a.jsonl:1",
@@ -457,10 +462,10 @@ def test_a_refusal_names_the_row_where_the_token_is_met_first(base, tmp_path):
     store = store_of(tmp_path / "rows", ([900], [True]), ([USER, 900, END], [False, True, True]))
     config = config_of(base)
     with pytest.raises(
-        EnvironmentFault, match=r"hold: <\|user\|> \(id 3, first in chats.jsonl:2\), whose row"
+        EnvironmentFault, match=r"hold: <\|user\|> \(id 3, first in rows.jsonl:2\), whose row"
     ):
         check_vocabulary(
             config,
             load_tokenizer(config),
-            find_used_tokens(Split.whole([store], [["chats.jsonl"]])),
+            find_used_tokens(Split.whole([store])),
         )

@@ -23,10 +23,8 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
 
     Raises: DataError for a damaged file, OSError.
     """
-    if path.suffix.lower() == ".parquet":
-        batches = _read_parquet(path, max_rows)
-    else:
-        batches = _read_arrow(path)
+    is_parquet = path.suffix.lower() == ".parquet"
+    batches = _read_parquet(path, max_rows) if is_parquet else _read_arrow(path)
     try:
         for batch, file_share in batches:
             if not batch.num_rows:

@@ -211,7 +211,7 @@ def _choose_held_out(train: Selection, config: Config) -> np.ndarray:
         f"{data.split_by} keeps together, cannot be split into training and validation; "
         f"set DATA_VAL_PATH{by_row}"
     )
-    for file in chain(*train.samples.files):
+    for file in chain(*(source.files for source in train.sources)):
         if file.lower().endswith(".txt"):
             message += (
                 "\na .txt file is one document; cut it into several: mkdir parts && "
@@ -277,7 +277,7 @@ def _mix(train: Selection, seed: int) -> Split:
     if None not in weights:
         stores = range(len(samples.stores))
         indices = [samples.index_in[samples.store_of == store] for store in stores]
-        return Split(samples.stores, splits.mix_sources(indices, weights, seed), samples.files)
+        return Split(samples.stores, splits.mix_sources(indices, weights, seed))
     if any(weights):
         unweighted = train.sources[weights.index(None)].name
         raise ConfigError(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from sft_play.data.row_formats import parse_json_text, parse_nested
@@ -24,9 +25,11 @@ from sft_play.data.rows import (
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 SCHEMA_KEYS = ("input_schema", "inputSchema")  # Anthropic's and Bedrock's parameters
-DATA_KEYS = frozenset(("default", "const"))  # of a schema, whose values may be null
-TEXT_KEYS = DATA_KEYS | {"description", "name", "title", "pattern", "enum", "examples"}
+TEXT_KEYS = frozenset(
+    ("default", "const", "description", "name", "title", "pattern", "enum", "examples")
+)
 JSON_IN_TEXT = re.compile(r'": "[\[{]')
+FILLED = re.compile(r'(?<!"default)(?<!"const)(?<!\\)": null')  # a null that only tables write
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # what Mistral's template wants
 
 
@@ -65,13 +68,11 @@ def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
         declared = tool.get("functionDeclarations", tool.get("function_declarations"))  # Gemini's
         for function in parse_objects(declared, name) or [tool]:
             tools.append(_wrap_tool(function, name))
-    text = json.dumps(tools, ensure_ascii=False)
-    if JSON_IN_TEXT.search(text):
+    if JSON_IN_TEXT.search(json.dumps(tools)):
         tools = [_parse_schema(tool) for tool in tools]
-        text = json.dumps(tools, ensure_ascii=False)
-    if ": null" in text:
-        tools = [_without_nulls(tool) if _has_filled(tool) else tool for tool in tools]
-    return tuple(tools)
+    return tuple(
+        _without_nulls(tool) if FILLED.search(json.dumps(tool)) else tool for tool in tools
+    )
 
 
 def _wrap_tool(tool: Json, name: str) -> Json:
@@ -104,18 +105,6 @@ def _parse_schema(value: Any, in_properties: bool = False) -> Any:
         else _parse_schema(held, key == "properties" and not in_properties)
         for key, held in value.items()
     }
-
-
-def _has_filled(value: Any) -> bool:
-    """Return whether a schema has a null that only a table can have written."""
-    if isinstance(value, list):
-        return any(map(_has_filled, value))
-    if not isinstance(value, dict):
-        return False
-    return any(
-        _has_filled(held) if held is not None else key not in DATA_KEYS
-        for key, held in value.items()
-    )
 
 
 def _without_nulls(value: Any) -> Any:
@@ -214,12 +203,8 @@ def _drop_unnamed(value: Any, schema: Any) -> Any:
 
 def has_null_arguments(messages: Sequence[Message]) -> bool:
     """Return whether a call has null for an argument, or inside of one."""
-    return any(
-        _has_null(call["function"]["arguments"])
-        for message in messages
-        if message.tool_calls
-        for call in message.tool_calls
-    )
+    calls = chain.from_iterable(message.tool_calls for message in messages)
+    return any(_has_null(call["function"]["arguments"]) for call in calls)
 
 
 def _has_null(value: Any) -> bool:

@@ -3,35 +3,27 @@
 Legend: T tokens of a sample.
 """
 
-import contextlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, parse_records
+from sft_play.data.files import Chunk
 from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
-from sft_play.data.row_formats import RowFormat, find_values
+from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, InvalidRowError, Row, list_columns
-from sft_play.data.store import (
-    LongRow,
-    RowHashes,
-    SampleArrays,
-    StoredBadRow,
-    StoredSample,
-    to_arrays,
-)
-from sft_play.data.template_checks import GreetingPolicy
+from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Row
+from sft_play.data.store import LongRow, RowHashes, SampleArrays, StoredSample, to_arrays
+from sft_play.data.template_checks import fit_greeting
+from sft_play.data.templates import ChatTemplate
 
 
-@dataclass(frozen=True, slots=True)
-class FittedSample:
+class FittedSample(NamedTuple):
     """What the length policy keeps of a sample, and what it loses."""
 
     samples: tuple[RenderedSample, ...]
@@ -102,8 +94,7 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
-@dataclass(frozen=True)
-class ChunkTask:
+class ChunkTask(NamedTuple):
     """A chunk of the source's file number `file`, and the format of that file."""
 
     file: int
@@ -115,41 +106,38 @@ class ChunkTask:
 class TokenizedChunk:
     """The samples of a chunk, and what became of its rows."""
 
-    tally: Tally
+    file: int  # of the source
     bytes_read: int  # size of the chunk in its file on disk
+    tally: Tally
     samples: SampleArrays = field(init=False)  # once all rows are tokenized
-    bad_rows: list[StoredBadRow] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
     long_rows: list[LongRow] = field(default_factory=list)  # the longest ones over the limit
 
-    def drop(self, task: ChunkTask, row: BadRow, reason: str) -> None:
+    def drop(self, row: BadRow, reason: str) -> None:
         """Count a bad row."""
         self.tally.dropped[reason] += 1
-        place = row.origin.removeprefix(str(task.chunk.path))
-        self.bad_rows.append(StoredBadRow(task.file, place, row.reason, row.raw))
+        self.bad_rows.append(row)
 
 
 class ChunkTokenizer:
     """Tokenizes chunks. Has what a process needs for it, and nothing that changes."""
 
-    def __init__(self, config: Config, tokenizer: Any, group_by: str | None = None):
-        """`group_by` is a column, or a path into one, whose value is recorded with each sample."""
+    def __init__(self, config: Config, tokenizer: Any):
         data = config.data
-        self._group_by = group_by
         self._max_seq_len = config.model.max_seq_len
         self._too_long = data.too_long
         self._renderer = Renderer(
             tokenizer, data.train_on, data.reasoning, data.special_tokens_in_text
         )
-        self._greetings = GreetingPolicy(tokenizer)
+        self._template = ChatTemplate(tokenizer)
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config)
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
-        done = TokenizedChunk(Tally(rows_in=len(task.chunk.records)), task.chunk.bytes_read)
-        tally = done.tally
-        groups = find_groups(task.chunk, self._group_by) if self._group_by else {}
-        records = self._parse(task, done, groups)
+        tally = Tally(rows_in=len(task.chunk.records))
+        done = TokenizedChunk(task.file, task.chunk.bytes_read, tally)
+        records = self._parse(task, done)
         rendered = iter(self._renderer.render([row for rows in records.values() for row in rows]))
         stored: list[StoredSample] = []
         for number, rows in records.items():
@@ -164,7 +152,7 @@ class ChunkTokenizer:
                 if excluded > row.begins_with_answer:
                     tally.untrained["excluded"] += excluded - row.begins_with_answer
             if refused is not None:
-                done.drop(task, _bad_row(rows, str(refused)), "unproven")
+                done.drop(_bad_row(rows, str(refused)), "unproven")
                 continue
             tally.as_text.update({name for sample in samples for name in sample.as_text})
             tally.noted.update({note for sample in samples for note in sample.notes})
@@ -173,7 +161,7 @@ class ChunkTokenizer:
             tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))
-            hashes = hash_rows(rows)._replace(group=groups.get(number, 0))
+            hashes = hash_rows(rows)
             is_text = rows[0].text is not None
             fitted = list(self._fit(samples, tally, is_text))
             for piece, (sample, cut_tokens) in enumerate(fitted):
@@ -187,33 +175,22 @@ class ChunkTokenizer:
         tally.check()
         return done
 
-    def _parse(
-        self, task: ChunkTask, done: TokenizedChunk, groups: Mapping[int, int]
-    ) -> dict[int, list[Row]]:
+    def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""
         chunk = task.chunk
         tally = done.tally
         parsed = parse_record_rows(chunk, task.row_format, self._system_prompt, tally.unused)
         records: dict[int, list[Row]] = {}
-        for position, (number, rows) in enumerate(zip(chunk.numbers, parsed, strict=True)):
-            if self._group_by and number not in groups and not isinstance(rows, BadRow):
-                (record,) = parse_records(chunk.take([position]))
-                reason = (
-                    f"no value in data.split_by={self._group_by}; set DATA_SPLIT_BY=prompt, or to "
-                    f"one of {list_columns(record)}"
-                )
-                rows = _bad_row(rows, reason)
+        for number, rows in zip(chunk.numbers, parsed, strict=True):
             if isinstance(rows, BadRow):
-                done.drop(task, rows, "bad_row")
+                done.drop(rows, "bad_row")
                 continue
             for index, row in enumerate(rows):
                 if row.begins_with_answer:
-                    rows[index] = self._greetings.fit(row)
+                    rows[index] = fit_greeting(self._template, row)
                     is_kept = rows[index] is row
                     tally.untrained["greeting" if is_kept else "greeting_left_out"] += 1
             records[number] = rows
-        if self._group_by:
-            del tally.unused[self._group_by.partition(".")[0]]
         return records
 
     def _fit(
@@ -241,21 +218,6 @@ class ChunkTokenizer:
             tally.dropped["all_excluded"] += 1
         else:
             tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
-
-
-def find_groups(chunk: Chunk, column: str) -> dict[int, int]:
-    """Return the hash of each record's value in a column, or at a path, by the record's number.
-
-    Records without a value are left out.
-    """
-    groups = {}
-    records = parse_records(chunk, [column.partition(".")[0]])
-    for number, record in zip(chunk.numbers, records, strict=True):
-        with contextlib.suppress(InvalidRowError):  # also of a record that cannot be read
-            values = find_values(record, column).values
-            if any(value not in (None, "") for value in values):
-                groups[number] = _hash("\n".join(map(str, values)))
-    return groups
 
 
 def hash_rows(rows: Sequence[Row]) -> RowHashes:
@@ -295,7 +257,8 @@ def hash_row(row: Row) -> RowHashes:
     asked_words = _words(question)
     # a text may have no words
     words = f"{asked_words} {_words(content[len(question) :])}".strip() or content
-    return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words))
+    group = _hash(row.group) if row.group else 0
+    return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
 
 
 def _words(text: str) -> str:

@@ -55,42 +55,43 @@ class TrainRows(Dataset[TokenSequence]):
     def __getitem__(self, indices: int | Sequence[int]) -> TokenSequence:
         if isinstance(indices, int):
             indices = [indices]
-        ids: list[np.ndarray] = []
-        labels: list[np.ndarray] = []
-        weights: list[np.ndarray | None] = []
-        real_tokens = 0
+        documents = []
         for index in indices:
-            is_filler = index < 0
-            document = self.samples[~index if is_filler else index]
-            weights.append(document.weights)
-            ids.append(np.asarray(document.ids, dtype=np.int64))
-            if is_filler:
-                labels.append(np.full(len(document.labels), IGNORE_INDEX, dtype=np.int64))
-                continue
-            assert document.labels[0] == IGNORE_INDEX, (
+            sample = self.samples[max(index, ~index)]
+            ids = np.asarray(sample.ids, dtype=np.int64)
+            labels = np.asarray(sample.labels, dtype=np.int64)
+            assert labels[0] == IGNORE_INDEX, (
                 "a first token that is trained would be predicted from the document before it"
             )
-            labels.append(np.asarray(document.labels, dtype=np.int64))
-            real_tokens += len(document.labels)
-        lengths = tuple(map(len, labels))
-        return TokenSequence(
-            np.concatenate(ids),
-            np.concatenate(labels),
-            lengths,
-            real_tokens,
-            _join_weights(weights, lengths),
-        )
+            real_tokens = len(ids)
+            if index < 0:
+                labels = np.full_like(labels, IGNORE_INDEX)
+                real_tokens = 0
+            lengths = (len(ids),)
+            documents.append(TokenSequence(ids, labels, lengths, real_tokens, sample.weights))
+        return _join(documents)
 
 
-def _join_weights(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
-    """Return the weights of consecutive parts, None where each token weighs 1."""
-    if all(part is None for part in parts):
-        return None
-    return np.concatenate(list(map(_or_ones, parts, lengths)))
+def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """Return one sequence of the documents of several."""
+    weights = _weights(sequences)
+    return TokenSequence(
+        np.concatenate([sequence.ids for sequence in sequences]),
+        np.concatenate([sequence.labels for sequence in sequences]),
+        tuple(chain.from_iterable(sequence.lengths for sequence in sequences)),
+        sum(sequence.real_tokens for sequence in sequences),
+        np.concatenate(weights) if weights else None,
+    )
 
 
-def _or_ones(weights: np.ndarray | None, length: int) -> np.ndarray:
-    return np.ones(length, np.float32) if weights is None else weights
+def _weights(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    """Return the weights of each sequence, [] where each token of all weighs 1."""
+    if all(sequence.weights is None for sequence in sequences):
+        return []
+    return [
+        np.ones(len(sequence.ids), np.float32) if sequence.weights is None else sequence.weights
+        for sequence in sequences
+    ]
 
 
 @dataclass(frozen=True)
@@ -156,17 +157,7 @@ class PackCollator:
         lengths = [sequence.lengths for sequence in sequences]
         rows, width = batch_shape(lengths, self.max_seq_len, self.in_one_row)
         if rows < len(sequences):
-            joined = TokenSequence(
-                np.concatenate([sequence.ids for sequence in sequences]),
-                np.concatenate([sequence.labels for sequence in sequences]),
-                tuple(chain.from_iterable(lengths)),
-                sum(sequence.real_tokens for sequence in sequences),
-                _join_weights(
-                    [sequence.weights for sequence in sequences],
-                    [len(sequence.ids) for sequence in sequences],
-                ),
-            )
-            sequences = [joined]
+            sequences = [_join(sequences)]
         batch: Batch = {
             "input_ids": _pad([sequence.ids for sequence in sequences], self.pad_id, width),
             "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
@@ -211,19 +202,15 @@ def labelled(labels: torch.Tensor) -> LabelledPositions:
 def _position_ids(sequences: Sequence[TokenSequence], width: int) -> torch.Tensor:
     position_ids = np.zeros((len(sequences), width), dtype=np.int64)  # (B, T)
     for row, sequence in zip(position_ids, sequences, strict=True):
-        start = 0
-        for length in (*sequence.lengths, width - len(sequence.ids)):
-            row[start : start + length] = np.arange(length)
-            start += length
+        lengths = (*sequence.lengths, width - len(sequence.ids))
+        row[:] = np.concatenate(list(map(np.arange, lengths)))
     return torch.from_numpy(position_ids)
 
 
 def _pad_weights(sequences: Sequence[TokenSequence], width: int) -> Batch:
     """Return {WEIGHTS: (B, T)}, {} where each token weighs 1."""
-    if all(sequence.weights is None for sequence in sequences):
-        return {}
-    rows = [_or_ones(sequence.weights, len(sequence.ids)) for sequence in sequences]
-    return {WEIGHTS: _pad(rows, 0, width, np.float32)}
+    rows = _weights(sequences)
+    return {WEIGHTS: _pad(rows, 0, width, np.float32)} if rows else {}
 
 
 def _pad(

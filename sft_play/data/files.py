@@ -158,18 +158,20 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
             yield from _text_chunks(path, rows_per_chunk)
 
 
-def parse_records(
-    chunk: Chunk, columns: Iterable[str] | None = None
-) -> Iterator[Json | UnreadableRecord]:
+def parse_records(chunk: Chunk, columns: Iterable[str] | None = None) -> Iterator[Json | BadRow]:
     """Yield every record of a chunk as an object with keys, or why it is none.
 
     Arrow batches give only `columns`, if these are given.
     """
-    if not isinstance(chunk.records, list):
-        yield from _parse_batch(chunk.records, columns)
-        return
-    for record in chunk.records:
-        yield text_files.parse_json_line(record) if isinstance(record, bytes) else record
+    records = chunk.records
+    if not isinstance(records, list):
+        records = _parse_batch(records, columns)
+    for position, record in enumerate(records):
+        if isinstance(record, bytes):
+            record = text_files.parse_json_line(record)
+        if isinstance(record, UnreadableRecord):
+            record = BadRow(chunk.origin(position), record.reason, record.raw)
+        yield record
 
 
 def columns_with_values(chunk: Chunk) -> dict[str, int]:

@@ -62,46 +62,34 @@ class Tally:
         return cls(**{n: Counter(v) if isinstance(v, dict) else v for n, v in facts.items()})
 
 
-@dataclass(frozen=True)
-class SourceAccount:
-    """What was read of a source so far; without a tally, nothing."""
-
-    split: str
-    name: str
-    files: int
-    tally: Tally | None = None
-
-    def as_line(self) -> str:
-        """Return the account as a line of text."""
-        files = "1 file" if self.files == 1 else f"{self.files} files"
-        facts = ["no row read"]
-        if self.tally is not None:
-            dropped = [f"{reason} {rows:,}" for reason, rows in self.tally.dropped.items() if rows]
-            facts = [f"{self.tally.rows_in:,} rows read", *dropped]
-        return f"{self.split} {self.name} ({files}): {', '.join(facts)}"
-
-
 class DataAccount:
     """How far the reading of a run's rows has come; data-check prints it when an error ends it."""
 
     def __init__(self) -> None:
-        self._sources: dict[tuple[str, str], SourceAccount] = {}
+        self._sources: dict[tuple[str, str, int], Tally | None] = {}  # by split, name, files
 
-    def record(self, source: SourceAccount) -> None:
-        """Record what was read of a source; it replaces what was recorded before."""
-        self._sources[source.split, source.name] = source
+    def record(self, split: str, name: str, files: int, tally: Tally | None = None) -> None:
+        """Record what was read of a source, without a tally nothing; it replaces earlier counts."""
+        self._sources[split, name, files] = tally
 
     def as_json(self) -> Json:
         """Return the account as data-check prints it after an error."""
-        sources = []
-        for source in self._sources.values():
-            tally = source.tally.as_json() if source.tally else None
-            sources.append({**vars(source), "tally": tally})
+        sources = [
+            {"split": split, "name": name, "files": files, "tally": tally and tally.as_json()}
+            for (split, name, files), tally in self._sources.items()
+        ]
         return {"complete": False, "sources": sources}
 
     def lines(self) -> list[str]:
         """Return the account as lines of text."""
-        lines = [f"  {source.as_line()}" for source in self._sources.values()]
+        lines = []
+        for (split, name, files), tally in self._sources.items():
+            facts = ["no row read"]
+            if tally:
+                dropped = [f"{reason} {rows:,}" for reason, rows in tally.dropped.items() if rows]
+                facts = [f"{tally.rows_in:,} rows read", *dropped]
+            counted = "1 file" if files == 1 else f"{files} files"
+            lines.append(f"  {split} {name} ({counted}): {', '.join(facts)}")
         return ["read before the error:", *lines] if lines else []
 
 

@@ -33,69 +33,52 @@ ENDS = re.compile(
     r"(?:\s|</?s>|<eos>|<\|(?:im_end|eot_id|eom_id|eot|end|endoftext|end_of_text|return)\|>|<end_of_turn>"
     r"|<turn\|>|<｜end▁of▁sentence｜>|<\|END_OF_TURN_TOKEN\|>)+$"
 )
+ALPACA_HINT = "### Response:"
 MAX_PREAMBLE_CHARACTERS = 1000  # of Vicuna and Alpaca, before the first mark
 
 
 class Style(NamedTuple):
-    """Marks before turns; the first group of `mark` is the speaker."""
+    """Marks before turns."""
 
     name: str
-    hint: str  # words without which a text has no such mark; quick to look for
-    mark: re.Pattern[str]
+    mark: str  # a regular expression, whose group is the speaker
+    hint: str = ""  # words without which a text has no such mark, if these are not its name
     has_preamble: bool = False  # words before the first mark
 
 
 STYLES = (
-    Style("<|im_start|>", "<|im_start|>", re.compile(r"<\|im_start\|>(\w+)(?:<\|im_sep\|>|\n)")),
+    Style("<|im_start|>", r"<\|im_start\|>(\w+)(?:<\|im_sep\|>|\n)"),
     Style(
         "<|start_header_id|>",
+        r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*",
         "<|end_header_id|>",
-        re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*"),
     ),
-    Style(
-        "<|header_start|>",
-        "<|header_end|>",
-        re.compile(r"<\|header_start\|>(\w+)<\|header_end\|>\s*"),
-    ),
-    Style("<start_of_turn>", "<start_of_turn>", re.compile(r"<start_of_turn>(\w+)\n")),
-    Style("<|turn>", "<|turn>", re.compile(r"<\|turn>(\w+)\n")),
-    Style(
-        "<|start_of_role|>",
-        "<|end_of_role|>",
-        re.compile(r"<\|start_of_role\|>(\w+)<\|end_of_role\|>"),
-    ),
-    Style(
-        "<|START_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|>",
-        re.compile(r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>"),
-    ),
-    Style("<|user|>", "<|assistant|>", re.compile(r"<\|(system|user|assistant|tool)\|>\n?")),
-    Style(
-        "<｜User｜>", "<｜Assistant｜>", re.compile(r"<｜(User|Assistant)｜>"), has_preamble=True
-    ),
-    Style(
-        "<|start|>",
-        "<|message|>",
-        re.compile(r"<\|start\|>(\w+(?:<\|channel\|>\w+)?)<\|message\|>"),
-    ),
-    Style("[INST]", "[/INST]", re.compile(r"(\[/?INST\])")),
+    Style("<|header_start|>", r"<\|header_start\|>(\w+)<\|header_end\|>\s*", "<|header_end|>"),
+    Style("<start_of_turn>", r"<start_of_turn>(\w+)\n"),
+    Style("<|turn>", r"<\|turn>(\w+)\n"),
+    Style("<|start_of_role|>", r"<\|start_of_role\|>(\w+)<\|end_of_role\|>", "<|end_of_role|>"),
+    Style("<|START_OF_TURN_TOKEN|>", r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>"),
+    Style("<|user|>", r"<\|(system|user|assistant|tool)\|>\n?", "<|assistant|>"),
+    Style("<｜User｜>", r"<｜(User|Assistant)｜>", "<｜Assistant｜>", has_preamble=True),
+    Style("<|start|>", r"<\|start\|>(\w+(?:<\|channel\|>\w+)?)<\|message\|>", "<|message|>"),
+    Style("[INST]", r"(\[/?INST\])", "[/INST]"),
     Style(
         "### Instruction: and ### Response:",
-        "### Response:",
-        re.compile(r"(?:^|\n)### (Instruction|Input|Response): ?"),
+        r"(?:^|\n)### (Instruction|Input|Response): ?",
+        ALPACA_HINT,
         has_preamble=True,
     ),
     Style(
         "USER: and ASSISTANT:",
+        r"(?:^|\s|</s>)(USER|ASSISTANT): ?",
         "ASSISTANT:",
-        re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT): ?"),
         has_preamble=True,
     ),
     Style(
         "Human: and Assistant:",
-        "Assistant:",
         # a mark begins a paragraph, or stands after ###
-        re.compile(r"(?:^|\n\n|\s*###) ?(System|Human|User|Assistant): ?"),
+        r"(?:^|\n\n|\s*###) ?(System|Human|User|Assistant): ?",
+        "Assistant:",
     ),
 )
 
@@ -111,10 +94,10 @@ class MarkedText(NamedTuple):
 def find_marks(text: str) -> MarkedText | None:
     """Return the marks of a text that is a conversation, None if it is none."""
     for style in STYLES:
-        if style.hint not in text:
+        if (style.hint or style.name) not in text:
             continue
         begun = text[BEGINNINGS.match(text).end() :]  # type: ignore[union-attr]
-        before, *parts = style.mark.split(begun)
+        before, *parts = re.split(style.mark, begun)
         roles = [ROLES.get(speaker.lower()) for speaker in parts[::2]]
         may_begin = not before.strip()
         if style.has_preamble and len(before) <= MAX_PREAMBLE_CHARACTERS:
@@ -125,12 +108,12 @@ def find_marks(text: str) -> MarkedText | None:
     return None
 
 
-def is_marked_text(text: str) -> bool:
-    """Return whether a text is a conversation with marks that ends with an answer."""
+def find_style(text: str) -> str | None:
+    """Return the name of the marks of a conversation that ends with an answer, None for others."""
     found = find_marks(text)
     if found is None or ROLES[found.parts[-2].lower()] != "assistant":
-        return False
-    return bool(ENDS.sub("", found.parts[-1]).strip())
+        return None
+    return found.style.name if ENDS.sub("", found.parts[-1]).strip() else None
 
 
 def split_marked_text(text: str, name: str) -> list[Json] | None:
@@ -143,7 +126,8 @@ def split_marked_text(text: str, name: str) -> list[Json] | None:
         return None
     turns: list[Json] = []
     thought: Json = {}
-    if found.before and found.style.hint != "### Response:":
+    is_alpaca = found.style.hint == ALPACA_HINT
+    if found.before and not is_alpaca:
         turns.append({"role": "system", "content": found.before})
     for speaker, words in zip(found.parts[::2], found.parts[1::2], strict=True):
         role, content = ROLES[speaker.lower()], ENDS.sub("", words).strip()
@@ -159,7 +143,7 @@ def split_marked_text(text: str, name: str) -> list[Json] | None:
             continue
         turns.append({"role": role, "content": content, **thought})
         thought = {}
-    if found.before and found.style.hint == "### Response:":
+    if found.before and is_alpaca:
         turns[0]["content"] = f"{found.before}\n\n{turns[0]['content']}"
     if not turns[-1]["content"]:
         raise InvalidRowError(f"{name} ends with a mark before no words: {shorten(text[-40:])}")

@@ -7,12 +7,11 @@ An answer that a flag excludes from loss stays in the conversation, so later ans
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sft_play.data.row_formats import (
-    JSON_START,
     TURN_FORMATS,
     RowFormat,
     is_turn,
@@ -39,13 +38,6 @@ PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characte
 # Format: the optional field whose text follows the question
 EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
-
-
-class MessageList(NamedTuple):
-    """A list of messages in a record, and the name of its column."""
-
-    name: str
-    value: Any
 
 
 def parse_weight(value: Any, name: str) -> float:
@@ -76,13 +68,16 @@ def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def parse_conversation(lists: Sequence[MessageList]) -> tuple[Message, ...]:
-    """Return the messages of consecutive lists. Raises InvalidRowError, which names the message."""
+def parse_conversation(lists: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Return the messages of consecutive lists, given by the names of their columns.
+
+    Raises InvalidRowError, which names the message.
+    """
     messages: list[Message] = []
     names: list[str] = []
     before: Json = {}  # the last record
     has_calls_in_text = False  # ShareGPT's, which cannot be recognised
-    for name, value in lists:
+    for name, value in lists.items():
         for number, record in enumerate(parse_message_list(value, name)):
             where = f"{name}[{number}]"
             try:
@@ -93,9 +88,13 @@ def parse_conversation(lists: Sequence[MessageList]) -> tuple[Message, ...]:
                 raise InvalidRowError(f"{where}{error}") from None
             has_calls_in_text = has_calls_in_text or "from" in record
             for message in parsed:
-                last = messages[-1] if messages else message
-                is_pair = last.role == message.role == "assistant" and last is not message
-                if is_pair and goes_on(record, before) and has_equal_loss(last, message):
+                last = messages[-1] if messages else None
+                if (
+                    last is not None
+                    and last.role == message.role == "assistant"
+                    and goes_on(record, before)
+                    and (last.is_trained, last.weight) == (message.is_trained, message.weight)
+                ):
                     messages[-1] = join_answers(last, message)
                 else:
                     messages.append(message)
@@ -108,11 +107,6 @@ def parse_conversation(lists: Sequence[MessageList]) -> tuple[Message, ...]:
         if message.role == "assistant":  # a greeting carries no loss
             messages[index] = replace(message, is_trained=False)
     return tuple(messages)
-
-
-def has_equal_loss(one: Message, other: Message) -> bool:
-    """Return whether two messages count alike in the loss."""
-    return (one.is_trained, one.weight) == (other.is_trained, other.weight)
 
 
 def _check_order(
@@ -157,12 +151,12 @@ def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     """Return the messages of a record, however its format has them. Raises InvalidRowError."""
     name, columns = row_format.name, row_format.required
     if name in TURN_FORMATS:
-        messages = parse_conversation([MessageList(columns[0], record[columns[0]])])
+        messages = parse_conversation({columns[0]: record[columns[0]]})
     elif name == "calls":  # a question and the calls that answer it, as xLAM writes them
         query, _, answers = columns
         asked = {"role": "user", "content": record[query]}
         answer = {"role": "assistant", "tool_calls": record[answers]}
-        messages = parse_conversation([MessageList(answers, [asked, answer])])
+        messages = parse_conversation({answers: [asked, answer]})
     else:
         messages = _parse_pair(record, row_format)
     thoughts = row_format.columns["reasoning"]
@@ -184,16 +178,12 @@ def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     if answers is None:
         text = parse_text(record[answer_column], answer_column)
         answers = [{"role": "assistant", "content": text}]
-    lists = [MessageList(question_column, turns), MessageList(answer_column, answers)]
-    if is_given(history):
-        lists.insert(0, MessageList(history_column, history))
-    return parse_conversation(lists)
+    before = {history_column: history} if is_given(history) else {}
+    return parse_conversation({**before, question_column: turns, answer_column: answers})
 
 
 def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:
     """Return the turns that a value has, None for anything else; each may be a JSON text."""
-    if isinstance(value, str) and not JSON_START.match(value):
-        return None
     found = parse_nested(value)
     turns = list(map(parse_nested, found)) if isinstance(found, list) else [found]
     if not all(map(is_turn, turns)):

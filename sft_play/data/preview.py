@@ -7,7 +7,7 @@ tokens of one sample.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ FAINT = "dim"
 HEADING = "bold"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
+class TokenSpan(NamedTuple):
     """One piece of text: mostly one token, or several that share a character."""
 
     text: str

@@ -9,39 +9,22 @@ Legend: T tokens of one sample.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
-from sft_play.data.rows import Json, Message, Row, Segment
+from sft_play.data.rows import Json, Message, Notes, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
-from sft_play.data.templates import (
-    DEFAULT_TEMPLATE,
-    ChatTemplate,
-    RenderError,
-    stop_ids,
-    template_messages,
-    template_text,
-)
-from sft_play.data.thoughts import ThoughtPolicy
+from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
+from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
     AnswerSpan,
     PromptTail,
-    TokenSpan,
     TrainingText,
     TrainingTextBuilder,
+    TrainOn,
     check_generation_marks,
     marks_equal_answers,
 )
-
-__all__ = [
-    "DEFAULT_TEMPLATE",
-    "IGNORE_INDEX",
-    "RenderError",
-    "RenderedSample",
-    "Renderer",
-    "render_prompt",
-    "stop_ids",
-    "template_text",
-]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
@@ -57,7 +40,7 @@ class RenderedSample:
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
     weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
-    notes: tuple[str, ...] = field(default=(), repr=False)  # what becomes of its row otherwise
+    notes: Notes = field(default=(), repr=False)  # what becomes of its row otherwise
 
     @property
     def trained_tokens(self) -> int:
@@ -71,7 +54,7 @@ class _PreparedRow(NamedTuple):
     given: Row
     row: Row
     texts: list[TrainingText]
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
 
 
 class _JoinedLineBreaks(RenderError):
@@ -84,8 +67,8 @@ class Renderer:
     def __init__(
         self,
         tokenizer: Any,
-        train_on: Literal["all", "last"] = "all",
-        reasoning: Literal["keep", "drop", "empty"] = "keep",
+        train_on: TrainOn = "all",
+        reasoning: Reasoning = "keep",
         tokens_in_text: TokensInText = "as_text",
     ):
         self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
@@ -135,17 +118,16 @@ class Renderer:
 
     def _prepare(self, given: Row) -> _PreparedRow | RenderError:
         try:
-            builder, unread = self._texts, []
-            if given.variables:
-                builder, unread = builder.for_row(given), builder.describe_unread(given)
-            given, notes = builder.arrange(given)
+            builder = self._texts.for_row(given)
+            given, notes = builder.thoughts.apply(given)
             row = self._special.escape(given)
             if row.text is not None:
                 return _PreparedRow(given, row, [TrainingText(row.text)])
             texts = [TrainingText(segment.text) for segment in row.segments]
             if not texts:
                 texts = builder.for_row(row).build(row)
-                notes += (*unread, *(note for text in texts for note in text.notes))
+                notes += builder.describe_unread(given)
+                notes += tuple(note for text in texts for note in text.notes)
                 notes = tuple(dict.fromkeys(notes))
             return _PreparedRow(given, row, texts, notes)
         except RenderError as error:
@@ -229,7 +211,7 @@ class Renderer:
         """
         ids = text.ids
         self._refuse_second_bos(ids)
-        spans: list[TokenSpan] = []
+        spans: list[Span] = []
         span_weights: list[float] = []
         apart: list[RenderedSample] = []
         checks_marks = text.generated is not None and not marks_equal_answers(text)
@@ -274,7 +256,7 @@ class Renderer:
 
     def _find_answer(
         self, text: TrainingText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
-    ) -> TokenSpan:
+    ) -> Span:
         """Return the tokens of an answer with its stop token.
 
         Raises RenderError unless they decode to exactly its text.
@@ -283,7 +265,8 @@ class Renderer:
         where = f"messages[{answer.message}]"
         start = tail_start + len(tail_ids)
         if ids[tail_start:start] != tail_ids:
-            token = self._first_difference(ids[tail_start:], tail_ids)
+            same = len(commonprefix((ids[tail_start:start], tail_ids)))  # noqa: RUF071 - of ids
+            token = self._decode(ids[tail_start + same :][:1])
             is_line_breaks = "\n" in token and not token.strip()
             kind = _JoinedLineBreaks if is_line_breaks else RenderError
             raise kind(f"the token {token!r} straddles the end of the prompt of {where}")
@@ -302,14 +285,7 @@ class Renderer:
                 f"the tokens of {where} read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
                 "not the answer; the tokenizer lacks characters of it"
             )
-        return TokenSpan(start, end)
-
-    def _first_difference(self, ids: list[int], expected: list[int]) -> str:
-        """Return the first token of ids that is not the expected one."""
-        for index, token_id in enumerate(expected):
-            if ids[index : index + 1] != [token_id]:
-                return self._decode(ids[index : index + 1])
-        raise AssertionError("the ids are as expected")
+        return Span(start, end)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -7,13 +7,13 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
-from sft_play.data.marked_text import is_marked_text
+from sft_play.data.marked_text import find_style
 from sft_play.data.row_formats import (
     FIELDS,
     OPTIONAL_FIELDS,
@@ -27,9 +27,9 @@ from sft_play.data.row_formats import (
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
     BadRow,
+    Columns,
     InvalidRowError,
     Json,
-    UnreadableRecord,
     list_columns,
 )
 from sft_play.data.tables import DELIMITERS
@@ -57,10 +57,9 @@ ANSWERS = tuple(
 )
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
-Columns = Mapping[str, str]
 
 
-def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
+def detect_format(path: Path, columns: Columns) -> RowFormat:
     """Return the row format of a file; `columns` gives fields the file's own column names.
 
     Raises: DataError for a file without rows, with rows of no known format, with good and bad
@@ -82,21 +81,14 @@ def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
 
 def _readable_records(chunk: Chunk) -> list[Json]:
     """Return the records of a chunk that can be read. Raises DataError if none can."""
-    readable: list[Json] = []
-    bad: list[BadRow] = []
-    for position, record in enumerate(parse_records(chunk)):
-        if isinstance(record, UnreadableRecord):
-            bad.append(BadRow(chunk.origin(position), record.reason, record.raw))
-        else:
-            readable.append(record)
+    records = list(parse_records(chunk))
+    readable = [record for record in records if not isinstance(record, BadRow)]
     if not readable:
-        refuse_bad_rows(bad, len(bad))
+        refuse_bad_rows(records, len(records))
     return readable
 
 
-def _check_columns(
-    path: Path, columns: Mapping[str, str], records: Sequence[Json], keys: list[str]
-) -> None:
+def _check_columns(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> None:
     for field, column in columns.items():
         if field not in ALL_FIELDS:
             near = difflib.get_close_matches(field, ALL_FIELDS, n=1)
@@ -176,14 +168,12 @@ def _works(records: Sequence[Json], row_format: RowFormat) -> bool:
     return 2 * bad < len(records)
 
 
-def _columns_work(records: Sequence[Json], columns: Mapping[str, str]) -> bool:
+def _columns_work(records: Sequence[Json], columns: Columns) -> bool:
     row_format = match_format(records, columns)
     return row_format is not None and _works(records, row_format)
 
 
-def _no_format(
-    path: Path, columns: Mapping[str, str], records: Sequence[Json], keys: list[str]
-) -> str:
+def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> str:
     known = ", or ".join(" and ".join(required) for required in ROW_FORMATS.values())
     is_table = base_format(path) in DELIMITERS
     first_line = " (its first line)" if is_table else ""
@@ -232,7 +222,7 @@ def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
     record = records[0]
     candidates: list[Columns] = []
     chosen = record.get("chosen")
-    if not isinstance(chosen, str) or is_marked_text(chosen):
+    if not isinstance(chosen, str) or find_style(chosen):
         candidates.append({"messages": "chosen"})
     for name in ("prompt", *QUESTIONS, "messages", "conversations"):
         if name in record:

@@ -22,8 +22,8 @@ from sft_play.data.files import Chunk, read_chunks
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Row
-from sft_play.data.sources import SETTINGS, find_source, source_sections
+from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Columns, Row
+from sft_play.data.sources import SETTINGS, Source, find_source, source_sections
 from sft_play.data.template_sources import Template, find_template, read_object
 from sft_play.data.templates import DEFAULT_TEMPLATE, Render, compile_template, template_messages
 from sft_play.errors import DataError, EnvironmentFault
@@ -88,10 +88,11 @@ class TokenCounter:
 
     def count(self, rows: Sequence[Row]) -> dict[int, int]:
         """Return the tokens of each row by its index, without rows that the template refuses."""
-        texts = {index: self._text(row) for index, row in enumerate(rows)}
-        given = {index: text for index, text in texts.items() if text is not None}
-        encodings = self.tokenizer.encode_batch_fast(list(given.values()), add_special_tokens=False)
-        return {index: len(encoding.ids) for index, encoding in zip(given, encodings, strict=True)}
+        texts = {
+            index: text for index, text in enumerate(map(self._text, rows)) if text is not None
+        }
+        encodings = self.tokenizer.encode_batch_fast(list(texts.values()), add_special_tokens=False)
+        return {index: len(encoding.ids) for index, encoding in zip(texts, encodings, strict=True)}
 
     def _text(self, row: Row) -> str | None:
         if row.text is not None or row.segments:
@@ -136,14 +137,13 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 class Beginning:
     """The first READ_BYTES of a source, or all of a smaller one."""
 
-    columns: Mapping[str, str]  # of the source
-    weight: float | None
+    source: Source
     chunks: list[Chunk]
     rows: int  # that were read
     all_rows: float  # of the source; estimated by the size of its files if more is left
 
 
-def read_beginning(section: SourceSection, columns: Mapping[str, str]) -> Beginning:
+def read_beginning(section: SourceSection, columns: Columns) -> Beginning:
     """Return the beginning of a source's files, in their order. Raises DataError."""
     source = find_source(section, "data.train_path", columns)
     chunks = []
@@ -159,7 +159,7 @@ def read_beginning(section: SourceSection, columns: Mapping[str, str]) -> Beginn
     if section.choice:
         start, stop = source.bounds(round(all_rows))
         all_rows = min(section.rows or all_rows, max(0, stop - start), all_rows)
-    return Beginning(source.columns, source.weight, chunks, rows, all_rows)
+    return Beginning(source, chunks, rows, all_rows)
 
 
 def estimate_epoch(
@@ -171,7 +171,9 @@ def estimate_epoch(
     if not config.data.val_path:
         held_out = min(config.data.val_size, MAX_HELD_OUT_ROWS / max(1.0, rows))
     facts = zip(beginnings, tokens_per_row, strict=True)
-    return estimated([(one.all_rows, tokens, one.weight) for one, tokens in facts], held_out)
+    return estimated(
+        [(one.all_rows, tokens, one.source.section.weight) for one, tokens in facts], held_out
+    )
 
 
 def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) -> RowFacts | str:
@@ -191,7 +193,7 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
             if not beginning.rows:
                 raise DataError(f"{section.path}: no rows")
             paths = dict.fromkeys(chunk.path for chunk in beginning.chunks)
-            formats = {path: detect_format(path, beginning.columns) for path in paths}
+            formats = {path: detect_format(path, beginning.source.columns) for path in paths}
             chunks += [(chunk, formats[chunk.path]) for chunk in beginning.chunks]
             beginnings.append(beginning)
     except DataError as error:  # the run itself names every bad row and stops
@@ -278,13 +280,12 @@ def count_rows_or_reason(config: Config) -> Counted | str:
     path = _record_path(config)
     if path.is_file():
         return Counted(**read_json(path))
-    beginnings: list[Beginning] = []
+    sections = source_sections(config.data.train_path)
+    for section in sections:
+        if not Path(section.path).exists():
+            return f"{section.path} is of the hub; make data-check fetches and counts it"
     try:
-        for section in source_sections(config.data.train_path):
-            if not Path(section.path).exists():
-                return f"{section.path} is of the hub; make data-check fetches and counts it"
-        for section in source_sections(config.data.train_path):
-            beginnings.append(read_beginning(section, config.data.columns))
+        beginnings = [read_beginning(section, config.data.columns) for section in sections]
     except DataError as error:
         return str(error).splitlines()[0]
     if not any(beginning.rows for beginning in beginnings):

@@ -27,8 +27,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from sft_play.data.marked_text import split_marked_text
-from sft_play.data.rows import InvalidRowError, Json, shorten
-from sft_play.data.text_files import InvalidJsonError, parse_json
+from sft_play.data.rows import Columns, InvalidRowError, Json, shorten
+from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 
 JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
@@ -122,7 +122,7 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
             return turns
         value = parse_json_text(value, name)
     if isinstance(value, dict):
-        value = _split_columns(value)
+        value = split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
     kinds = set(map(type, value))
@@ -158,16 +158,6 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         for role, key in zip(("user", "assistant"), keys, strict=True):
             turns.append({"role": role, "content": pair[key]})
     return turns
-
-
-def _split_columns(value: Json) -> Any:
-    """Return an object for each place of the lists of an object; other values as they are."""
-    columns = list(value.values())
-    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
-        return value
-    if len({len(column) for column in columns}) > 1:
-        return value
-    return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
 
 
 def is_turn(value: Any) -> bool:
@@ -268,9 +258,10 @@ class RowFormat:
     """How a file has its rows: one of ROW_FORMATS, and the file's column for each field."""
 
     name: str
-    columns: Mapping[str, str]  # or a path into a column, such as answers.text.0
+    columns: Columns
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
     media_column: str | None = None  # has images, sound or films
+    group_by: str | None = None  # the column or path that data.split_by names
 
     @cached_property
     def required(self) -> tuple[str, ...]:
@@ -280,10 +271,8 @@ class RowFormat:
     @cached_property
     def file_columns(self) -> frozenset[str]:
         """The columns of the file that are read."""
-        if not self.paths:
-            return frozenset(self.columns.values())
-        paths = frozenset(self.paths)
-        whole = [column for column in self.columns.values() if column not in paths]
+        whole = set(self.columns.values()).difference(self.paths)
+        paths = filter(None, (*self.paths, self.group_by))
         return frozenset((*whole, *(path.partition(".")[0] for path in paths)))
 
     @cached_property
@@ -297,7 +286,7 @@ class RowFormat:
         return self.required[0] if self.name in TURN_FORMATS else None
 
 
-def match_format(records: Sequence[Json], columns: Mapping[str, str]) -> RowFormat | None:
+def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
     """Return the format of a file's first records, None if they have none.
 
     `columns` gives fields the file's own column names, or paths.
@@ -328,7 +317,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _name_columns(
-    name: str, columns: Mapping[str, str], keys: Collection[str], flags: Collection[str]
+    name: str, columns: Columns, keys: Collection[str], flags: Collection[str]
 ) -> dict[str, str]:
     """Return the column of each field of a format, whose case may be another."""
     cases = {key.lower(): key for key in keys} | dict(zip(keys, keys, strict=True))

@@ -5,12 +5,13 @@ column counts when it does not. A file for questions has the row formats of trai
 would be may be missing. Loads no torch.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from sft_play.config.schema import Config
 from sft_play.data.calls import drop_filled, has_null_arguments, parse_tools
@@ -23,7 +24,7 @@ from sft_play.data.files import (
     read_chunks,
     refuse_bad_rows,
 )
-from sft_play.data.marked_text import find_marks, is_marked_text
+from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
     FLAG_KEYS,
     parse_messages,
@@ -32,12 +33,14 @@ from sft_play.data.messages import (
     tools_of_turns,
 )
 from sft_play.data.row_formats import (
+    MEDIA_COLUMNS,
     ROW_FORMATS,
     TEXT_FORMATS,
     TURN_FORMATS,
     VARIABLES,
     RowFormat,
     expand_record,
+    find_values,
     match_format,
     parse_json_text,
     parse_message_list,
@@ -46,12 +49,12 @@ from sft_play.data.row_formats import (
 from sft_play.data.rows import (
     CONTENT_KEYS,
     BadRow,
+    Columns,
     InvalidRowError,
     Json,
     Message,
     Row,
     Segment,
-    UnreadableRecord,
     is_blank,
     is_given,
     list_columns,
@@ -77,14 +80,13 @@ IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
 MAX_LISTED = 12  # keys without a meaning of their own
 NOT_CHOSEN = "no row is chosen or left out by it"
-TEXT_ONLY = "models here take text"
 THOUGHTS = ("cot", "rationale", "thought", "thoughts")
 MEANINGS = {
     **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
     **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
     "split": "all rows are read; name files of their own in data.train_path and data.val_path",
     **dict.fromkeys(("chosen", "rejected"), "preference training is not here"),
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), TEXT_ONLY),
+    **dict.fromkeys(MEDIA_COLUMNS, "models here take text"),
     **dict.fromkeys(("tools", "functions"), "plain texts and segments have no functions"),
     "context": "to put it behind the question: "
     "DATA_COLUMNS='{instruction: <question>, input: context, output: <answer>}'",
@@ -106,12 +108,11 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
     if row_format.name == "text":
         column = row_format.required[0]
         text = record.get(column)
-        if isinstance(text, str) and is_marked_text(text):
-            keys.add(f"{find_marks(text).style.name}{IN_TEXT}{column}")
-    turns = record.get(row_format.turn_column) if row_format.turn_column else None
-    turns = parse_nested(turns)
-    for given in turns if isinstance(turns, list) else ():
-        turn = given if isinstance(given, dict) else parse_nested(given)
+        style = find_style(text) if isinstance(text, str) else None
+        if style:
+            keys.add(f"{style}{IN_TEXT}{column}")
+    turns = parse_nested(record.get(row_format.turn_column))
+    for turn in map(parse_nested, turns if isinstance(turns, list) else ()):
         if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
             others = turn.keys() - USED_TURN_KEYS
             keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
@@ -120,7 +121,14 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     """Return what becomes of a source's unused keys, as sentences."""
-    meanings = {**MEANINGS, **{key: _explain_marks(key) for key in unused if IN_TEXT in key}}
+    meanings = dict(MEANINGS)
+    for key in unused:
+        _, is_marked, column = key.partition(IN_TEXT)
+        if is_marked:
+            meanings[key] = (
+                "every token is trained, also the questions'; "
+                f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
+            )
     known = [key for key in sorted(unused) if key in meanings]
     others = [key for key in sorted(unused) if key not in (*meanings, NULL_ARGUMENTS)]
     notes = [f"{source}: {key} ({unused[key]:,} rows) not used: {meanings[key]}" for key in known]
@@ -135,14 +143,6 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
             "jq -c 'del(..|nulls)' rows.jsonl > without_nulls.jsonl"
         )
     return notes
-
-
-def _explain_marks(key: str) -> str:
-    column = key.partition(IN_TEXT)[2]
-    return (
-        "every token is trained, also the questions'; "
-        f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
-    )
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,23 @@ def parse_record_rows(
             if column not in row_format.file_columns and rows:
                 unused[column] += rows
     for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
-        origin = chunk.origin(position)
-        if isinstance(record, UnreadableRecord):
-            yield BadRow(origin, record.reason, record.raw)
+        if isinstance(record, BadRow):
+            yield record
             continue
+        origin = chunk.origin(position)
         if unused is not None:
             unused.update(unused_keys(record, row_format))
         try:
             rows = parse_record(record, row_format, origin, system_prompt)
+            if row_format.group_by:
+                group = find_group(record, row_format.group_by)
+                if not group:
+                    (record,) = parse_records(chunk.take([position]))  # with all columns
+                    raise InvalidRowError(
+                        f"no value in data.split_by={row_format.group_by}; set "
+                        f"DATA_SPLIT_BY=prompt, or to one of {list_columns(record)}"
+                    )
+                rows = [replace(row, group=group) for row in rows]
         except InvalidRowError as error:
             yield BadRow(origin, str(error), chunk.raw(position))
             continue
@@ -194,25 +203,31 @@ def parse_record_rows(
         yield rows
 
 
+def find_group(record: Json, column: str) -> str:
+    """Return the values of a record in a column, or at a path, as one text; "" if there is none."""
+    with contextlib.suppress(InvalidRowError):
+        values = find_values(record, column).values
+        if any(value not in (None, "") for value in values):
+            return "\n".join(map(str, values))
+    return ""
+
+
 def parse_record(
     record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
 ) -> list[Row]:
     """Return the rows of a record. Raises InvalidRowError."""
-    if not row_format.paths:
-        return [_parse_row(record, row_format, origin, system_prompt)]
-    expanded = expand_record(record, row_format.paths)
+    expanded = expand_record(record, row_format.paths) if row_format.paths else [record]
     return [_parse_row(fields, row_format, origin, system_prompt) for fields in expanded]
 
 
 def _parse_row(
     record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
 ) -> Row:
-    for column in row_format.required:
-        if column not in record:
-            raise InvalidRowError(
-                f"the keys are {list_columns(record)}; "
-                f"the rows of this file have {' and '.join(row_format.required)}"
-            )
+    if not record.keys() >= {*row_format.required}:
+        raise InvalidRowError(
+            f"the keys are {list_columns(record)}; "
+            f"the rows of this file have {' and '.join(row_format.required)}"
+        )
     column = row_format.required[0]
     weight_column = row_format.columns["weight"]
     weight = parse_weight(record.get(weight_column), weight_column)
@@ -235,7 +250,7 @@ def _parse_row(
     if row_format.turn_column and is_blank(given):
         given = tools_of_turns(record[column])
     tools = parse_tools(given, tools_column)
-    if tools and has_null_arguments(messages):
+    if tools:
         messages = drop_filled(messages, tools)
     system_column = row_format.columns["system"]
     system = record.get(system_column)
@@ -290,8 +305,7 @@ def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
 MISSING = "?"  # in place of an answer, so that the record is one of a row format
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """What the model is asked; `origin` is `file:line` or `file[index]`."""
 
     origin: str
@@ -306,20 +320,18 @@ class Prompt:
         return self.messages[-1].content
 
 
-def read_prompts(
-    path: Path, columns: Mapping[str, str], system_prompt: SystemPrompt
-) -> list[Prompt]:
+def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> list[Prompt]:
     """Return the prompts of a file in order; each line of a .txt file is one.
 
     Raises: DataError for a file that cannot be read, and for records that ask nothing.
     """
     found: list[Prompt] = []
     bad: list[BadRow] = []
-    read = _read_lines if base_format(path) == ".txt" else _read_records
-    for origin, record, raw in read(path):
+    for origin, record, raw in _read_questions(path):
+        if isinstance(record, BadRow):
+            bad.append(record)
+            continue
         try:
-            if isinstance(record, UnreadableRecord):
-                raise InvalidRowError(record.reason)
             found.append(read_prompt(record, columns, system_prompt, origin))
         except InvalidRowError as error:
             bad.append(BadRow(origin, str(error), raw))
@@ -327,22 +339,23 @@ def read_prompts(
     return found
 
 
-def read_prompt(
-    record: Json, columns: Mapping[str, str], system_prompt: SystemPrompt, origin: str
-) -> Prompt:
+def read_prompt(record: Json, columns: Columns, system_prompt: SystemPrompt, origin: str) -> Prompt:
     """Return what a record asks, without its last answer. Raises InvalidRowError."""
     whole = _with_answer(record, columns)
-    row_format = match_format([whole], columns)
+    row_format = match_format([whole], columns) if whole else None
     if row_format is None:
-        raise InvalidRowError(_no_question(record))
+        raise InvalidRowError(
+            f"the keys are {list_columns(record)}; a prompt has messages, prompt, question, "
+            'instruction or input; other names go by DATA_COLUMNS="{question: <column>}"'
+        )
     row = parse_record(whole, row_format, origin, system_prompt)[0]
     *messages, answer = row.messages
     expected = None if answer.content == MISSING else answer.content
     return Prompt(origin, tuple(messages), row.tools, expected, row.variables)
 
 
-def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
-    """Return the record with an answer after its question, if it has none."""
+def _with_answer(record: Json, columns: Columns) -> Json | None:
+    """Return the record with an answer after its question; None if it has no question."""
     if record.keys() == {"text"}:
         record = {"prompt": record["text"]}
     for name, fields in ROW_FORMATS.items():
@@ -354,7 +367,7 @@ def _with_answer(record: Json, columns: Mapping[str, str]) -> Json:
             return {**record, answer: _with_last_answer(record[answer], answer)}
         if questions and all(record.get(question) is not None for question in questions):
             return {**record, answer: record.get(answer) or MISSING}
-    raise InvalidRowError(_no_question(record))
+    return None
 
 
 def _with_last_answer(value: Any, name: str) -> list[Json]:
@@ -365,21 +378,14 @@ def _with_last_answer(value: Any, name: str) -> list[Json]:
     return [*turns, {speaker: "assistant", content: MISSING}]
 
 
-def _no_question(record: Json) -> str:
-    return (
-        f"the keys are {list_columns(record)}; a prompt has messages, prompt, question, "
-        'instruction or input; other names go by DATA_COLUMNS="{question: <column>}"'
-    )
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, Json, str]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield format_origin(path, number), {"prompt": line.strip()}, line
-
-
-def _read_records(path: Path) -> Iterator[tuple[str, Json | UnreadableRecord, str]]:
+def _read_questions(path: Path) -> Iterator[tuple[str, Json | BadRow, str]]:
+    """Yield the origin of each question, its record, and its text in the file."""
+    if base_format(path) == ".txt":
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield format_origin(path, number), {"prompt": line.strip()}, line
+        return
     for chunk in read_chunks(path):
         for position, record in enumerate(parse_records(chunk)):
             yield chunk.origin(position), record, chunk.raw(position)

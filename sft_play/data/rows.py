@@ -2,11 +2,13 @@
 
 import json
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
+Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
+Notes = tuple[str, ...]  # what becomes of a row that is not as the row has it
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
@@ -54,6 +56,7 @@ class Row:
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
     variables: Json | None = None  # of the chat template, for this row alone
+    group: str = ""  # its value in the column data.split_by
 
     @property
     def plain_text(self) -> str:
@@ -67,8 +70,7 @@ class Row:
         return speakers[:1] == ["assistant"]
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
+class BadRow(NamedTuple):
     """A record that is no row: where it is, why, and its text, with broken UTF-8 escaped."""
 
     origin: str
@@ -76,8 +78,7 @@ class BadRow:
     raw: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableRecord:
+class UnreadableRecord(NamedTuple):
     """A record of a file that is no object with keys: why, and its text."""
 
     reason: str
@@ -146,9 +147,8 @@ def list_columns(names: Iterable[str]) -> str:
     return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
 
 
-SHOWN_WHITESPACE = " \n\t\u3000"
-# Join Persian and Indic letters, emoji, and the letters of flags
-JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
+# Whitespace, and what joins Persian and Indic letters, emoji, and the letters of flags
+SHOWN_CHARACTERS = {*" \n\t\u3000", "\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
 HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
 
 
@@ -156,8 +156,8 @@ def make_visible(text: str) -> str:
     """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
     visible = ""
     for character in text:
-        is_shown = character in SHOWN_WHITESPACE or character in JOINERS
-        if not is_shown and unicodedata.category(character) in HIDDEN_CATEGORIES:
+        is_hidden = unicodedata.category(character) in HIDDEN_CATEGORIES
+        if is_hidden and character not in SHOWN_CHARACTERS:
             character = f"⟨U+{ord(character):04X}⟩"
         visible += character
     return visible

@@ -7,10 +7,8 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.schema import Config, SourceSection, env_name
 from sft_play.data import cache
@@ -22,10 +20,10 @@ from sft_play.data.files import (
     read_chunks,
     suggest_path,
 )
-from sft_play.data.ledger import DataAccount, SourceAccount, Tally
+from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import BadRow, Json
+from sft_play.data.rows import BadRow, Columns, Json
 from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
@@ -48,7 +46,6 @@ UNSUPPORTED = tuple(
     .gz .bz2 .xz .zst .lz4 .7z .rar .db .sqlite .sqlite3 .tfrecord .msgpack
     """.split()
 )
-Recorded = Mapping[str, Any]  # a source as data.json has it
 
 
 def is_dataset_id(name: str) -> bool:
@@ -70,6 +67,7 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
             f"{where}: split {section.split!r} is no name; name one split, such as train, or a "
             "part of one, such as train[:10%]"
         )
+    hint = suggest_path(Path(section.path)) or "."
     try:
         loaded = datasets.load_dataset(section.path, name=section.subset, split=section.split)
     except datasets.exceptions.DatasetNotFoundError as error:
@@ -78,7 +76,6 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
             raise EnvironmentFault(
                 f"{where}: a gated data set; ask for access at {page}, then {LOG_IN}"
             ) from None
-        hint = suggest_path(Path(section.path)) or "."
         raise DataError(
             f"{where}: no such path, and no such data set on the hub{hint} "
             f"If it is a private one, {LOG_IN}"
@@ -98,7 +95,6 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
             f"Write it as [{{path: {section.path}, subset: <subset>, split: <split>}}]"
         ) from None
     except (ConnectionError, httpx.HTTPError) as error:
-        hint = suggest_path(Path(section.path)) or "."
         raise EnvironmentFault(
             f"{where}: no such path{hint} "
             f"The hub cannot be asked: {_sentence(error)} "
@@ -125,8 +121,7 @@ class Source:
 
     name: str
     files: tuple[Path, ...]
-    weight: float | None  # share of an epoch, relative to other sources
-    columns: Mapping[str, str]  # field: the file's column
+    columns: Columns
     section: SourceSection  # as the user wrote it
     left: tuple[str, ...] = ()  # other splits that the folder has
 
@@ -166,7 +161,7 @@ def find_sources(
             )
     every = [(split, source) for split, sources in found.items() for source in sources]
     for split, source in every:
-        account.record(SourceAccount(split, source.name, len(source.files)))
+        account.record(split, source.name, len(source.files))
     for split, source in every:
         for left in source.left if split == "train" else ():
             if left not in found:
@@ -174,7 +169,7 @@ def find_sources(
                 note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
                 logger.warning(note, source.name, left, typed, source.name)
         tally, bad = _check_first_rows(source, config)
-        account.record(SourceAccount(split, source.name, len(source.files), tally))
+        account.record(split, source.name, len(source.files), tally)
         if bad.total and config.data.on_bad_row == "fail":
             bad.refuse(tally.rows_in)
     return found
@@ -204,9 +199,7 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
     return sections
 
 
-def find_source(
-    section: SourceSection, setting: str, columns: Mapping[str, str] | None = None
-) -> Source:
+def find_source(section: SourceSection, setting: str, columns: Columns | None = None) -> Source:
     """Return the files of a source; `columns` has where the section names none.
 
     Raises: DataError where nothing of that name exists, EnvironmentFault where the hub cannot be
@@ -239,7 +232,7 @@ def find_source(
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
     columns = section.columns or columns or {}
-    return Source(name_of(section), files, section.weight, columns, section, left)
+    return Source(name_of(section), files, columns, section, left)
 
 
 def name_of(section: SourceSection) -> str:
@@ -363,8 +356,8 @@ def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
     return changed
 
 
-def _find_difference(now: SourceSection, then: Recorded, setting: str) -> str | None:
-    """Return in what a source is not the one that was recorded, None if it is."""
+def _find_difference(now: SourceSection, then: Json, setting: str) -> str | None:
+    """Return in what a source is not the one that data.json has, None if it is."""
     name = name_of(now)
     if now.weight != then["weight"]:
         return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from sft_play.data.rows import Message, Row
@@ -49,10 +49,10 @@ class SpecialText:
             token: chr(FIRST_PLACEHOLDER + number) * len(token)
             for number, token in enumerate(sorted(tokens, key=len, reverse=True))
         }
-        self._tokens = {name: token for token, name in self._placeholders.items()}
-        self._exchanged = {**self._placeholders, **self._tokens}
+        names = {name: token for token, name in self._placeholders.items()}
+        self._exchanged = {**self._placeholders, **names}  # either for the other
         self._either = match_any(self._exchanged)
-        self._placeholder = match_any(self._tokens)
+        self._placeholder = match_any(names)
         words = match_any((*(token.content for token in added), *THOUGHT_MARKS)).split(between)
         self._turn_words = _turn_words(words)
 
@@ -88,11 +88,14 @@ class SpecialText:
         names: set[str] = set()
         for _, text in _iterate_texts(row):
             names.update(self._placeholder.findall(text))
-        return tuple(sorted(self._tokens[name] for name in names))
+        return tuple(sorted(self._exchanged[name] for name in names))
 
     def plain(self, text: str) -> str:
         """Return a text with the special tokens in place of placeholders."""
-        return self._placeholder.sub(lambda found: self._tokens[found[0]], text)
+        return self._exchange(self._placeholder, text)
+
+    def _exchange(self, pattern: re.Pattern[str], text: str) -> str:
+        return pattern.sub(lambda found: self._exchanged[found[0]], text)
 
     def encode(self, texts: list[str], with_offsets: bool = False) -> list[Any]:
         """Return the encodings of rendered texts; placeholders are read as plain text."""
@@ -103,7 +106,7 @@ class SpecialText:
             tokenizer = self._backend
             if self._placeholder.search(text):
                 tokenizer = self._renamed
-                text = self._either.sub(lambda found: self._exchanged[found[0]], text)
+                text = self._exchange(self._either, text)
             encodings += _encode(tokenizer, [text], with_offsets)
         return encodings
 
@@ -112,17 +115,20 @@ class SpecialText:
         """The tokenizer whose special tokens have the placeholders' names. Raises RenderError."""
         from tokenizers import Tokenizer
 
-        facts = json.loads(self._backend.to_str())
         names = self._placeholders
+
+        def rename(piece: str) -> str:
+            """Return the name of a special token, and other pieces as they are."""
+            return names.get(piece, piece)
+
+        facts = json.loads(self._backend.to_str())
         for token in facts["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
+            token["content"] = rename(token["content"])
         model = facts["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
-        else:  # of a Unigram model, with a score for each piece
-            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        # by piece, or of a Unigram model a list with a score for each
+        model["vocab"] = _map_strings(model["vocab"], rename)
         if model.get("unk_token"):
-            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+            model["unk_token"] = rename(model["unk_token"])
         renamed = Tokenizer.from_str(json.dumps(facts))
         renamed.no_truncation()
         renamed.no_padding()
@@ -143,9 +149,7 @@ class SpecialText:
                     f"use, in a row with special tokens in its text; {SETTING}=allow reads both"
                 )
 
-        def change(text: str) -> str:
-            return self._token.sub(lambda found: self._placeholders[found[0]], text)
-
+        change = partial(self._exchange, self._token)
         messages = [Message(**_map_strings(asdict(message), change)) for message in row.messages]
         tools, variables = _map_strings((row.tools, row.variables), change)
         return replace(row, messages=tuple(messages), tools=tools, variables=variables)

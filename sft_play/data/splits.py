@@ -196,7 +196,9 @@ class UsedTokens:
     def origin(self, token_id: int) -> str | None:
         """Return `file:line` of the first row that has a token, None if it is not known."""
         first_sample = 0  # of a store, among all samples
-        for store in self.samples.stores if self.samples.files else ():
+        for store in self.samples.stores:
+            if not store.files:
+                return None
             for start in range(0, len(store.ids), TOKENS_PER_SCAN):
                 found = np.flatnonzero(store.ids[start : start + TOKENS_PER_SCAN] == token_id)
                 if len(found):
@@ -219,15 +221,16 @@ def find_used_tokens(samples: Split) -> UsedTokens:
             trained = np.array(store.trained[start:end])
             first, last = np.searchsorted(sample_starts, (start, end))
             trained[sample_starts[first:last] - start] = False  # nothing predicts a first token
-            counts = _add(counts, np.bincount(ids))
-            trained_counts = _add(trained_counts, np.bincount(ids[trained]))
+            counts = _add_counts(counts, ids)
+            trained_counts = _add_counts(trained_counts, ids[trained])
     return UsedTokens(np.flatnonzero(counts), np.flatnonzero(trained_counts), samples)
 
 
-def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Add counts, of which one array may be shorter."""
-    short, long = sorted((left, right), key=len)
-    return long + np.pad(short, (0, len(long) - len(short)))
+def _add_counts(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return counts of ids, with those of more ids."""
+    total = np.bincount(ids, minlength=len(counts))
+    total[: len(counts)] += counts
+    return total
 
 
 def length_percentiles(lengths: np.ndarray) -> LengthPercentiles:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -76,8 +76,11 @@ class Sample:
 class Store:
     """The samples of one source, read-only; opening it reads nothing but sizes."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, files: Sequence[str] = (), name: str = ""):
+        """`files` are those of its rows, `name` is what the source is called in scores."""
         self.folder = folder
+        self.files = files
+        self.name = name
         self.records = _map_array(folder / RECORDS, RECORD)
         self.ids = _map_array(folder / IDS, ID)
         self.trained = _map_array(folder / TRAINED, np.dtype(np.bool_))
@@ -185,32 +188,21 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
 class Split:
     """Samples of one or more stores in a fixed order, some of them perhaps several times."""
 
-    def __init__(
-        self,
-        stores: Sequence[Store],
-        indices: Sequence[np.ndarray],
-        files: Sequence[Sequence[str]] = (),
-        names: Sequence[str] = (),
-    ):
-        """`indices` are of the samples in each store; `files` are the file names of each store.
-
-        `names` are what the stores' sources are called in scores.
-        """
+    def __init__(self, stores: Sequence[Store], indices: Sequence[np.ndarray]):
+        """`indices` are of the samples in each store."""
         self.stores = tuple(stores)
-        self.files = tuple(files)
-        self.names = tuple(names)
         counts = [len(part) for part in indices]
         self.store_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self.index_in = np.concatenate([np.zeros(0, np.int64), *indices], dtype=np.int64)
 
     @classmethod
-    def whole(cls, stores: Sequence[Store], *files_and_names: Sequence[Any]) -> Self:
+    def whole(cls, stores: Sequence[Store]) -> Self:
         """Return all samples of stores."""
-        return cls(stores, [np.arange(len(store)) for store in stores], *files_and_names)
+        return cls(stores, [np.arange(len(store)) for store in stores])
 
     def take(self, mask: np.ndarray) -> "Split":
         """Return the samples at which `mask` (N,) is true."""
-        taken = Split(self.stores, (), self.files, self.names)
+        taken = Split(self.stores, ())
         taken.store_of = self.store_of[mask]
         taken.index_in = self.index_in[mask]
         return taken
@@ -223,13 +215,14 @@ class Split:
 
     def source(self, index: int) -> str | None:
         """Return the name of a sample's source in scores, None if there is but one."""
-        return self.names[self.store_of[index]] if len(set(self.names)) > 1 else None
+        has_several = len({store.name for store in self.stores}) > 1
+        return self.stores[self.store_of[index]].name if has_several else None
 
     def origin(self, index: int) -> str:
         """Return `file:line` or `file[index]` of a sample's row."""
-        store = self.store_of[index]
-        record = self.stores[store].records[self.index_in[index]]
-        return format_origin(Path(self.files[store][record["file"]]), int(record["number"]))
+        store = self.stores[self.store_of[index]]
+        record = store.records[self.index_in[index]]
+        return format_origin(Path(store.files[record["file"]]), int(record["number"]))
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -240,9 +233,8 @@ class Split:
     def records(self) -> np.ndarray:
         """Record of each sample, (N,) RECORD: `end` counts in its store, `file` in all of them."""
         records = self._gather(lambda store: store.records, RECORD)
-        if self.files:
-            first_file = np.cumsum([0, *map(len, self.files)])  # of each store
-            records["file"] += first_file[self.store_of]
+        first_file = np.cumsum([0, *(len(store.files) for store in self.stores)])  # of each store
+        records["file"] += first_file[self.store_of]
         return records
 
     def _gather(self, column: Callable[[Store], np.ndarray], dtype: np.dtype) -> np.ndarray:
@@ -265,19 +257,6 @@ class LongRow(NamedTuple):
     file: int
     number: int
     tokens: int
-
-
-class StoredBadRow(NamedTuple):
-    """A row that was set aside. Its file is a number, so a moved file finds its cache entry."""
-
-    file: int
-    place: str  # `:line` or `[index]` in that file
-    reason: str
-    row: str
-
-    def with_file(self, files: Sequence[str]) -> BadRow:
-        """Return the row with the name of its file."""
-        return BadRow(f"{files[self.file]}{self.place}", self.reason, self.row)
 
 
 @dataclass(frozen=True)
@@ -332,13 +311,19 @@ class TokenizedSource:
     def read_bad_rows(self) -> list[BadRow]:
         """Return the rows that were set aside."""
         with (Path(self.folder) / BAD_ROWS).open(encoding="utf-8") as lines:
-            return [StoredBadRow(**json.loads(line)).with_file(self.files) for line in lines]
+            rows = [json.loads(line) for line in lines]
+        return [
+            BadRow(f"{self.files[row['file']]}{row['place']}", row["reason"], row["row"])
+            for row in rows
+        ]
 
 
 def open_samples(sources: Sequence[TokenizedSource]) -> Split:
     """Return all samples of sources."""
-    stores = [Store(Path(source.folder)) for source in sources]
-    return Split.whole(stores, [source.files for source in sources], name_sources(sources))
+    names = name_sources(sources)
+    return Split.whole(
+        [Store(Path(one.folder), one.files, name) for one, name in zip(sources, names, strict=True)]
+    )
 
 
 def name_sources(sources: Sequence[TokenizedSource]) -> list[str]:

@@ -59,11 +59,11 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
 def _find_delimiter(first_line: str) -> str:
     """Return the delimiter by which the first line has the most fields; a comma before others."""
 
-    def count_fields(delimiter: str) -> int:
-        """Return how many fields the delimiter makes."""
-        return len(next(csv.reader([first_line], delimiter=delimiter), []))
-
-    return max((",", *OTHER_DELIMITERS), key=count_fields)
+    fields = {
+        delimiter: next(csv.reader([first_line], delimiter=delimiter), [])
+        for delimiter in (",", *OTHER_DELIMITERS)
+    }
+    return max(fields, key=lambda delimiter: len(fields[delimiter]))
 
 
 def name_columns(where: str, names: list[str]) -> list[str]:

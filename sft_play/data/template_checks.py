@@ -1,32 +1,89 @@
-"""Checks that a chat template writes every message of a conversation, unchanged. Tokenizes nothing.
+"""What a chat template leaves out of a conversation, or changes. Tokenizes nothing.
+
+A row's own messages are looked for in the text of it. Its tools and calls are not: a number, a null
+or a city may stand in a text by chance. So the template writes a conversation whose every place has
+a word that no template writes by itself, once for each kind of place that rows have.
 
 Conversations may begin with an answer, which carries no loss. Some templates refuse it or leave it
 out (Mistral, Gemma, Llama 2): under these it is left out of the row. The ledger counts both.
 """
 
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import takewhile
+from typing import NamedTuple
 
-from sft_play.data.rows import Message, Row
-from sft_play.data.template_losses import REMEDY
-from sft_play.data.templates import (
-    ChatTemplate,
-    RenderError,
-    iterate_strings,
-    template_messages,
-)
+from sft_play.data.rows import Message, Notes, Row
+from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings, template_messages
 from sft_play.data.thoughts import split_reasoning
 
 MAX_QUOTED_CHARACTERS = 24
-GREETING = "The first turn."  # words that no template writes by itself
-PROBED = (
-    Message("assistant", GREETING),
-    Message("user", "A question."),
-    Message("assistant", "An answer."),
-)
+REMEDY = "MODEL_CHAT_TEMPLATE=default writes them in plain words, or name a Jinja file of your own"
+NO_TOOLS = f"the chat template leaves out the tools, so no token has them; {REMEDY}"
+QUESTION = Message("user", "Zq1Question")
+ANSWER = Message("assistant", "Zq1Answer")
+SYSTEM = Message("system", "Zq1System")
+GREETING = Message("assistant", "Zq1Greeting")
+BESIDE = "Zq1Beside"  # words beside a call
+THOUGHT = "Zq1Thought"
+RESULTS = ("Zq1Result", "Zq2Result")
+CALL_IDS = ("Zq1Call00", "Zq2Call00")  # of nine letters and digits, as Mistral wants them
+NAMES = ("zq1_function", "zq2_function")
+MOST_CALLS = 2  # more are written as the second is, or not
+MOST_KINDS = 1000  # of calls that are remembered, of all templates
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zq1_tool",
+        "description": "Zq1Description",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "zq1_key": {
+                    "type": "string",
+                    "description": "Zq1Description",
+                    "enum": ["Zq1Choice"],
+                },
+                "zq2_key": {"type": "string", "default": "Zq1Default"},
+                "zq3_key": {"type": "object", "properties": {"zq4_key": {"type": "string"}}},
+            },
+            "required": ["zq1_key"],
+        },
+    },
+}
+# Keys of tools: the words that stand there
+TOOL_WORDS = {
+    "description": ("Zq1Description",),
+    "properties": ("zq1_key", "zq2_key", "zq3_key", "zq4_key"),
+    "enum": ("Zq1Choice",),
+    "default": ("Zq1Default",),
+}
+# Types of arguments, and whether they are true: a value of call 1 or 2, how it may be written
+ARGUMENTS = {
+    ("str", True): ('"Zq{0}Text"', "Zq{0}Text"),
+    ("str", False): ('""', r"""["'`]{{2}}|></|<\|"\|><\|"\|>"""),
+    ("int", True): ("7100{0}", "7100{0}"),
+    ("int", False): ("0", r"(?<!\w)0"),
+    ("float", True): ("7200{0}.5", r"7200{0}\.5"),
+    ("bool", True): ("true", "(?i:true)"),
+    ("bool", False): ("false", "(?i:false)"),
+    ("NoneType", False): ("null", "null|None|none"),
+    ("dict", True): ('{{"zq{0}_inner": "Zq{0}Inner"}}', r"zq{0}_inner[\s\S]*Zq{0}Inner"),
+    ("list", True): ('["Zq{0}First", "Zq{0}Second"]', r"Zq{0}First[\s\S]*Zq{0}Second"),
+}
+
+
+class CallKind(NamedTuple):
+    """What the calls of a message are like."""
+
+    calls: int
+    arguments: tuple[tuple[str, bool], ...]  # keys of ARGUMENTS, sorted
+    has_content: bool
+    has_reasoning: bool
+    results: int = 0  # that follow
 
 
 def check_prompt(messages: Sequence[Message], prompt: str) -> None:
@@ -70,7 +127,7 @@ def check_answer(
         )
     content = message.content.strip()
     if message.tool_calls:
-        _check_calls(text, message, where)
+        _check_words_of_calls(text, message, where)
         if content in text:
             return
     elif _ends_with(text, content, ending):
@@ -111,7 +168,7 @@ def _accepted_forms(message: Message) -> list[str]:
     return [content]
 
 
-def _check_calls(text: str, message: Message, where: str) -> None:
+def _check_words_of_calls(text: str, message: Message, where: str) -> None:
     """Raise RenderError unless a text has the names of the calls and all of their arguments."""
     for call in message.tool_calls:
         function = call["function"]
@@ -136,30 +193,154 @@ def _ends_with(text: str, content: str, ending: re.Pattern[str]) -> bool:
     return place >= 0 and ending.fullmatch(text, place + len(content)) is not None
 
 
-class GreetingPolicy:
-    """Leaves out first turns of the assistant where the chat template does not write them."""
+def fit_greeting(template: ChatTemplate, row: Row) -> Row:
+    """Return a row without its greeting, an answer before any question, if a template has none."""
+    has_system = row.messages[0].role == "system"
+    if _writes_greeting(template, has_system):
+        return row
+    return replace(row, messages=(*row.messages[:has_system], *row.messages[has_system + 1 :]))
 
-    def __init__(self, tokenizer: Any):
-        self._template = ChatTemplate(tokenizer)
-        self._is_written: dict[bool, bool] = {}  # by whether there is a system message
 
-    def fit(self, row: Row) -> Row:
-        """Return the row as the template takes it."""
-        has_system = row.messages[0].role == "system"
-        if has_system not in self._is_written:
-            self._is_written[has_system] = self._writes_greeting(has_system)
-        if self._is_written[has_system]:
-            return row
-        greeting = 1 if has_system else 0
-        messages = (*row.messages[:greeting], *row.messages[greeting + 1 :])
-        return replace(row, messages=messages)
+@functools.lru_cache(MOST_KINDS)
+def _writes_greeting(template: ChatTemplate, has_system: bool) -> bool:
+    messages = [*_system_messages(has_system), GREETING, QUESTION, ANSWER]
+    try:
+        prompt, text = template.render_both(template_messages(messages))
+    except RenderError:
+        return False
+    return GREETING.content in prompt and text.startswith(prompt)
 
-    def _writes_greeting(self, has_system: bool) -> bool:
-        system = (Message("system", "Be brief."),) if has_system else ()
-        messages = template_messages((*system, *PROBED))
-        try:
-            prompt = self._template.render_prompt(messages[:-1])
-            text = self._template.render_conversation(messages).text
-        except RenderError:
-            return False
-        return GREETING in prompt and text.startswith(prompt)
+
+def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) -> Notes:
+    """Return what a template leaves out of a row, as sentences.
+
+    `trained` are the answers that carry loss; those are refused where a part of them is lost.
+    """
+    notes: dict[str, None] = {}
+    if row.tools:
+        lost_keys = _lost_of_tools(template, row.messages[0].role == "system")
+        if lost_keys is None:
+            notes[NO_TOOLS] = None
+        elif places := ", ".join(sorted(lost_keys & set(iterate_strings(row.tools)))):
+            notes[f"the chat template leaves out of tools: {places}; {REMEDY}"] = None
+    last = trained[-1] if trained else len(row.messages)
+    for index, message in enumerate(row.messages[:last]):
+        if message.tool_calls:
+            lost = _lost_in_history(template, _kind_of_calls(row.messages[index:]))
+            if index in trained:
+                lost = tuple(place for place in lost if place != "reasoning")
+            if lost:
+                places = ", ".join(lost)
+                notes[f"the chat template leaves out of earlier calls: {places}; {REMEDY}"] = None
+    return tuple(notes)
+
+
+def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
+    """Raise RenderError if a template leaves out a part of the calls of an answer."""
+    lost = message.tool_calls and _lost_in_answer(template, _kind_of_calls([message]))
+    if lost:
+        raise RenderError(
+            f"the chat template leaves out or changes a tool call of {where}: {lost}; {REMEDY}"
+        )
+
+
+@functools.lru_cache(MOST_KINDS)
+def _lost_of_tools(template: ChatTemplate, has_system: bool) -> frozenset[str] | None:
+    """Return the places of tools that are left out, None if the tools are as a whole."""
+    try:
+        asked = template_messages([*_system_messages(has_system), QUESTION])
+        text = template.render_prompt(asked, [TOOL])
+    except RenderError:
+        return frozenset()
+    if TOOL["function"]["name"] not in text:
+        return None
+    return frozenset(
+        key for key, words in TOOL_WORDS.items() if any(word not in text for word in words)
+    )
+
+
+@functools.lru_cache(MOST_KINDS)
+def _lost_in_answer(template: ChatTemplate, kind: CallKind) -> str | None:
+    """Return the first part of an answer's calls that is left out, None if none is."""
+    try:
+        messages = template_messages([QUESTION, _probe(kind)])
+        prompt, text = template.render_both(messages, [TOOL])
+    except RenderError:  # the row's own words are all that can be checked
+        return None
+    return next(_lost_calls(kind, text.removeprefix(prompt)), None)
+
+
+@functools.lru_cache(MOST_KINDS)
+def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
+    """Return the parts of a call and its results that the prompt of the next answer lacks."""
+    results = [
+        Message("tool", word, name=name, tool_call_id=id_)
+        for word, name, id_ in zip(RESULTS, NAMES, CALL_IDS, strict=True)
+    ]
+    following = results[: kind.results] or [QUESTION]
+    try:
+        messages = template_messages([QUESTION, _probe(kind), *following])
+        text = template.render_prompt(messages, [TOOL])
+    except RenderError:
+        return ()
+    lost = list(_lost_calls(kind, text))
+    if kind.has_content and BESIDE not in text:
+        lost.append("words beside them")
+    if kind.has_reasoning and THOUGHT not in text:
+        lost.append("reasoning")
+    if any(word not in text for word in RESULTS[: kind.results]):
+        lost.append("results")
+    return tuple(lost)
+
+
+def _system_messages(has_system: bool) -> list[Message]:
+    return [SYSTEM] if has_system else []
+
+
+def _probe(kind: CallKind) -> Message:
+    """Return an answer with calls of a kind, of words of our own."""
+    calls = []
+    for number in range(1, kind.calls + 1):
+        arguments = {
+            f"zq{number}_{place}_key": json.loads(ARGUMENTS[name][0].format(number))
+            for place, name in enumerate(kind.arguments)
+        }
+        function = {"name": NAMES[number - 1], "arguments": arguments}
+        calls.append({"id": CALL_IDS[number - 1], "type": "function", "function": function})
+    content = BESIDE if kind.has_content else ""
+    return Message("assistant", content, THOUGHT if kind.has_reasoning else None, tuple(calls))
+
+
+def _lost_calls(kind: CallKind, text: str) -> Iterator[str]:
+    """Yield the parts of a probe's calls that a text lacks."""
+    for number in range(1, kind.calls + 1):
+        found = text.find(NAMES[number - 1])
+        if found < 0:
+            yield "all but the first of several calls" if number > 1 else "the calls themselves"
+            return
+        for place, name in enumerate(kind.arguments):
+            key = f"zq{number}_{place}_key"
+            value, form = (text.format(number) for text in ARGUMENTS[name])
+            _, has_key, after = text.partition(key)
+            written = re.split(r"zq\d_\d+_|zq\d_function", after)[0]
+            if not has_key or not re.search(form, written):
+                yield f"arguments such as {value}"
+
+
+def _kind_of_calls(messages: Sequence[Message]) -> CallKind:
+    """Return what the calls of the first of some messages are like."""
+    message, *others = messages
+    kinds = {
+        (type(value).__name__, bool(value))
+        for call in message.tool_calls
+        for value in call["function"]["arguments"].values()
+    }
+    results = list(takewhile(lambda other: other.role == "tool", others))
+    calls = min(len(message.tool_calls), MOST_CALLS)
+    return CallKind(
+        calls,
+        tuple(sorted(kinds & ARGUMENTS.keys())),
+        bool(message.content.strip()),
+        bool(message.reasoning),
+        min(len(results), calls),
+    )

@@ -64,6 +64,7 @@ MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 Render = Callable[..., str | None]
+_began = (0.0, 0)  # CPU seconds and peak of memory before what is rendered
 
 
 class _Stopped(BaseException):
@@ -77,26 +78,12 @@ def limited() -> Iterator[None]:
     It is not one row's error: the next row would take as long. Only the main thread is watched,
     as signals reach no other. Raises: DataError.
     """
+    global _began
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    began = time.process_time()
-    peak = _peak_bytes()
-
-    def check(number: int, frame: FrameType | None) -> None:
-        """Stop a template that takes too long or too much memory."""
-        seconds = time.process_time() - began
-        grown = _peak_bytes() - peak
-        if seconds > MAX_CPU_SECONDS:
-            found = f"has not ended after {seconds:.0f} s"
-        elif grown > MAX_GROWN_BYTES:
-            found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
-        else:
-            return
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        raise _Stopped(f"the chat template {found}; {REMEDY}")
-
-    before = signal.signal(signal.SIGVTALRM, check)
+    _watch_timer()
+    _began = time.process_time(), _peak_bytes()
     signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
     try:
         yield
@@ -106,7 +93,25 @@ def limited() -> Iterator[None]:
         raise DataError(f"the chat template asks for more memory than there is; {REMEDY}") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+
+@functools.cache  # a third of the time of a rendering, if it were done for each
+def _watch_timer() -> None:
+    signal.signal(signal.SIGVTALRM, _check_limits)
+
+
+def _check_limits(number: int, frame: FrameType | None) -> None:
+    """Stop a template that takes too long or too much memory."""
+    seconds = time.process_time() - _began[0]
+    grown = _peak_bytes() - _began[1]
+    if seconds > MAX_CPU_SECONDS:
+        found = f"has not ended after {seconds:.0f} s"
+    elif grown > MAX_GROWN_BYTES:
+        found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
+    else:
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    raise _Stopped(f"the chat template {found}; {REMEDY}")
 
 
 def _peak_bytes() -> int:
@@ -117,8 +122,8 @@ class RenderError(DataError):
     """A row whose trained tokens cannot be determined with certainty."""
 
 
-class CharacterSpan(NamedTuple):
-    """Characters [start, end) of a text."""
+class Span(NamedTuple):
+    """Characters, or tokens, [start, end) of a text."""
 
     start: int
     end: int
@@ -131,7 +136,7 @@ class TemplateText(NamedTuple):
     """
 
     text: str
-    generated: list[CharacterSpan] | None
+    generated: list[Span] | None
 
 
 @functools.cache
@@ -212,11 +217,11 @@ class ChatTemplate:
 
     def for_row(self, variables: Json | None) -> Self:
         """Return the template with those of a row's variables that it reads."""
-        read = {name: variables[name] for name in self.variables_read & (variables or {}).keys()}
-        if not read:
+        names = self.variables_read.intersection(variables) if variables else None
+        if not names:
             return self
-        template = self.with_variables(read)
-        template.row_names = frozenset(read)
+        template = self.with_variables({name: variables[name] for name in names})
+        template.row_names = names
         return template
 
     @property
@@ -232,21 +237,27 @@ class ChatTemplate:
         """Return the text of a conversation with its generation marks. Raises RenderError."""
         return self._render(messages, tools, add_generation_prompt=False)
 
+    def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
+        """Return the prompt that the last message answers, and the text with it."""
+        prompt = self.render_prompt(messages[:-1], tools)
+        return prompt, self.render_conversation(messages, tools).text
+
     def _render(
         self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
     ) -> TemplateText:
         try:
             return self._run(messages, tools, add_generation_prompt)
         except RenderError as error:
-            has_calls = any("tool_calls" in message for message in messages)
-            wants_text = isinstance(error.__cause__, TypeError)
-            if not (has_calls and (wants_text or WANTS_IDS.search(str(error)))):
+            if not any("tool_calls" in message for message in messages):
                 raise
-        # DeepSeek's template concatenates the arguments of calls with text, Mistral's wants ids
-        if wants_text:
-            messages = [_with_json_arguments(message) for message in messages]
-        else:
-            messages = with_short_ids(messages)
+            if isinstance(
+                error.__cause__, TypeError
+            ):  # DeepSeek's concatenates arguments with text
+                messages = [_with_json_arguments(message) for message in messages]
+            elif WANTS_IDS.search(str(error)):  # as Mistral's does
+                messages = with_short_ids(messages)
+            else:
+                raise
         return self._run(messages, tools, add_generation_prompt)
 
     def _run(
@@ -268,7 +279,7 @@ class ChatTemplate:
                 )
             except _template_errors() as error:
                 raise RenderError(f"the chat template refuses the conversation: {error}") from error
-        spans = [CharacterSpan(*span) for span in marks[0]] if has_marks else None
+        spans = [Span(*span) for span in marks[0]] if has_marks else None
         return TemplateText(texts[0], spans)
 
 

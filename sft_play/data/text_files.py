@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,16 +55,12 @@ class InvalidJsonError(ValueError):
     """Why a text is not JSON."""
 
 
-class _StrictnessError(ValueError):
-    """What Python reads, but the JSON standard does not define."""
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     record = dict(pairs)
     if len(record) != len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise _StrictnessError(f"the key {repeated!r} stands twice in one object")
+        raise InvalidJsonError(f"the key {repeated!r} stands twice in one object")
     return record
 
 
@@ -135,30 +131,26 @@ def read_documents(stream: IO[bytes]) -> Iterator[NumberedRecord]:
     """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone."""
     lines: list[bytes] = []
     first_line = 1
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(chain(stream, [END_OF_DOCUMENT]), 1):
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip() != END_OF_DOCUMENT:
             lines.append(line)
             continue
-        yield from _document(lines, first_line)
+        data = b"".join(lines)
+        if data.strip():
+            yield NumberedRecord(first_line, _read_document(data, first_line), len(data))
         lines = []
         first_line = number + 1
-    yield from _document(lines, first_line)
 
 
-def _document(lines: list[bytes], first_line: int) -> Iterator[NumberedRecord]:
-    data = b"".join(lines)
-    if not data or data.isspace():
-        return
-    record: Json | UnreadableRecord
+def _read_document(data: bytes, first_line: int) -> Json | UnreadableRecord:
     try:
-        record = {"text": data.decode("utf-8")}
+        return {"text": data.decode("utf-8")}
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raw = data.decode("utf-8", "backslashreplace")
-        record = UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
-    yield NumberedRecord(first_line, record, len(data))
+        return UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
 
 
 def read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:
@@ -258,8 +250,9 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
         if all(column.keys() == held[0].keys() for column in held):  # pandas, orient="columns"
             value = {key: list(column.values()) for key, column in value.items()}
             lists = list(value)
-    if len(lists) == len(value) > 1 and len({len(column) for column in value.values()}) == 1:
-        return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    rows = split_columns(value)
+    if rows is not value:
+        return rows
     if is_line:
         return [value]
     found = f"the keys {', '.join(value) or 'none'}"
@@ -269,6 +262,16 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
         f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
         f"and no other list; this is one object with {found}"
     )
+
+
+def split_columns(value: Json) -> Any:
+    """Return an object for each place of the lists of an object; other values as they are."""
+    columns = list(value.values())
+    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
+        return value
+    if len(set(map(len, columns))) > 1:
+        return value
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _require_object(record: Any, raw: str) -> Json | UnreadableRecord:
@@ -302,7 +305,7 @@ def _explain(error: ValueError | RecursionError) -> str:
             return f"not valid JSON: {error.msg.removesuffix(' at')} at {place}"
         case RecursionError():
             return "not valid JSON: nested too deeply"
-        case _StrictnessError():
+        case InvalidJsonError():  # read by Python's own decoder, but no JSON by its standard
             return f"not valid JSON: {error}"
         case _:  # int() of thousands of digits
             return "not valid JSON: a number has too many digits"

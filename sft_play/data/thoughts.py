@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Json, Message, Notes, Row
 from sft_play.data.templates import ChatTemplate, RenderError
 
+Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
 THOUGHT_END = "</think>"
 # The end of reasoning whose beginning is in the prompt of who wrote it, as DeepSeek R1's is
 ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n+")
@@ -122,10 +123,8 @@ class AskedAnswer:
 
     def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
         """Return prompt and text under a template, with other fields of the answer."""
-        asked, tools = self.messages[: self.index], self.row.tools
         answer = {**self.messages[self.index], **changes}
-        text = template.render_conversation([*asked, answer], tools).text
-        return template.render_prompt(asked, tools), text
+        return template.render_both([*self.messages[: self.index], answer], self.row.tools)
 
 
 class _Form(NamedTuple):
@@ -139,16 +138,16 @@ class _Form(NamedTuple):
 class ThoughtPolicy:
     """Applies `data.reasoning` to rows, and finds answers after think blocks of the prompt."""
 
-    def __init__(self, template: ChatTemplate, reasoning: Literal["keep", "drop", "empty"]):
+    def __init__(self, template: ChatTemplate, reasoning: Reasoning):
         self._template = template
         self._reasoning = reasoning
 
-    def apply(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+    def apply(self, row: Row) -> tuple[Row, Notes]:
         """Return a row with its reasoning where the template takes it, and what to say of it.
 
         Under `drop` there is none.
         """
-        changed: dict[int, Message] = {}
+        messages = list(row.messages)
         notes: dict[str, None] = {}
         for index, message in enumerate(row.messages):
             if message.role != "assistant":
@@ -159,18 +158,17 @@ class ThoughtPolicy:
             if self._reasoning == "drop":
                 # a field keeps templates from looking for reasoning in an answer that quotes marks
                 field = "" if THOUGHT_END in thought.answer else None
-                changed[index] = replace(message, reasoning=field, content=thought.answer)
+                messages[index] = replace(message, reasoning=field, content=thought.answer)
                 continue
-            changed[index] = moved = self._move(message, thought)
+            messages[index] = moved = self._move(message, thought)
             if thought.reasoning and moved.reasoning is None:
                 if self._form.takes_content:
                     notes[AS_IT_STANDS] = None
                 elif message.reasoning:
                     notes[AS_CONTENT] = None
-        if not changed:
-            return row, ()
-        messages = tuple(changed.get(i, message) for i, message in enumerate(row.messages))
-        return replace(row, messages=messages), tuple(notes)
+        if messages != [*row.messages]:
+            row = replace(row, messages=tuple(messages))
+        return row, tuple(notes)
 
     def _move(self, message: Message, thought: Thought) -> Message:
         """Return an answer with its reasoning as the template takes it."""
@@ -243,7 +241,7 @@ class ThoughtPolicy:
             return asked.prompt + answer
         return None
 
-    def write_lost(self, asked: AskedAnswer) -> tuple[str, tuple[str, ...]] | None:
+    def write_lost(self, asked: AskedAnswer) -> tuple[str, Notes] | None:
         """Return the text of an answer whose reasoning the template leaves out, and what to say.
 
         It stands in the block that the prompt opens, or between marks of the template's own. None

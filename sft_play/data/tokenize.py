@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ from sft_play.data.chunk_tokenizer import (
     longest_first,
 )
 from sft_play.data.files import BadRows, read_chunks
-from sft_play.data.ledger import DataAccount, SourceAccount, Tally
-from sft_play.data.render import template_text
+from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
@@ -40,6 +40,7 @@ from sft_play.data.store import (
     TokenizedSource,
     TokenizedSplits,
 )
+from sft_play.data.templates import template_text
 from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder
@@ -69,63 +70,49 @@ def tokenize_sources(
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
     splits: TokenizedSplits = {}
     for split, sources in found.items():
+        group_by = config.data.split_column(split)
         tokenized: list[TokenizedSource] = []
         for source in sources:
-            reading = SourceAccount(split, source.name, len(source.files), Tally())
-            account.record(reading)  # its tally grows while the source is read
-            done = _tokenize_source(
-                config, source, tokenizer, tokenizer_digest, reading.tally, split
+            section = source.section
+            tally = Tally()
+            account.record(split, source.name, len(source.files), tally)  # grows with what is read
+            files_digest = digest_source(source)
+            key_facts = {
+                **config.data.model_dump(include=ROW_SETTINGS),
+                "max_seq_len": config.model.max_seq_len,
+                "columns": dict(source.columns),
+                "group_by": group_by,
+                "seed": config.train.order_seed if section.rows else None,
+                "suffixes": [path.suffix for path in source.files],
+            }
+            folder = cache.get_or_build(
+                cache_folder(config),
+                cache.entry_key(files_digest, tokenizer_digest, key_facts),
+                partial(build_store, source, config, tokenizer, tally, group_by),
             )
-            account.record(replace(reading, tally=done.read_summary().tally))
+            done = TokenizedSource(
+                source.name,
+                tuple(map(str, source.files)),
+                section.weight,
+                files_digest,
+                str(folder),
+                source.file_bytes,
+                section.choice,
+                section.name,
+            )
+            account.record(split, source.name, len(source.files), done.read_summary().tally)
             tokenized.append(done)
         splits[split] = tuple(tokenized)
     return splits
 
 
-def _tokenize_source(
-    config: Config,
-    source: Source,
-    tokenizer: Any,
-    tokenizer_digest: str,
-    tally: Tally,
-    split: str,
-) -> TokenizedSource:
-    files_digest = digest_source(source)
-    group_by = config.data.split_column(split)
-    key_facts = {
-        **config.data.model_dump(include=ROW_SETTINGS),
-        "max_seq_len": config.model.max_seq_len,
-        "columns": dict(source.columns),
-        "group_by": group_by,
-        "seed": config.train.order_seed if source.section.rows else None,
-        "suffixes": [path.suffix for path in source.files],
-    }
-    folder = cache.get_or_build(
-        cache_folder(config),
-        cache.entry_key(files_digest, tokenizer_digest, key_facts),
-        lambda unfinished: build_store(unfinished, source, config, tokenizer, tally, group_by),
-    )
-    files = tuple(map(str, source.files))
-    section = source.section
-    return TokenizedSource(
-        source.name,
-        files,
-        source.weight,
-        files_digest,
-        str(folder),
-        source.file_bytes,
-        section.choice,
-        section.name,
-    )
-
-
 def build_store(
-    folder: Path,
     source: Source,
     config: Config,
     tokenizer: Any,
     tally: Tally,
-    group_by: str | None = None,
+    group_by: str | None,
+    folder: Path,
 ) -> None:
     """Fill a store folder with a source's samples; `tally` counts what was read so far.
 
@@ -143,7 +130,7 @@ def build_store(
     )
     pace = Pace(stage)
     processes = count_processes(source.file_bytes)
-    tokenize = ChunkTokenizer(config, tokenizer, group_by)
+    tokenize = ChunkTokenizer(config, tokenizer)
     chosen = None
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
@@ -152,14 +139,18 @@ def build_store(
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
     ):
-        for done in _tokenize_tasks(_iterate_tasks(source, chosen), tokenize, processes):
+        tasks = _iterate_tasks(source, chosen, group_by)
+        for done in _tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
             pace.advance(done.bytes_read)
             long_rows = longest_first([*long_rows, *done.long_rows])
             for row in done.bad_rows:
-                bad.add(row.with_file(files))
-                bad_rows.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+                bad.add(row)
+                # without the name of the file, so that a moved one finds its cache entry
+                place = row.origin.removeprefix(files[done.file])
+                facts = {"file": done.file, "place": place, "reason": row.reason, "row": row.raw}
+                bad_rows.write(json.dumps(facts, ensure_ascii=False) + "\n")
     if bad.total and config.data.on_bad_row == "fail":
         bad.refuse(tally.rows_in - tally.dropped["not_chosen"])
     StoreSummary(tally, long_rows).write(folder)
@@ -190,11 +181,13 @@ def count_processes(file_bytes: int) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-def _iterate_tasks(source: Source, chosen: np.ndarray | None) -> Iterator[ChunkTask]:
+def _iterate_tasks(
+    source: Source, chosen: np.ndarray | None, group_by: str | None
+) -> Iterator[ChunkTask]:
     """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
     start = 0  # of a chunk, among all rows of the source
     for number, path in enumerate(source.files):
-        row_format = detect_format(path, source.columns)
+        row_format = replace(detect_format(path, source.columns), group_by=group_by)
         for chunk in read_chunks(path, ROWS_PER_CHUNK):
             if chosen is not None:
                 end = start + len(chunk.records)

@@ -16,20 +16,27 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, Self
 
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Json, Message, Notes, Row
 from sft_play.data.special_text import match_any
-from sft_play.data.template_checks import check_answer, check_prompt, json_characters, quote
-from sft_play.data.template_losses import TemplateLosses
+from sft_play.data.template_checks import (
+    check_answer,
+    check_calls,
+    check_prompt,
+    describe_losses,
+    json_characters,
+    quote,
+)
 from sft_play.data.templates import (
-    CharacterSpan,
     ChatTemplate,
     RenderError,
+    Span,
     iterate_strings,
     stop_ids,
     template_messages,
 )
-from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, ThoughtPolicy
+from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, Reasoning, ThoughtPolicy
 
+TrainOn = Literal["all", "last"]  # data.train_on
 # Longest conversation, in messages, that `_check_places` renders a second time: longer ones go on
 # as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
@@ -42,8 +49,7 @@ TRIMMED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSpan:
+class AnswerSpan(NamedTuple):
     """The characters of one trained answer in a text."""
 
     message: int  # its index in the conversation
@@ -65,11 +71,11 @@ class TrainingText:
 
     text: str
     answers: list[AnswerSpan] = field(default_factory=list)
-    generated: list[CharacterSpan] | None = None  # marked by `{% generation %}`; None: no marks
+    generated: list[Span] | None = None  # marked by `{% generation %}`; None: no marks
     trains_all: bool = False  # every answer of the text is trained in it
     ids: list[int] = field(default_factory=list)  # once the text is tokenized
     tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
-    notes: tuple[str, ...] = ()  # what becomes of its row that is not as the row has it
+    notes: Notes = ()
 
 
 class TrainingTextBuilder:
@@ -78,10 +84,10 @@ class TrainingTextBuilder:
     def __init__(
         self,
         tokenizer: Any,
-        train_on: Literal["all", "last"] = "all",
-        reasoning: Literal["keep", "drop", "empty"] = "keep",
+        train_on: TrainOn = "all",
+        reasoning: Reasoning = "keep",
     ):
-        self._reasoning: Literal["keep", "drop", "empty"] = reasoning
+        self._reasoning: Reasoning = reasoning
         self._use(ChatTemplate(tokenizer))
         self._train_on = train_on
         self._eos = tokenizer.eos_token
@@ -96,8 +102,7 @@ class TrainingTextBuilder:
 
     def _use(self, template: ChatTemplate) -> None:
         self._template = template
-        self._thoughts = ThoughtPolicy(template, self._reasoning)
-        self._losses = TemplateLosses(template)
+        self.thoughts = ThoughtPolicy(template, self._reasoning)
         # (role, has tool calls) of each message of conversations whose places were checked
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
@@ -114,18 +119,16 @@ class TrainingTextBuilder:
             variant._use(template)
         return self._variants[key]
 
-    def describe_unread(self, row: Row) -> list[str]:
+    def describe_unread(self, row: Row) -> Notes:
         """Return what becomes of a row's variables that the template does not read."""
+        if not row.variables:
+            return ()
         read = self._template.variables_read
         names = ", ".join(sorted(read)) or "none"
-        return [
+        return tuple(
             f"the variable {name} is not used: the chat template reads {names}"
-            for name in sorted((row.variables or {}).keys() - read)
-        ]
-
-    def arrange(self, row: Row) -> tuple[Row, tuple[str, ...]]:
-        """Return a row with its reasoning as the template takes it, and what to say of it."""
-        return self._thoughts.apply(row)
+            for name in sorted(row.variables.keys() - read)
+        )
 
     def build(self, row: Row) -> list[TrainingText]:
         """Return the texts that train the answers of an arranged conversation, each once.
@@ -145,7 +148,7 @@ class TrainingTextBuilder:
             views = [self._generation_view(row, messages, index) for index in trained]
         except RenderError as error:
             raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
-        notes = self._losses.describe(row, trained)
+        notes = describe_losses(self._template, row, trained)
         texts: list[TrainingText] = []
         for view in reversed(views):
             (answer,) = view.answers
@@ -172,7 +175,7 @@ class TrainingTextBuilder:
                     self._generation_view(without, messages, index)
                 return "; DATA_REASONING=drop trains the answers without their reasoning"
         with contextlib.suppress(RenderError):
-            if len(trained) > 1 and not self._losses.describe(row, trained[-1:]):
+            if len(trained) > 1 and not describe_losses(self._template, row, trained[-1:]):
                 self._generation_view(row, template_messages(row.messages), trained[-1])
                 return "; DATA_TRAIN_ON=last trains the last answer alone"
         return ""
@@ -194,15 +197,15 @@ class TrainingTextBuilder:
                 )
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
-        notes: tuple[str, ...] = ()
+        notes: Notes = ()
         if message.reasoning or not text.startswith(prompt):
             asked = AskedAnswer(row, messages, index, prompt, text)
             if not text.startswith(prompt):
-                behind = self._thoughts.write_text(asked)
+                behind = self.thoughts.write_text(asked)
                 if behind is None:
                     raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
                 text, generated = behind, None
-            elif lost := self._thoughts.write_lost(asked):
+            elif lost := self.thoughts.write_lost(asked):
                 text, notes = lost
                 generated = None
         check_prompt(row.messages[:index], prompt)
@@ -217,7 +220,7 @@ class TrainingTextBuilder:
         after = text[end:]
         ending = self._ending if found else WHITESPACE
         check_answer(message, f"messages[{index}]", text[len(prompt) : stop], after, ending)
-        self._losses.check_calls(message, f"messages[{index}]")
+        check_calls(self._template, message, f"messages[{index}]")
         if not self._whitespace_or_special.fullmatch(after):
             raise RenderError(
                 f"the chat template writes {quote(after.strip())} "
@@ -228,7 +231,7 @@ class TrainingTextBuilder:
             text += self._eos
             end = len(text)
             if generated:
-                generated = [*generated, CharacterSpan(stop, end)]
+                generated = [*generated, Span(stop, end)]
         answer = AnswerSpan(index, len(prompt), stop, end)
         return TrainingText(text, [answer], generated, notes=notes)
 
@@ -249,15 +252,14 @@ class TrainingTextBuilder:
         marked = [dict(message) for message in messages]
         for index, word in words.items():
             marked[index]["content"] = word
-        prompt_end = len(self._template.render_prompt(marked[:-1], tools))
-        text = self._template.render_conversation(marked, tools).text
+        prompt, text = self._template.render_both(marked, tools)
         for index, word in words.items():
             if word not in text:
                 raise RenderError(
                     f"the chat template leaves out or changes messages[{index}], "
                     f"of the role {messages[index]['role']}"
                 )
-        if last in words and text.count(words[last], prompt_end) > 1:
+        if last in words and text.count(words[last], len(prompt)) > 1:
             raise RenderError(
                 f"the chat template writes messages[{last}], an answer, more than once"
             )
@@ -316,23 +318,16 @@ def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: 
     )
 
 
-class TokenSpan(NamedTuple):
-    """Tokens [start, end) of a text."""
-
-    start: int
-    end: int
-
-
 def marks_equal_answers(text: TrainingText) -> bool:
     """Return whether the marks are exactly the answers, apart from whitespace after them.
 
     If so, the tokens agree too.
     """
-    spans: list[CharacterSpan] = []  # those that are adjacent as one
+    spans: list[Span] = []  # those that are adjacent as one
     for start, end in text.generated or []:
         if spans and spans[-1].end == start:
             start = spans.pop().start
-        spans.append(CharacterSpan(start, end))
+        spans.append(Span(start, end))
     if not text.trains_all or len(spans) != len(text.answers):
         return False
     for span, answer in zip(spans, text.answers, strict=True):
@@ -343,7 +338,7 @@ def marks_equal_answers(text: TrainingText) -> bool:
     return True
 
 
-def check_generation_marks(text: TrainingText, answers: Sequence[TokenSpan], encoding: Any) -> None:
+def check_generation_marks(text: TrainingText, answers: Sequence[Span], encoding: Any) -> None:
     """Raise RenderError unless the marks cover exactly the answers' tokens.
 
     Whitespace after a stop token may be marked. Tokens are marked as transformers marks them for a

@@ -64,9 +64,7 @@ def parse_turn(record: Json) -> list[Message]:
     if role is None:
         known = ", ".join(ROLES)
         raise InvalidRowError(f" has the role {shorten(speaker)!r}; roles are {known}")
-    key = "content"
-    if key not in record:
-        key = next((other for other in CONTENT_KEYS if other in record), key)
+    key = next((key for key in CONTENT_KEYS if key in record), "content")
     name = f".{key}"
     content = record.get(key)
     if isinstance(content, str) and content.startswith(("[{", "[ {")):
@@ -113,15 +111,12 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
         return Message(role, parse_text(content, name))
     if role == "assistant":
         calls = parse_calls(record.get("tool_calls"), ".tool_calls")
-        if record.get("function_call") is not None:  # OpenAI's before tools
-            calls = (*calls, *parse_calls(record["function_call"], ".function_call"))
-        if record.get("function_calls") is not None:
-            calls = (*calls, *parse_python_calls(record["function_calls"], ".function_calls"))
+        calls += parse_calls(record.get("function_call"), ".function_call")  # before tools
+        calls += parse_python_calls(record.get("function_calls"), ".function_calls")
         content = (content or "") if calls and is_blank(content) else parse_text(content, name)
         return Message(role, content, _find_reasoning(record), calls)
-    if not isinstance(content, str):
-        raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
-    check_encodable(content, name)  # blank is fine: a function may return nothing
+    # blank is fine: a function may return nothing
+    check_encodable(_require_text(content, name), name)
     if role == "system":
         return Message(role, content)
     ids = parse_nested(record.get("tool_call_ids")) or [None]
