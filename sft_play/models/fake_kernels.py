@@ -7,8 +7,9 @@ D features of a head, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -22,7 +23,6 @@ from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.experts import function as experts_function
-from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import products as experts_products
 from sft_play.models.fast.linears import glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
@@ -284,77 +284,72 @@ def host_memory(offloading: Any, saved: Any, tensor: Tensor) -> Tensor:
     return tensor.new_empty(1).expand(tensor.shape)
 
 
-class Replacement(NamedTuple):
-    """A function of a module, and the fake that replaces it."""
-
-    module: Any
-    name: str
-    fake: Callable[..., Any]
-
-
 # Functions that read the values of tensors, which fake tensors do not have
 VALUE_READERS = (
-    Replacement(linear_products, "dequantize", dequantize),
-    Replacement(experts_products, "dequantize", dequantize),
-    Replacement(functional, "grouped_mm", grouped_mm),
+    patch.multiple(linear_products, dequantize=dequantize),
+    patch.multiple(experts_products, dequantize=dequantize),
+    patch.multiple(functional, grouped_mm=grouped_mm),
     # tests check this for every model of plan.fast
-    Replacement(loss_head, "_logits_come_from_head", lambda *_: True),
-    Replacement(attention_kernels, "_attend_by_document", attend_whole_rows),
+    patch.multiple(loss_head, _logits_come_from_head=lambda *_: True),
+    patch.multiple(attention_kernels, _attend_by_document=attend_whole_rows),
     # the step passes its own mask for packed rows
-    Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    patch.multiple(masking_utils, find_packed_sequence_indices=lambda position_ids: None),
 )
+FLOAT8_PRODUCTS = {
+    "quantise": quantise,
+    "product": float8_product,
+    "input_product": float8_input_product,
+}
 GPU_KERNELS = (
-    Replacement(attention_kernels, "_attend_by_document", attend_by_document),
-    Replacement(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
-    Replacement(torch, "is_autocast_enabled", is_autocast_enabled),
-    Replacement(attention_forward, "apply_rotary", FakeRotary.apply),
-    Replacement(glu, "glu_forward", glu_forward),
-    Replacement(glu, "glu_backward", glu_backward),
+    patch.multiple(attention_kernels, _attend_by_document=attend_by_document),
+    patch.multiple(functional, scaled_dot_product_attention=scaled_dot_product_attention),
+    patch.multiple(torch, is_autocast_enabled=is_autocast_enabled),
+    patch.multiple(attention_forward, apply_rotary=FakeRotary.apply),
     # what a Hopper GPU's own kernels keep is no more
-    Replacement(linear_products, "is_hopper", lambda device: False),
-    Replacement(glu, "is_hopper", lambda device: False),
-    Replacement(mlp, "glu_forward_float8", glu_forward_float8),
-    Replacement(mlp, "glu_backward_float8", glu_backward_float8),
-    *(
-        Replacement(module, name, fake)
-        for module in (linear_products, float8_linear)
-        for name, fake in (
-            ("quantise", quantise),
-            ("product", float8_product),
-            ("input_product", float8_input_product),
-        )
+    patch.multiple(linear_products, is_hopper=lambda device: False, **FLOAT8_PRODUCTS),
+    patch.multiple(float8_linear, **FLOAT8_PRODUCTS),
+    patch.multiple(
+        glu, is_hopper=lambda device: False, glu_forward=glu_forward, glu_backward=glu_backward
     ),
-    Replacement(experts_function, "sum_choices", sum_choices),
-    Replacement(experts_gates, "glu_forward", glu_forward),
-    Replacement(experts_gates, "fused_glu_backward", gate_backward),
-    Replacement(experts_gates, "clamped_glu_forward", gate_forward),
-    Replacement(experts_gates, "clamped_glu_backward", gate_backward),
-    Replacement(rms, "norm_forward", norm_forward),
-    Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
-    Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
-    Replacement(checkpointing.LayerOffloading, "_host_memory", host_memory),
-    Replacement(checkpointing.LayerOffloading, "_copy", lambda self, target, source: None),
-    Replacement(mixer_kernels, "uses_fla", linear_attention.will_use_fla),
-    Replacement(gated_norms, "uses_fla", linear_attention.will_use_fla),
-    Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),
-    Replacement(mixer_kernels, "fla_delta_rule", fake_mixer_kernels.fla_delta_rule),
-    Replacement(mixer_kernels, "fla_linear_attention", fake_mixer_kernels.fla_linear_attention),
-    Replacement(gated_norms, "norm_then_silu", fake_mixer_kernels.gated_norm),
-    Replacement(torch.cuda, "get_device_capability", lambda device=None: MIN_CAPABILITY),
+    patch.multiple(
+        mlp, glu_forward_float8=glu_forward_float8, glu_backward_float8=glu_backward_float8
+    ),
+    patch.multiple(
+        experts_function,
+        sum_choices=sum_choices,
+        glu_forward=glu_forward,
+        fused_glu_backward=gate_backward,
+        clamped_glu_forward=gate_forward,
+        clamped_glu_backward=gate_backward,
+    ),
+    patch.multiple(rms, norm_forward=norm_forward),
+    patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
+    patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),
+    patch.multiple(
+        checkpointing.LayerOffloading,
+        _host_memory=host_memory,
+        _copy=lambda self, target, source: None,
+    ),
+    patch.multiple(
+        mixer_kernels,
+        uses_fla=linear_attention.will_use_fla,
+        fla_convolution=fake_mixer_kernels.fla_convolution,
+        fla_delta_rule=fake_mixer_kernels.fla_delta_rule,
+        fla_linear_attention=fake_mixer_kernels.fla_linear_attention,
+    ),
+    patch.multiple(
+        gated_norms,
+        uses_fla=linear_attention.will_use_fla,
+        norm_then_silu=fake_mixer_kernels.gated_norm,
+    ),
+    patch.multiple(torch.cuda, get_device_capability=lambda device=None: MIN_CAPABILITY),
 )
 
 
 @contextlib.contextmanager
 def fake_kernels(is_gpu: bool) -> Iterator[None]:
     """Replace the functions that read values and, for a run on a GPU, those that need one."""
-    replacements = VALUE_READERS
-    if is_gpu:
-        replacements += GPU_KERNELS
-    originals = [getattr(replaced.module, replaced.name) for replaced in replacements]
-    try:
-        for replaced in replacements:
-            setattr(replaced.module, replaced.name, replaced.fake)
+    with contextlib.ExitStack() as stack:
+        for replacement in (*VALUE_READERS, *(GPU_KERNELS if is_gpu else ())):
+            stack.enter_context(replacement)
         yield
-    finally:
-        for replaced, original in zip(replacements, originals, strict=True):
-            setattr(replaced.module, replaced.name, original)
