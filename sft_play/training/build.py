@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
-import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from sft_play.config.backends import backend_of
@@ -40,7 +40,7 @@ def build_trainer(
     arguments: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     data: RunData,
-    model: torch.nn.Module,
+    model: nn.Module,
     run_stamp: Stamp,
     mean_gpus: Callable[[], Sequence[GpuSample]] = tuple,
 ) -> SftTrainer:
@@ -117,7 +117,7 @@ def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None
 
 
 def build_collator(
-    context: RunContext, tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
+    context: RunContext, tokenizer: PreTrainedTokenizerBase, model: nn.Module
 ) -> PackCollator | PadCollator:
     """Return the collator: packed sequences of several documents, or one padded row each."""
     config = context.config
@@ -138,7 +138,7 @@ def build_evaluator(
     data: RunData,
     split: Split,
     tokenizer: PreTrainedTokenizerBase,
-    model: torch.nn.Module,
+    model: nn.Module,
 ) -> Evaluator:
     """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 

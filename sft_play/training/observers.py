@@ -71,16 +71,8 @@ class MetricsFile(TrainerCallback):
         self._append(gpus=())
         threading.Thread(target=self._beat, name="metrics", daemon=True).start()
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         """Write a line for a log."""
-        logs = logs or {}
         if self.path is not None:
             gpus = self.gpus_of_log() if "loss" in logs else ()
             self._append(values=numbers_in(logs), gpus=tuple(gpus or self.latest_gpus()))

@@ -267,12 +267,12 @@ class RankWatch(TrainerCallback):
                 os.kill(peer.pid, SHOW_STACKS)
                 os.kill(peer.pid, signal.SIGCONT)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._in_step = 0.0
         self._is_in_step = self._step_began is not None  # not in the first one, which compiles
         self._step_began = time.monotonic()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
         self._in_step = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -281,7 +281,7 @@ class RankWatch(TrainerCallback):
             self._slowest_step = max(self._slowest_step, seconds)
         self._is_in_step = control.should_log  # which waits for what the GPU has left to do
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, *_: Any, **__: Any) -> None:
         self._is_in_step = False
 
 

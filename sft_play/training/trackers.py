@@ -110,15 +110,10 @@ class TensorBoardLog(TensorBoardCallback):
     """
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
         """Write a log: names with a slash as they are, others as transformers groups them."""
-        others = dict(logs or {})
+        others = dict(logs)
         for name in [name for name in others if "/" in name]:
             self.tb_writer.add_scalar(name, others.pop(name), state.global_step)
         super().on_log(args, state, control, logs=others, **kwargs)
@@ -167,32 +162,25 @@ class Trackers(TrainerCallback):
     def _boards(self) -> list[TensorBoardLog]:
         return [tracker for tracker in self.trackers if isinstance(tracker, TensorBoardLog)]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
-            tracker.on_train_begin(args, state, control, **kwargs)
+            tracker.on_train_begin(*event, **facts)
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *event: Any, logs: dict[str, float], **facts: Any) -> None:
         """Give every tracker a log, with the values of each rank."""
-        reported = dict(logs or {})
-        if "loss" in reported:
+        reported = dict(logs)
+        if "loss" in logs:
             reported |= self.more_values()
         for tracker in self.trackers:
-            tracker.on_log(args, state, control, logs=reported, **kwargs)
+            tracker.on_log(*event, logs=reported, **facts)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
-            tracker.on_save(args, state, control, **kwargs)
+            tracker.on_save(*event, **facts)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
-            self._ends.append(partial(tracker.on_train_end, args, state, control, **kwargs))
+            self._ends.append(partial(tracker.on_train_end, *event, **facts))
 
     def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
         """Pass some answers of an evaluation on; `rows` names its split."""

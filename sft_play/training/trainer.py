@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 from accelerate.utils import send_to_device
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -209,10 +210,10 @@ class SftTrainer(Trainer):
         handle = getattr(self.callback_handler, event)
         self.control = handle(self.args, self.state, self.control)
 
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
@@ -251,9 +252,7 @@ class SftTrainer(Trainer):
         self.throughput.add(lengths, labelled_tokens)
         return fetched, self.process.sum(sum(map(total_weight, fetched)))
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: float
-    ) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: float) -> Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
         if not model.training:
@@ -271,14 +270,12 @@ class SftTrainer(Trainer):
         self.guard.add_loss(loss)
         return loss
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss that is already a share of its step's."""
         options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
         self.accelerator.backward(loss, **options)
 
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: float
-    ) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: float) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks.
 
         Gradients become the mean over ranks, which undoes the factor.
@@ -296,14 +293,14 @@ class SftTrainer(Trainer):
         # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
         return (loss * self.accelerator.num_processes).to(self.args.device)
 
-    def clip_gradients(self) -> torch.Tensor | float:
+    def clip_gradients(self) -> Tensor | float:
         """Clip the gradients to train.max_grad_norm; return their norm before that."""
         limit = self.args.max_grad_norm or math.inf
         parameters = self.parameters or self.model_wrapped.parameters()
         norm = self.accelerator.clip_grad_norm_(parameters, limit)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        if self.is_deepspeed_enabled and isinstance(norm, torch.Tensor):
+        if self.is_deepspeed_enabled and isinstance(norm, Tensor):
             norm = norm.item()
         return norm
 
@@ -313,7 +310,7 @@ class SftTrainer(Trainer):
         for parameter in self.parameters or self.model_wrapped.parameters():
             parameter.grad = None
 
-    def log_step(self, norm: torch.Tensor | float, rate: float) -> None:
+    def log_step(self, norm: Tensor | float, rate: float) -> None:
         """Log the mean loss of the steps since the last log, where a log is due."""
         steps = self.state.global_step - self.step_log.logged_step
         if not self.control.should_log or steps == 0:
@@ -321,7 +318,7 @@ class SftTrainer(Trainer):
         loss = self.accelerator.gather(self.summed_loss).mean().item()
         self.summed_loss -= self.summed_loss  # NaN stays
         self.logged_loss += loss
-        norm = norm.item() if isinstance(norm, torch.Tensor) else norm
+        norm = norm.item() if isinstance(norm, Tensor) else norm
         self.log({"loss": loss / steps, "grad_norm": norm, "learning_rate": rate})
 
     def evaluate_and_save(self) -> None:
