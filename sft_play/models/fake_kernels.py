@@ -46,7 +46,7 @@ class FakeFlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return an output with the dtype and layout of the queries and the features of values."""
         out = torch.empty_like(query)
         if value.shape[-1] != query.shape[-1]:  # latent attention
@@ -58,7 +58,7 @@ class FakeFlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients with the layouts of queries, keys and values."""
         query, key, value, *_ = ctx.saved_tensors
         # alive while the gradients are allocated
@@ -112,14 +112,14 @@ class FakeRmsNorm(torch.autograd.Function):
     """Liger's RMSNorm. Saves its input and a float32 per token; backward may overwrite `grad`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
         """Return an output like x."""
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.in_place = in_place
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the weight if it is trained."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad if ctx.in_place else torch.empty_like(x)
@@ -138,15 +138,13 @@ class FakeRotary(torch.autograd.Function):
     """Liger's rotary embedding. Overwrites queries, keys and their gradients; saves cos and sin."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the queries and keys."""
         ctx.save_for_backward(cos, sin)
         return query.view_as(query), key.view_as(key)
 
     @staticmethod
-    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the outputs unchanged."""
         return query, key, None, None
 
@@ -199,7 +197,7 @@ class FakeGroupedProduct(torch.autograd.Function):
     """`functional.grouped_mm`, which takes no float32 fake tensors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, groups: int) -> Tensor:
+    def forward(ctx, x: Tensor, other: Tensor, groups: int) -> Tensor:
         """Return (S, out) of x (S, in) and matrices (E, in, out); (E, in, out) of two matrices."""
         ctx.save_for_backward(x, other)
         if other.dim() == 2:
@@ -207,7 +205,7 @@ class FakeGroupedProduct(torch.autograd.Function):
         return x.new_empty(x.shape[0], other.shape[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that are needed."""
         gradients: list[Tensor | None] = [None, None, None]
         for index, tensor in enumerate(ctx.saved_tensors):

@@ -40,7 +40,7 @@ from sft_play.models.fast.experts.products import (
     take_tokens,
 )
 from sft_play.models.fast.linears.activations import Activation, activation_of
-from sft_play.models.fast.linears.glu import glu_backward, glu_forward
+from sft_play.models.fast.linears.glu import glu_backward, glu_forward, widen
 from sft_play.models.partitioned import gathered
 
 GateGradients = tuple[Tensor, Tensor, Tensor]
@@ -155,7 +155,7 @@ def clamped_glu_forward(y: Tensor, alpha: float, limit: float) -> Tensor:
         from sft_play.models.fast.experts import kernels
 
         return kernels.clamped_glu_forward(y, alpha, limit)
-    gate, up = _widen(y).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(y.dtype)
@@ -169,11 +169,11 @@ def clamped_glu_backward(
         from sft_play.models.fast.experts import kernels
 
         return kernels.clamped_glu_backward(dh, y, weights, alpha, limit)
-    gate, up = _widen(y).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
     g = gate.clamp(max=limit)
     u = up.clamp(-limit, limit)
     s = torch.sigmoid(alpha * g)
-    d = _widen(dh) * weights.unsqueeze(-1)
+    d = widen(dh) * weights.unsqueeze(-1)
     dgate = d * (u + 1) * (s + alpha * g * s * (1 - s)) * (gate <= limit)
     dup = d * g * s * (up.abs() <= limit)
     h = (u + 1) * g * s
@@ -184,11 +184,6 @@ def clamped_glu_backward(
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the products of rows (S,), in float32, of a and b (S, I)."""
     return (a * b).sum(-1, dtype=torch.float32)
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged if its dtype is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ class _Replayed(torch.autograd.Function):
     """A replayed forward pass whose gradient is a replayed backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, recorded: RecordedPass) -> Tensor:
+    def forward(ctx, anchor: Tensor, recorded: RecordedPass) -> Tensor:
         """Return the hidden states (B, T, H). `anchor` only makes autograd ask for a gradient."""
         ctx.recorded = recorded
         with torch.enable_grad():
@@ -301,7 +301,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_hidden: Tensor) -> tuple[None, None]:
+    def backward(ctx, grad_hidden: Tensor) -> tuple[None, None]:
         """Add to the gradients of the parameters."""
         ctx.recorded.fill_gradient(grad_hidden)
         ctx.recorded.replay_backward()

@@ -156,7 +156,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None
     ) -> Tensor:
         """Return the summed nll."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -183,7 +183,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden and weight."""
         assert ctx.gradients is not None, (
             "a second backward pass: the first one has scaled the gradients in place"
