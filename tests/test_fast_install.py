@@ -31,7 +31,6 @@ from sft_play.models import lora
 from sft_play.models.architecture import decoder_of
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.install import counts_tokens, reads_rows
-from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,
@@ -271,14 +270,8 @@ def windows_too_long(model: Any) -> None:
 
 
 def documents_joined(model: Any) -> None:
-    decoder = model.get_base_model().model
-    decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: (
-            args,
-            {**kwargs, "cu_seq_lens_q": None, "attention_mask": UNMASKED},
-        ),
-        with_kwargs=True,
-    )
+    packed = model.get_base_model().model.packed_documents
+    packed.on = lambda device: None
 
 
 @pytest.mark.parametrize("break_it", [scaled_otherwise, windows_too_long, documents_joined])

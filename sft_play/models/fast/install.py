@@ -175,5 +175,5 @@ INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "linears": install_linears,
     "norms": install_norms,
     "loss": install_loss,
-    MIXERS: lambda setup: install_mixers(setup).count,
+    MIXERS: install_mixers,
 }

@@ -75,7 +75,7 @@ def forward_packed(
     kwargs = {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
     if fast is None:
         lengths = packed.batch.lengths
-        with packed.hidden():  # from mixers within this one
+        with packed.showing(None):  # from mixers within this one
             return forward_by_document(lengths, module, *args, **kwargs)
     hidden = first_tensor(args, kwargs)
     rows, tokens = hidden.shape[:2]

@@ -16,7 +16,6 @@ Legend: T tokens of the row.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -135,16 +134,12 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
             return
         call = Call(tiled(trial.call.args), tiled(trial.call.kwargs))
         hidden = hidden_states(call, TUNED_TOKENS)
-        before = packed.batch
-        packed.batch = _documents(hidden.device)
-        try:
-            with watched(Stage(TITLE), trial.process.is_main), torch.enable_grad():
-                hidden.requires_grad_()
-                output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
-                mixed = output[0] if isinstance(output, tuple) else output
-                torch.autograd.grad(mixed.float().sum(), hidden)
-        finally:
-            packed.batch = before
+        stage = watched(Stage(TITLE), trial.process.is_main)
+        with stage, torch.enable_grad(), packed.showing(_documents(hidden.device)):
+            hidden.requires_grad_()
+            output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
+            mixed = output[0] if isinstance(output, tuple) else output
+            torch.autograd.grad(mixed.float().sum(), hidden)
 
 
 def tiled(value: Any) -> Any:
@@ -173,20 +168,8 @@ MAX_PASSES = 3  # a module around a mixer may keep a state of its own
 MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared with that
 
 
-@dataclass(frozen=True)
-class Mixers:
-    """How many mixers of a decoder start anew at each document."""
-
-    in_one_call: int
-    by_document: int
-
-    @property
-    def count(self) -> int:
-        return self.in_one_call + self.by_document
-
-
-def install_mixers(setup: TrainingSetup) -> Mixers:
-    """Reset every mixer of a model's decoder at the documents of its packed batches.
+def install_mixers(setup: TrainingSetup) -> int:
+    """Reset every mixer of a model's decoder at the documents of its packed batches; count them.
 
     With train.fast_path=false each runs its own code on one document after another.
     Raises: Unsupported with the module that keeps a state whatever is tried.
@@ -196,18 +179,17 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
     if setup.on_gpu and reason and likely_mixers(setup.decoder):
         logger.warning(WITHOUT_FLA, reason)
     use_kernels = setup.config.train.fast_path is not False
-    is_measurable = setup.has_values and setup.zero_stage != 3
     if use_kernels and setup.zero_stage != 3:
         install_gated_norms(setup)
-    if not is_measurable:
-        for module in likely_mixers(setup.decoder):
-            install_mixer(module, packed, use_kernels)
-        return _counted(setup.decoder)
     decoder = setup.decoder
-    with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch_code():
-        decoder.eval()
-        _install_what_leaks(setup, packed, use_kernels)
-    return _counted(setup.decoder)
+    if setup.has_values and setup.zero_stage != 3:
+        with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch_code():
+            decoder.eval()
+            _install_what_leaks(setup, packed, use_kernels)
+    else:
+        for module in likely_mixers(decoder):
+            install_mixer(module, packed, use_kernels)
+    return sum("mixer_state" in vars(module) for module in decoder.modules())
 
 
 def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
@@ -285,10 +267,3 @@ def _tolerance(own: Result) -> float:
     """Return how far results may be apart: on a GPU kernels multiply float32 in TensorFloat-32."""
     is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
     return TOLERANCES[torch.float16 if is_rounded else own.dtype]
-
-
-def _counted(decoder: nn.Module) -> Mixers:
-    states = [vars(module).get("mixer_state") for module in decoder.modules()]
-    installed = [state for state in states if state is not None]
-    in_one_call = sum(state.fast is not None for state in installed)
-    return Mixers(in_one_call, len(installed) - in_one_call)
