@@ -86,7 +86,7 @@ def _names_usable_devices(wanted: MapRule | ModuleDevices, process: Process) -> 
     """Return whether a mapping's devices are this process's; a run may be used on other ones."""
     if not isinstance(wanted, dict):
         return False
-    if process.device.type == "cpu":
+    if not process.is_gpu:
         return set(wanted.values()) == {"cpu"}
     return all(device != "cpu" and device < len(process.devices) for device in wanted.values())
 

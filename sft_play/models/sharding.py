@@ -103,7 +103,7 @@ def _divide(
         )
     offload_policy = OffloadPolicy()
     if offloads:
-        offload_policy = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
+        offload_policy = CPUOffloadPolicy(pin_memory=process.is_gpu)
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     units: list[nn.Module] = [*layers]
     embedding = model.get_input_embeddings()

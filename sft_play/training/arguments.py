@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
-from sft_play.config.schema import TrainSection, settings
+from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.folder import RunFolder
@@ -24,9 +24,9 @@ class ReportedArguments(TrainingArguments):
         return {**super().to_dict(), **self.settings}
 
 
-def _settings_of(planned: PlannedRun) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings of a run by dotted name, as plain values."""
-    values = planned.config.model_dump(mode="json")
+    values = config.model_dump(mode="json")
     return {path: reduce(getitem, path.split("."), values) for path in settings()}
 
 
@@ -46,7 +46,7 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
         report_to="none",  # training.trackers opens what train.report_to names
         disable_tqdm=True,
     )
-    arguments.settings = _settings_of(planned)
+    arguments.settings = settings_of(planned.config)
     if plan.ranks.gpus_per_process > 1:
         arguments._n_gpu = 1  # one model is placed on the GPUs; Trainer would wrap DataParallel
     if arguments.world_size != plan.ranks.world_size:

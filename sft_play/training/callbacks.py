@@ -222,7 +222,7 @@ class Throughput(TrainerCallback):
         return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
 
     def _mark(self) -> Work:
-        if self.process.device.type == "cuda":
+        if self.process.is_gpu:
             torch.cuda.synchronize(self.process.device)
         return self._counted()
 

@@ -80,7 +80,7 @@ class StepProfile(TrainerCallback):
         self.folder = folder
         self.steps = steps if process.is_main else 0
         self.device = process.device
-        self._is_gpu = process.device.type == "cuda"
+        self._is_gpu = process.is_gpu
         self.profiler: torch.profiler.profile | None = None
         self.taken = 0  # steps of this process: one that resumes compiles its kernels anew
 

@@ -96,7 +96,8 @@ class MemoryMeter:
         """`used_before_bytes` is what other programs used on this rank's GPUs before the run."""
         self.process = process
         self.used_before_bytes = used_before_bytes or (0,) * len(process.devices)
-        self.is_exact = process.device.type == "cuda"  # exact enough to choose a batch size
+        self._is_gpu = process.is_gpu
+        self.is_exact = process.is_gpu  # exact enough to choose a batch size
         self.current_phase: str | None = None
         self._is_paused = False
         self._phases: dict[str, int] = {}
@@ -105,10 +106,6 @@ class MemoryMeter:
         self.times = StepTimes(process.device)
         if self._is_gpu:
             torch.cuda.init()
-
-    @property
-    def _is_gpu(self) -> bool:
-        return self.process.device.type == "cuda"
 
     def enter(self, phase: str | None) -> None:
         """End the current phase and begin `phase`, or none."""

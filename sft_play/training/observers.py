@@ -131,7 +131,7 @@ class GpuSampler:
         """
         own = []
         host = socket.gethostname()
-        if process.device.type == "cuda":
+        if process.is_gpu:
             for device in process.devices:
                 own.append((host, f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
         found = list(itertools.chain.from_iterable(process.gather(own)))
@@ -205,7 +205,8 @@ class Observers:
 
     def attach(self, trainer: "SftTrainer") -> None:
         """Show what the trainer logs. Call it before any callback that scores."""
-        trainer.note_answers += [self.metrics_file.note_answers, self.trackers.note_answers]
+        boards = [board.note_answers for board in self.trackers.boards]
+        trainer.note_answers += [self.metrics_file.note_answers, *boards]
         trainer.add_callback(self.metrics_file)
         trainer.add_callback(self.profile)
         self.metrics_file.gpus_of_log = lambda: trainer.step_log.gpus

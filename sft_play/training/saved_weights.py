@@ -148,7 +148,7 @@ def reopen_saved(
         faults = found.faults()
         # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU
         is_rounding = faults == found.differences() and not found.is_another_model
-        if faults and is_rounding and context.process.device.type == "cuda":
+        if faults and is_rounding and context.process.is_gpu:
             logger.warning("warning: %s, opened by plain transformers: %s", name, "; ".join(faults))
         elif faults:
             raise CheckpointError(

@@ -119,7 +119,7 @@ class TensorBoardLog(TensorBoardCallback):
         super().on_log(args, state, control, logs=others, **kwargs)
 
     def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Write some answers as text."""
+        """Write some answers of an evaluation as text; `rows` names its split."""
         self.tb_writer.add_text(f"samples/{rows}", answers_text(answers), step)
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
@@ -159,7 +159,8 @@ class Trackers(TrainerCallback):
         self._ends: list[Callable[[], None]] = []  # of the trackers, once training has ended
 
     @property
-    def _boards(self) -> list[TensorBoardLog]:
+    def boards(self) -> list[TensorBoardLog]:
+        """Those that show answers and settings."""
         return [tracker for tracker in self.trackers if isinstance(tracker, TensorBoardLog)]
 
     def on_train_begin(self, *event: Any, **facts: Any) -> None:
@@ -182,15 +183,10 @@ class Trackers(TrainerCallback):
         for tracker in self.trackers:
             self._ends.append(partial(tracker.on_train_end, *event, **facts))
 
-    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Pass some answers of an evaluation on; `rows` names its split."""
-        for board in self._boards:
-            board.note_answers(rows, answers, step)
-
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Pass the settings and last scores of the run on."""
         shown = {name: as_hparam(settings[name]) for name in HPARAMS}
-        for board in self._boards:
+        for board in self.boards:
             board.note_scores(shown, scores)
 
     def close(self) -> None:

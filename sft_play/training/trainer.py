@@ -39,7 +39,6 @@ from sft_play.training.batches import (
     total_weight,
 )
 from sft_play.training.best import LossWatch
-from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checkpoints import (
     dtypes_of,
     load_random_state,
@@ -50,7 +49,6 @@ from sft_play.training.engine import begin_state, prepare, raise_learning_rate_o
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, StepGuard, spread
 from sft_play.training.held_out import sample_answers
-from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
 
 
@@ -62,15 +60,12 @@ class SftTrainer(Trainer):
         *,
         order: StepSampler,
         evaluator: Evaluator,
-        speed: EvalSpeedCallback,
-        throughput: Throughput,
         stamp: stamp.Stamp,
-        memory: MemoryMeter | None = None,
-        step_log: StepLog | None = None,
+        step_log: StepLog,
+        guard: StepGuard,
+        gradients: GradientWatch,
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
-        guard: StepGuard | None = None,
-        gradients: GradientWatch | None = None,
         **kwargs: Any,
     ):
         self.text_config = kwargs["model"].config.get_text_config()
@@ -81,18 +76,18 @@ class SftTrainer(Trainer):
         self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.order = order
         self.evaluator = evaluator
-        self.speed = speed
-        self.throughput = throughput
+        self.step_log = step_log
+        self.memory = step_log.memory
+        self.throughput = step_log.throughput
+        self.speed = self.throughput.evaluations
+        self.process = step_log.process
         # the types as loaded: DeepSpeed casts what it trains
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.trains_divided = trains_divided(self.model)
         self.loraplus_lr_ratio = loraplus_lr_ratio
-        self.process = throughput.process
-        self.memory = memory or MemoryMeter(self.process)
-        self.step_log = step_log or StepLog(throughput, self.memory)
         self.router_loss = router_loss
-        self.guard = guard or StepGuard(self.process)
-        self.gradients = gradients or GradientWatch(self.process)
+        self.guard = guard
+        self.gradients = gradients
         self.loss_watch = LossWatch(self.text_config.vocab_size, self.args.learning_rate)
         self.expert_use: ExpertUse | None = None  # counts from the first step on
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on

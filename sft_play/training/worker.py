@@ -192,7 +192,7 @@ def before_first_step(
     """Check the wrapped model, probe the planned step, and score the test rows."""
     by_rank = context.memory.of_ranks()
     recorder.note(memory_by_rank=by_rank)
-    if context.process.is_main and context.process.device.type == "cuda":
+    if context.process.is_main and context.process.is_gpu:
         logger.info("%s", "\n".join(lines_before_training(by_rank)))
     strategy = context.plan.ranks.strategy
     with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):

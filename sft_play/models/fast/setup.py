@@ -51,7 +51,7 @@ class TrainingSetup:
 
     @property
     def on_gpu(self) -> bool:
-        return self.process.device.type == "cuda"
+        return self.process.is_gpu
 
     @cached_property
     def has_values(self) -> bool:
