@@ -69,12 +69,6 @@ class EvalSpeedCallback(TrainerCallback):
         self.in_training.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep_budget(state, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep_budget(state, control)
-
-    def _keep_budget(self, state: Any, control: Any) -> None:
         """Leave out an evaluation that would exceed the budget."""
         if not control.should_evaluate or self.budget is None:
             return
@@ -90,6 +84,8 @@ class EvalSpeedCallback(TrainerCallback):
                 "TRAIN_EVAL_TIME_BUDGET=null leaves none out",
                 *(state.global_step, self.in_training.words(), self.budget),
             )
+
+    on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.process.is_main and self.in_training.evaluations:

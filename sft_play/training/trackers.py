@@ -21,25 +21,12 @@ logger = logging.getLogger(__name__)
 
 REACH_RETRIES = 1  # of the first call to MLflow's server
 # The settings that the page HPARAMS has columns for; trackers get all of them besides
-HPARAMS = (
-    "model.name",
-    "model.max_seq_len",
-    "tuning.mode",
-    "tuning.backend",
-    "tuning.lora.r",
-    "tuning.lora.alpha",
-    "tuning.lora.dropout",
-    "data.train_path",
-    "train.seed",
-    "train.epochs",
-    "train.max_steps",
-    "train.effective_batch_size",
-    "train.learning_rate",
-    "train.lr_scheduler_type",
-    "train.warmup_steps",
-    "train.weight_decay",
-    "train.optim",
-)
+HPARAMS = """
+    model.name model.max_seq_len tuning.mode tuning.backend
+    tuning.lora.r tuning.lora.alpha tuning.lora.dropout data.train_path train.seed
+    train.epochs train.max_steps train.effective_batch_size train.learning_rate
+    train.lr_scheduler_type train.warmup_steps train.weight_decay train.optim
+""".split()
 
 
 def open_trackers(context: RunContext) -> list[TrainerCallback]:

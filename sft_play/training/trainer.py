@@ -177,7 +177,9 @@ class SftTrainer(Trainer):
         rate = self._get_learning_rate()
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
-        self.zero_gradients()
+        # FSDP has other parameters around each pass where it divides those that train
+        for parameter in self.parameters or model.parameters():
+            parameter.grad = None
         self.state.global_step += 1
         self.state.epoch = epochs
         self.call("on_step_end")
@@ -298,12 +300,6 @@ class SftTrainer(Trainer):
         if self.is_deepspeed_enabled and isinstance(norm, Tensor):
             norm = norm.item()
         return norm
-
-    def zero_gradients(self) -> None:
-        """Drop the gradients of a step."""
-        # FSDP has other parameters around each pass where it divides those that train
-        for parameter in self.parameters or self.model_wrapped.parameters():
-            parameter.grad = None
 
     def log_step(self, norm: Tensor | float, rate: float) -> None:
         """Log the mean loss of the steps since the last log, where a log is due."""

@@ -80,7 +80,10 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
     clock = Clock(recorder)
-    log_transformers_with_ours()
+    # transformers' log goes to our handlers (logs/rank-K.log), and its progress bars are hidden
+    hf_logging.disable_default_handler()
+    hf_logging.enable_propagation()
+    hf_logging.disable_progress_bar()
     runtime.seed_everything(config.train.seed)
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
@@ -311,10 +314,3 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)
-
-
-def log_transformers_with_ours() -> None:
-    """Send transformers' log to our handlers (logs/rank-K.log), and hide its progress bars."""
-    hf_logging.disable_default_handler()
-    hf_logging.enable_propagation()
-    hf_logging.disable_progress_bar()

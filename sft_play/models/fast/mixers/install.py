@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
 from sft_play.models.fast.documents import (
@@ -132,7 +133,7 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
     with torch_code(False):
         if not uses_fla(next(trial.module.parameters())):
             return
-        call = Call(tiled(trial.call.args), tiled(trial.call.kwargs))
+        call = tiled(trial.call)
         hidden = hidden_states(call, TUNED_TOKENS)
         stage = watched(Stage(TITLE), trial.process.is_main)
         with stage, torch.enable_grad(), packed.showing(_documents(hidden.device)):
@@ -142,17 +143,17 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
             torch.autograd.grad(mixed.float().sum(), hidden)
 
 
-def tiled(value: Any) -> Any:
-    """Return the arguments of a call with their tokens repeated to TUNED_TOKENS."""
-    if isinstance(value, tuple | list):
-        return type(value)(tiled(item) for item in value)
-    if isinstance(value, dict):
-        return {name: tiled(item) for name, item in value.items()}
-    tokens = sum(LENGTHS)
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
-        return value
-    indices = torch.arange(TUNED_TOKENS, device=value.device) % tokens
-    return value.detach().index_select(1, indices)
+def tiled(call: Call) -> Call:
+    """Return a call with the tokens of its arguments repeated to TUNED_TOKENS."""
+
+    def repeat(tensor: Tensor) -> Tensor:
+        tokens = sum(LENGTHS)
+        if tensor.dim() < 2 or tensor.shape[1] != tokens:
+            return tensor
+        indices = torch.arange(TUNED_TOKENS, device=tensor.device) % tokens
+        return tensor.detach().index_select(1, indices)
+
+    return tree_map_only(Tensor, repeat, call)
 
 
 def _documents(device: torch.device) -> DocumentBatch:
