@@ -224,12 +224,12 @@ def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None 
     return parts[0].new_empty(len(rows), parts[0].shape[1])
 
 
-def gate_forward(y: Tensor, *_: Any) -> Tensor:
-    """`experts.function.clamped_glu_forward`: allocates only its output."""
+def gate_forward(gate: Any, y: Tensor) -> Tensor:
+    """`experts.function.ClampedGlu.forward`: allocates only its output."""
     return y.new_empty(len(y), y.shape[1] // 2)
 
 
-def gate_backward(dh: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def gate_backward(gate: Any, dh: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of a gate of experts: two gradients; dh is overwritten."""
     return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
 
@@ -316,10 +316,9 @@ GPU_KERNELS = (
         experts_function,
         sum_choices=sum_choices,
         glu_forward=glu_forward,
-        fused_glu_backward=gate_backward,
-        clamped_glu_forward=gate_forward,
-        clamped_glu_backward=gate_backward,
     ),
+    patch.multiple(experts_function.FusedGlu, backward=gate_backward),
+    patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
     patch.multiple(rms, norm_forward=norm_forward),
     patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
     patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),

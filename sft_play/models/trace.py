@@ -10,8 +10,9 @@ which `plan.traced` has the bytes of any layout; the process of `models.structur
 them. `python -m sft_play.models.trace` traces the well-known models anew.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from sft_play.models.fake_model import (
     materialize,
     quantise_and_adapt,
 )
-from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.step_meter import MeasuredStep, StepMeter, StepSetup, measure_step
 from sft_play.models.structure import UNBUILDABLE
 from sft_play.plan.counting import (
@@ -88,16 +89,21 @@ def trace_step(setup: StepSetup) -> MeasuredStep:
 
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
-    config = setup.config
-    dtype = setup.compute_dtype
-    process = Process.alone(torch.device(setup.device), dtype)
-    model = build_on_meta(config, dtype, setup.zero_stage)
-    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
-        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
-        install_fused_kernels(model, config, process, setup.zero_stage)
-        offloads = setup.on_gpu and config.train.activation_offloading is True
+    model = build_on_meta(setup.config, setup.compute_dtype, setup.zero_stage)
+    with tracing(model, setup):
+        offloads = setup.on_gpu and setup.config.train.activation_offloading is True
         checkpoint_layers(model, setup.checkpointed_layers, offloads)
         return measure_step(model.train(), setup)
+
+
+@contextlib.contextmanager
+def tracing(model: PreTrainedModel, setup: StepSetup) -> Iterator[FusedKernels]:
+    """Give a model on the meta device fake tensors and the run's kernels; yield those."""
+    dtype = setup.compute_dtype
+    process = Process.alone(torch.device(setup.device), dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
+        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
+        yield install_fused_kernels(model, setup.config, process, setup.zero_stage)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -123,15 +129,12 @@ def trace_points(setup: StepSetup) -> Trace:
     Raises: as `trace.trace_step`.
     """
     dtype = setup.compute_dtype
-    process = Process.alone(torch.device(setup.device), dtype)
     model = build_architecture(setup.config, dtype)
     depth = len(decoder_layers(model))
     cuts = cut_depths(layer_signatures(model, setup.config))
     cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
     model = quantise_and_adapt(model, setup.config, dtype, setup.zero_stage)
-    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
-        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
-        kernels = install_fused_kernels(model, setup.config, process, setup.zero_stage)
+    with tracing(model, setup) as kernels:
         points = measured_points(model.train(), setup)
         for fewer in cuts[1:]:
             cut_layers(model, fewer)
