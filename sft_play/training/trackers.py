@@ -172,7 +172,12 @@ class Trackers(TrainerCallback):
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Pass the settings and last scores of the run on."""
-        shown = {name: as_hparam(settings[name]) for name in HPARAMS}
+        # the page takes numbers and texts
+        given = {name: settings[name] for name in HPARAMS}
+        shown = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in given.items()
+        }
         for board in self.boards:
             board.note_scores(shown, scores)
 
@@ -180,8 +185,3 @@ class Trackers(TrainerCallback):
         """End the trackers: nothing is logged after it."""
         for end in self._ends:
             end()
-
-
-def as_hparam(value: Any) -> bool | int | float | str:
-    """Return a setting as the page HPARAMS takes it."""
-    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -69,6 +69,10 @@ def run(
     signals: StopSignals,
 ) -> None:
     """Train, evaluate before and after, save and check; record all of it in `recorder`."""
+    # transformers' log goes to our handlers (logs/rank-K.log), and its progress bars are hidden
+    hf_logging.disable_default_handler()
+    hf_logging.enable_propagation()
+    hf_logging.disable_progress_bar()
     memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
     context = RunContext(planned, folder, process, memory)
     with StopOnSignal(process, signals, recorder) as stop:
@@ -80,10 +84,6 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
     clock = Clock(recorder)
-    # transformers' log goes to our handlers (logs/rank-K.log), and its progress bars are hidden
-    hf_logging.disable_default_handler()
-    hf_logging.enable_propagation()
-    hf_logging.disable_progress_bar()
     runtime.seed_everything(config.train.seed)
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer

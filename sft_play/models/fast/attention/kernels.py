@@ -16,7 +16,6 @@ head of queries and keys, V of values.
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from sft_play.models.fast.setup import to_compute_dtype
 LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
 FLASH_HEAD_STEP = 8  # and their number is a multiple of this
 MAX_ELEMENTS = 2**31  # of a batch's queries: the kernels index with 32 bits
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)  # of this torch
 CAUSAL = 1  # custom_mask_type of torch's memory-efficient kernel
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Scoring, Documents], Tensor]
@@ -115,21 +115,15 @@ def attend_torch_varlen(
 ) -> Tensor:
     """Attend with torch's kernel (N, H, D), which takes neither sinks nor soft caps."""
     window = scoring.window
-    known = _varlen_parameters()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in known:  # a torch without the option groups query heads by itself
+    if "enable_gqa" in VARLEN_OPTIONS:  # a torch without the option groups query heads by itself
         options["enable_gqa"] = key.shape[1] != query.shape[1]
-    if "scale" in known:
+    if "scale" in VARLEN_OPTIONS:
         options["scale"] = scoring.scale
     else:  # the kernel's own scale is 1 / sqrt(D)
         query = query * (scoring.scale * query.shape[-1] ** 0.5)
     starts, longest = documents
     return varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

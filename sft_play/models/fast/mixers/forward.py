@@ -57,7 +57,8 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # the mask of a batch that needs none
     kwargs = {name: None if is_unmasked(value) else value for name, value in kwargs.items()}
     is_plain = batch is None and not is_training(self)
-    if is_plain or _has_cache(args, kwargs):
+    has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+    if is_plain or has_cache:
         return own(self, *args, **kwargs)
     if batch is None:
         with documents_of_call(None):
@@ -84,10 +85,6 @@ def forward_packed(
     with documents_of_call(packed.batch.on(hidden.device)):
         output = fast(module, *flat_args, **flat_kwargs)
     return unflatten(output, rows, tokens)
-
-
-def _has_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
 
 
 def _flatten(value: Any, rows: int, tokens: int) -> Any:

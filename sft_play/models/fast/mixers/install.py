@@ -215,9 +215,14 @@ def _install_kind(
     is_fast = fast is not None
     if fast is not None:
         tune_kernels(trial, fast, packed)
-        own, found = _results(trial, packed, fast)
+        with torch_code():
+            own = trial.run(partial(forward_packed, packed, None))
+        with torch_code(False):
+            found = trial.run(partial(forward_packed, packed, fast))
         difference = _largest_difference(own, found)
-        is_fast = difference <= _tolerance(own)
+        # on a GPU kernels multiply float32 in TensorFloat-32
+        is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
+        is_fast = difference <= TOLERANCES[torch.float16 if is_rounded else own.dtype]
         if not is_fast:
             logger.warning(
                 "%s: packed documents in one call differ by %.2g; it runs them one by one",
@@ -238,14 +243,6 @@ def _install_kind(
         raise Unsupported(f"{name} keeps a state across documents")
 
 
-def _results(trial: Trial, packed: PackedDocuments, fast: Forward) -> tuple[Result, Result]:
-    """Return what a mixer computes one document after another, and for all of them in one call."""
-    with torch_code():
-        own = trial.run(partial(forward_packed, packed, None))
-    with torch_code(False):
-        return own, trial.run(partial(forward_packed, packed, fast))
-
-
 def _largest_difference(own: Result, found: Result) -> float:
     """Return the largest relative difference of output and gradients, in the Euclidean norm."""
     sizes = {
@@ -262,9 +259,3 @@ def _largest_difference(own: Result, found: Result) -> float:
 
 def _distance(own: Result, found: Result, name: str) -> Tensor:
     return (found.tensors[name].float() - own.tensors[name].float()).norm()
-
-
-def _tolerance(own: Result) -> float:
-    """Return how far results may be apart: on a GPU kernels multiply float32 in TensorFloat-32."""
-    is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
-    return TOLERANCES[torch.float16 if is_rounded else own.dtype]
