@@ -31,7 +31,7 @@ from sft_play.models.fast.loss import linear_cross_entropy
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.norms import residual, rms
-from sft_play.models.fast.setup import is_training
+from sft_play.models.fast.setup import Gradients, is_training
 from sft_play.models.float8 import linear as float8_linear
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.plan.fast import MIN_CAPABILITY
@@ -58,7 +58,7 @@ class FakeFlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return gradients with the layouts of queries, keys and values."""
         query, key, value, *_ = ctx.saved_tensors
         # alive while the gradients are allocated
@@ -119,7 +119,7 @@ class FakeRmsNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return the gradients of x and of the weight if it is trained."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad if ctx.in_place else torch.empty_like(x)
@@ -144,7 +144,7 @@ class FakeRotary(torch.autograd.Function):
         return query.view_as(query), key.view_as(key)
 
     @staticmethod
-    def backward(ctx, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, query: Tensor, key: Tensor) -> Gradients:
         """Return the gradients of the outputs unchanged."""
         return query, key, None, None
 
@@ -205,7 +205,7 @@ class FakeGroupedProduct(torch.autograd.Function):
         return x.new_empty(x.shape[0], other.shape[2])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return the gradients that are needed."""
         gradients: list[Tensor | None] = [None, None, None]
         for index, tensor in enumerate(ctx.saved_tensors):

@@ -7,11 +7,10 @@ themselves.
 
 `make plan EXACT=1` traces the step of a plan. Of models unlike Llama a few sizes are traced, from
 which `plan.traced` has the bytes of any layout; the process of `models.structure` answers with
-them. `python -m sft_play.models.trace` traces the well-known models anew.
+them.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -36,19 +35,9 @@ from sft_play.models.fake_model import (
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.step_meter import MeasuredStep, StepMeter, StepSetup, measure_step
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.plan.counting import (
-    KNOWN_DEVICE,
-    KNOWN_TRACES,
-    KNOWN_TUNINGS,
-    known_setting,
-    traced_settings,
-)
-from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
-from sft_play.runs.files import write_text
 
 
 def setup_of(planned: PlannedRun) -> StepSetup:
@@ -242,30 +231,3 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     return config.model_copy(
         update={"model": config.model.model_copy(update={"max_seq_len": tokens})}
     )
-
-
-def known_trace(name: str, word: str) -> dict[str, Any]:
-    """Return the trace of a well-known model with one of KNOWN_TUNINGS, as it ships."""
-    settings = traced_settings(known_setting(name, word), KNOWN_DEVICE)
-    request = {"settings": settings, "device": KNOWN_DEVICE.kind, "zero_stage": 0}
-    return json.loads(json.dumps(answer(request)["answer"]))
-
-
-def write_known_traces() -> None:
-    """Trace the well-known models that the closed form does not fit, and write their file anew.
-
-    Those with recurrent layers are left out: which kernels compute them depends on the machine.
-    """
-    lines = []
-    for name, facts in json.loads(KNOWN.read_text(encoding="utf-8")).items():
-        if "structure" not in facts or facts["model_type"] in LLAMA_LIKE:
-            continue
-        if structure_from_json(facts["structure"]).recurrent_layers:
-            continue
-        traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
-        lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
-    write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    write_known_traces()

@@ -15,7 +15,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.install import has_mixers, takes_one_row, uses_varlen_attention
+from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import step_flops
@@ -120,13 +120,14 @@ def build_collator(
     config = context.config
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
-    varlen = needs_boundaries(config.model.attn_implementation, uses_varlen_attention(model))
+    kernels = fused_kernels_of(model)
+    varlen = needs_boundaries(config.model.attn_implementation, kernels.reads_boundaries)
     return PackCollator(
         tokenizer.pad_token_id,
         config.model.max_seq_len,
         varlen,
-        brings_lengths=has_mixers(model),
-        in_one_row=context.plan.layout.in_one_row and takes_one_row(model),
+        brings_lengths=kernels.has_mixers,
+        in_one_row=context.plan.layout.in_one_row and kernels.in_one_row,
     )
 
 

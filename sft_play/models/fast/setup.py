@@ -20,6 +20,9 @@ from sft_play.models.fast.capture import ProofInputs, capture
 from sft_play.models.sharding import device_of, gathered, units_by_module
 from sft_play.process import Process
 
+# What the backward pass of an autograd function returns: None for what has no gradient
+Gradients = tuple[Tensor | None, ...]
+
 
 class Unsupported(Exception):
     """Raised with the reason why a part of a model cannot be fused."""

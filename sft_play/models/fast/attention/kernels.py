@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import Scoring, attend_lengths, attend_rows
 from sft_play.models.fast.documents import Documents
-from sft_play.models.fast.setup import to_compute_dtype
+from sft_play.models.fast.setup import Gradients, to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
 FLASH_HEAD_STEP = 8  # and their number is a multiple of this
@@ -223,7 +223,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return the gradients of queries, keys, values and sinks."""
         query, key, value, sinks, *results = ctx.saved_tensors
         out, log_sums, _ = results

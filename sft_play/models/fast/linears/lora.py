@@ -36,7 +36,7 @@ from sft_play.models.fast.linears.products import (
     project,
     rank_and_output_gradients,
 )
-from sft_play.models.fast.setup import base_model_of, is_training, to_compute_dtype
+from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
@@ -273,7 +273,7 @@ class LoraLinearsFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads: Tensor) -> Gradients:
         """Return the gradients of x and of A_1, B_1, A_2, ..."""
         x, xa, a, *b = ctx.saved_tensors
         adapters = Adapters(a, tuple(b))
