@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import masking_utils
@@ -31,7 +31,7 @@ from sft_play.models.fast.loss import linear_cross_entropy
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.norms import residual, rms
-from sft_play.models.fast.setup import Gradients, is_training
+from sft_play.models.fast.setup import Gradients
 from sft_play.models.float8 import linear as float8_linear
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.plan.fast import MIN_CAPABILITY
@@ -127,11 +127,9 @@ class FakeRmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """`norms.rms.norm_forward`."""
-    if not is_training(self):
-        return type(self).forward(self, hidden_states)
-    return FakeRmsNorm.apply(hidden_states, self.weight, self.norm_kind.in_place)
+def normalise(x: Tensor, weight: Tensor, eps: float, kind: Any) -> Tensor:
+    """`norms.rms.normalise`."""
+    return FakeRmsNorm.apply(x, weight, kind.in_place)
 
 
 class FakeRotary(torch.autograd.Function):
@@ -319,7 +317,7 @@ GPU_KERNELS = (
     ),
     patch.multiple(experts_function.FusedGlu, backward=gate_backward),
     patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
-    patch.multiple(rms, norm_forward=norm_forward),
+    patch.multiple(rms, normalise=normalise),
     patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
     patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),
     patch.multiple(

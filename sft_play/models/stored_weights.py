@@ -189,10 +189,11 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
         plain = as_plain(state_dict, block)
         return divide(model, {name: part[...] for name, part in plain.items()}, *args)
 
-    with (
-        patch.object(modeling_utils, quantizer.__name__, quantizer_of_plain),
-        patch.object(modeling_utils, load.__name__, load_plain),
-        patch.object(modeling_utils, divide.__name__, divide_plain),
+    with patch.multiple(
+        modeling_utils,
+        get_hf_quantizer=quantizer_of_plain,
+        convert_and_load_state_dict_in_model=load_plain,
+        _load_state_dict_into_zero3_model=divide_plain,
     ):
         yield
 

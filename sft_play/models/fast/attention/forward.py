@@ -31,8 +31,6 @@ from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.reference import Scoring, apply_rotary
 from sft_play.models.fast.documents import (
     UNMASKED,
-    Documents,
-    PackedDocuments,
     is_unmasked,
     named_documents,
 )
@@ -76,7 +74,8 @@ def attention_forward(
     if kind.rotates:
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
-    mixed = attend(query, key, value, scoring, _documents(self, query))
+    documents = self.packed_documents.on(query.device)  # set where attention is installed
+    mixed = attend(query, key, value, scoring, documents)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
@@ -222,12 +221,8 @@ def attention_interface_forward(
     tokens_first = []
     for tensor in (query, key, value):
         tokens_first.append(tensor.transpose(1, 2))
-    return attend(*tokens_first, scoring, _documents(module, query)), None
-
-
-def _documents(module: nn.Module, query: Tensor) -> Documents | None:
-    packed: PackedDocuments = module.packed_documents  # set where attention is installed
-    return packed.on(query.device)
+    documents = module.packed_documents.on(query.device)
+    return attend(*tokens_first, scoring, documents), None
 
 
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -148,7 +148,8 @@ class LoraMlpFunction(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = input_gradient(grads, du, inner, inner_adapters, known).view(x.shape)
-        inner_gradients = adapter_gradients(flatten_tokens(x), du, db, inner, ctx.inner_dtype)
+        x = x.reshape(-1, x.shape[-1])
+        inner_gradients = adapter_gradients(x, du, db, inner, ctx.inner_dtype)
         return dx, *(None,) * 6, *inner_gradients, *down_gradients
 
 

@@ -110,7 +110,7 @@ def project(
 
     `known` is x in float8, and `xa` is x A^T, where whoever computed x has them.
     """
-    flat = flatten_tokens(x)
+    flat = x.reshape(-1, x.shape[-1])
     if xa is None and adapters.a is not None:
         xa = flat @ adapters.a.t()
     quantised = known
