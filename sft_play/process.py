@@ -48,6 +48,10 @@ class Process:
         return tuple(torch.device("cuda", number) for number in range(self.gpus))
 
     @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 

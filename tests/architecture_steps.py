@@ -23,9 +23,8 @@ from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import (
+    fused_kernels_of,
     install_fused_kernels,
-    takes_one_row,
-    uses_varlen_attention,
 )
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
@@ -176,8 +175,10 @@ def batch_of(model: nn.Module, is_packed: bool) -> Batch:
     rows = TrainRows(documents())
     indices = range(len(LENGTHS))
     if is_packed:
-        one_row = takes_one_row(model)
-        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model), in_one_row=one_row)
+        one_row = fused_kernels_of(model).in_one_row
+        collator = PackCollator(
+            0, MAX_SEQ_LEN, fused_kernels_of(model).reads_boundaries, in_one_row=one_row
+        )
         half = len(indices) // 2
         sequences = [indices[:half], indices[half:]] if one_row else [indices]
         batch = collate_for_step(collator, [rows[sequence] for sequence in sequences])

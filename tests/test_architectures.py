@@ -23,7 +23,7 @@ from tiny_models import MODEL_TYPES, TINY, tiny_model
 
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
-from sft_play.models.fast.install import uses_varlen_attention
+from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.checks import check_cross_document
 
 # Distances that come with the mask: packing is refused.
@@ -39,7 +39,7 @@ def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type: 
     reference = reference_step(plain)
     assert without_gradient(plain) == []
     if model_type in NEVER_PACKED:
-        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(made))
+        collator = PackCollator(0, MAX_SEQ_LEN, fused_kernels_of(made).reads_boundaries)
         with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
             check_cross_document(made, collator, TINY.vocabulary, CPU)
         return

@@ -34,7 +34,7 @@ from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.experts import packed_weight
-from sft_play.models.fast.install import base_model_of, fused_kernels_of, uses_varlen_attention
+from sft_play.models.fast.install import base_model_of, fused_kernels_of
 from sft_play.plan import counting
 from sft_play.plan.counting import TRACER
 from sft_play.training.checks import check_cross_document
@@ -202,7 +202,7 @@ def try_to_pack(row: Row) -> str:
         plain = adapted(tiny_model(row.model_type), config)
         reference = reference_step(plain)
         made = fused(plain, config)
-        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(made))
+        collator = PackCollator(0, MAX_SEQ_LEN, fused_kernels_of(made).reads_boundaries)
         check_cross_document(made, collator, TINY.vocabulary, CPU)
         compare("padded", mode, gap(reference, trained_step(made, is_packed=False)))
         compare("packed", mode, gap(reference, trained_step(made, is_packed=True)))

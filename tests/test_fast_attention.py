@@ -8,13 +8,18 @@ from torch import nn
 from torch.nn.attention import flex_attention as torch_flex
 
 from sft_play.models.fast.attention import flex as attention_flex
-from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.forward import remove_mask
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.reference import Scoring, apply_rotary
-from sft_play.models.fast.documents import UNMASKED, Documents, is_unmasked, unmasked
+from sft_play.models.fast.documents import (
+    UNMASKED,
+    DocumentBatch,
+    Documents,
+    PackedDocuments,
+    is_unmasked,
+)
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
 SAME = 1e-6  # tolerance of float32 sums in another order
@@ -323,13 +328,16 @@ def test_steps_and_named_documents_go_without_a_mask(
         assert routed[1] == {**given, "use_cache": False}
 
 
-def test_the_mask_of_a_packed_batch_carries_its_documents() -> None:
+def test_attention_sees_the_documents_of_the_batch_on_its_device() -> None:
     documents, _ = documents_of(*PACKED)
-    mask = unmasked(documents)
-    assert is_unmasked(mask) and attention.documents_of(mask, {}) is documents
-    assert attention.documents_of(UNMASKED, {}) is None
-    with pytest.raises(ValueError, match="has copied its mask"):
-        attention.documents_of(mask[:, :, :, :24], {})
+    packed = PackedDocuments()
+    assert packed.on(torch.device("meta")) is None
+    with packed.showing(DocumentBatch(documents)):
+        assert packed.on(documents.boundaries.device) is documents
+        there = packed.on(torch.device("meta"))
+        assert there.boundaries.device.type == "meta" and there.longest == documents.longest
+        assert packed.on(torch.device("meta")) is there, "copied once"
+    assert packed.batch is None
 
 
 def test_no_mask_of_a_model_is_taken_for_none() -> None:

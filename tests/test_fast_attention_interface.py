@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sft_play.models.fast.attention import forward as attention_interface
 from sft_play.models.fast.attention.forward import keep_soft_caps, remove_mask, use_interface
-from sft_play.models.fast.documents import UNMASKED
+from sft_play.models.fast.documents import UNMASKED, watch_documents
 
 ROWS, TOKENS = 2, 24
 LENGTHS = (9, 15, 3, 17, 4)  # documents of two rows
@@ -27,6 +27,9 @@ MODELS = [*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 def fused(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.get_decoder()
     use_interface(decoder)
+    packed_documents = watch_documents(model, decoder)
+    for module in decoder.modules():
+        module.packed_documents = packed_documents
     decoder.register_forward_pre_hook(remove_mask, with_kwargs=True)
     return model
 

@@ -324,8 +324,8 @@ def _without_bias(original: Callable) -> Callable:
 
 
 def _halves_one_after_another(original: Callable) -> Callable:
-    def forward(y, alpha, limit):
-        return original(torch.stack(y.chunk(2, dim=-1), dim=-1).flatten(-2), alpha, limit)
+    def forward(gate, y):
+        return original(gate, torch.stack(y.chunk(2, dim=-1), dim=-1).flatten(-2))
 
     return forward
 
@@ -341,7 +341,7 @@ MUTANTS = {
     "lora_B read in another order": (experts_function, "factors_of", _other_order),
     "a dead expert": (experts_products, "rows_times", _dead_expert),
     "biases forgotten": (experts_module, "_split", _without_bias),
-    "halves not interleaved": (experts_gates, "clamped_glu_forward", _halves_one_after_another),
+    "halves not interleaved": (ClampedGlu, "forward", _halves_one_after_another),
 }
 
 

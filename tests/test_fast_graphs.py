@@ -202,7 +202,7 @@ def test_a_recording_that_joins_two_documents_is_found(monkeypatch: pytest.Monke
 
     def joins(self: StaticInputs, call: DecoderCall) -> None:
         fill(self, call)
-        self.boundaries[1] = self.boundaries[2]
+        self.documents.boundaries[1] = self.documents.boundaries[2]
 
     monkeypatch.setattr(StaticInputs, "fill", joins)
     trained(model, list(micro_batches(24, True, in_one_row=True)))

@@ -31,13 +31,10 @@ from sft_play.models import lora
 from sft_play.models.architecture import decoder_of
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.install import counts_tokens, reads_rows
-from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,
     install_fused_kernels,
-    takes_one_row,
-    uses_varlen_attention,
 )
 from sft_play.models.losses import summed_nll
 from sft_play.plan.fast import ZERO_3
@@ -208,7 +205,12 @@ def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(
     model = plain_model(name, mode)
     plain = step(model, is_packed)
     make(model, mode)
-    assert gap(plain, step(model, is_packed, names_boundaries=uses_varlen_attention(model))) <= SAME
+    assert (
+        gap(
+            plain, step(model, is_packed, names_boundaries=fused_kernels_of(model).reads_boundaries)
+        )
+        <= SAME
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
@@ -216,7 +218,7 @@ def test_documents_in_one_row_train_the_same(name: str) -> None:
     model = plain_model(name)
     plain = step(model, is_packed=True)
     make(model)
-    assert takes_one_row(model)
+    assert fused_kernels_of(model).in_one_row
     assert gap(plain, step(model, True, names_boundaries=True, in_one_row=True)) <= SAME
     (batch, *_) = batches(True, True, in_one_row=True)
     assert len(batch["input_ids"]) == 1 and batch["input_ids"].shape[1] > 2 * MAX_SEQ_LEN
@@ -234,7 +236,11 @@ def test_a_plan_knows_which_models_take_one_row(
         plan_examples.CPU, f"model.name={tmp_path}", f"train.fast_path={fast_path}"
     )
     assert planned.plan.step.model.model_type == model_type
-    assert planned.plan.request.in_one_row == takes_one_row(model) == (fast_path == "auto")
+    assert (
+        planned.plan.request.in_one_row
+        == fused_kernels_of(model).in_one_row
+        == (fast_path == "auto")
+    )
 
 
 def test_a_gpu_without_fused_attention_keeps_rows() -> None:
@@ -271,14 +277,8 @@ def windows_too_long(model: Any) -> None:
 
 
 def documents_joined(model: Any) -> None:
-    decoder = model.get_base_model().model
-    decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: (
-            args,
-            {**kwargs, "cu_seq_lens_q": None, "attention_mask": UNMASKED},
-        ),
-        with_kwargs=True,
-    )
+    packed = model.get_base_model().model.packed_documents
+    packed.on = lambda device: None
 
 
 @pytest.mark.parametrize("break_it", [scaled_otherwise, windows_too_long, documents_joined])
@@ -325,9 +325,9 @@ def test_evaluation_and_generation_are_the_same_to_the_bit(name: str) -> None:
 def test_documents_are_kept_apart_by_fast_attention(name: str) -> None:
     model = plain_model(name)
     make(model)
-    collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model))
+    collator = PackCollator(0, MAX_SEQ_LEN, fused_kernels_of(model).reads_boundaries)
     assert measure_cross_document(model, collator, VOCABULARY, CPU).holds
-    if uses_varlen_attention(model):
+    if fused_kernels_of(model).reads_boundaries:
         documents_joined(model)
         assert not measure_cross_document(model, collator, VOCABULARY, CPU).holds
 
@@ -368,7 +368,7 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
     model = plain_model("llama")
     installed = make(model)
-    assert fused_kernels_of(model) == installed and uses_varlen_attention(model)
+    assert fused_kernels_of(model) == installed and fused_kernels_of(model).reads_boundaries
     assert installed == FusedKernels(
         {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1},
         {},
@@ -420,7 +420,7 @@ def test_the_user_has_the_last_word() -> None:
     assert make(model, fast_path=False) == FusedKernels(
         {}, {"fused kernels": "train.fast_path=false"}
     )
-    assert not uses_varlen_attention(model) and "forward" not in vars(
+    assert not fused_kernels_of(model).reads_boundaries and "forward" not in vars(
         model.get_base_model().model.layers[0].mlp
     )
     chosen = settings().model_copy(

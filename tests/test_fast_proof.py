@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
-from sft_play.models.fast.attention.install import _unmasked, bind_attention
+from sft_play.models.fast.attention.install import bind_attention, unmasked_call
 from sft_play.models.fast.capture import Call
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import mlp as linear_install
@@ -136,10 +136,10 @@ def test_a_mutant_of_attention_is_caught(model_type: str, mutant: str, dtype: to
         assert module.attention_kind.rotates
     if "window" in mutant:
         modules = [module for module in modules if module.sliding_window]
-    right = prove(modules, attention.attention_forward, setup, _unmasked(setup))
+    right = prove(modules, attention.attention_forward, setup, unmasked_call(modules, setup))
     assert right == modules
     with pytest.raises(Unsupported, match="computes something else"):
-        prove(modules, Mutant(mutant), setup, _unmasked(setup))
+        prove(modules, Mutant(mutant), setup, unmasked_call(modules, setup))
 
 
 def test_a_mutant_of_an_mlp_is_caught() -> None:

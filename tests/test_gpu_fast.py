@@ -19,9 +19,8 @@ from test_fast_install import (
 from sft_play.data.collate import PackCollator, labelled
 from sft_play.models.fast.install import (
     FusedKernels,
+    fused_kernels_of,
     install_fused_kernels,
-    takes_one_row,
-    uses_varlen_attention,
 )
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.norms.residual import Reference
@@ -83,7 +82,9 @@ def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torc
     """Gradients of a step of 16 samples, and its loss."""
     model.zero_grad()
     total = torch.zeros((), device="cuda")
-    for batch in on_device(is_packed, uses_varlen_attention(model), takes_one_row(model)):
+    for batch in on_device(
+        is_packed, fused_kernels_of(model).reads_boundaries, fused_kernels_of(model).in_one_row
+    ):
         loss = loss_of(model, batch, dtype) / 100
         loss.backward()
         total += loss.detach()
@@ -163,7 +164,9 @@ def test_documents_are_kept_apart(name: str, in_one_row: bool) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         found = measure_cross_document(
             model,
-            PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model), in_one_row=in_one_row),
+            PackCollator(
+                0, MAX_SEQ_LEN, fused_kernels_of(model).reads_boundaries, in_one_row=in_one_row
+            ),
             VOCABULARY,
             torch.device("cuda"),
         )
@@ -175,7 +178,11 @@ def test_documents_are_kept_apart(name: str, in_one_row: bool) -> None:
 def test_a_fast_step_never_waits_for_the_gpu(name: str, is_packed: bool) -> None:
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
-    waiting = list(on_device(is_packed, uses_varlen_attention(model), takes_one_row(model)))
+    waiting = list(
+        on_device(
+            is_packed, fused_kernels_of(model).reads_boundaries, fused_kernels_of(model).in_one_row
+        )
+    )
     loss_of(model, waiting[0], torch.bfloat16).backward()  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -20,6 +20,9 @@ from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_en
 from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.guards import GradientWatch, StepGuard
+from sft_play.training.memory import MemoryMeter
+from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
 
 pytestmark = [
@@ -104,7 +107,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
         "gradient_accumulation_steps": order.layout.micro_batches,
     }
     arguments |= {"dataloader_pin_memory": True, "use_cpu": False}
-    speed = EvalSpeedCallback()
+    process = Process(0, 0, 1, GPU)
     return SftTrainer(
         model=model,
         args=TrainingArguments(str(folder), **{**QUIET, **arguments}),
@@ -114,8 +117,9 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
         else PadCollator(0, MAX_SEQ_LEN),
         order=order,
         evaluator=None,
-        speed=speed,
-        throughput=Throughput(Process(0, 0, 1, GPU), speed),
+        step_log=StepLog(Throughput(process, EvalSpeedCallback()), MemoryMeter(process)),
+        guard=StepGuard(process),
+        gradients=GradientWatch(process),
         stamp={},
     )
 

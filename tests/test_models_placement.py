@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import placement
-from sft_play.models.fast.documents import Documents, unmasked
+from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 
@@ -179,13 +179,8 @@ def test_what_all_layers_get_is_copied_once_and_again_when_it_has_changed() -> N
     assert copies.on(CPU, tensor) is tensor
 
 
-def test_documents_go_along_with_the_mask_that_carries_them() -> None:
-    mask = unmasked(Documents(torch.tensor([0, 3, 5]), 3))
-    moved = placement.Copies().on(META, mask)
-    assert moved.documents.boundaries.device == META
-    assert moved.documents.longest == 3
-    plain = unmasked(None)
-    assert placement.Copies().on(META, plain) is plain
+def test_the_mask_of_a_batch_that_needs_none_is_copied_nowhere() -> None:
+    assert placement.Copies().on(META, UNMASKED) is UNMASKED
 
 
 @pytest.mark.slow

@@ -33,6 +33,9 @@ from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_cross_document, measure_cross_document
+from sft_play.training.guards import GradientWatch, StepGuard
+from sft_play.training.memory import MemoryMeter
+from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
 
 VOCABULARY, MAX_SEQ_LEN, SEED = 97, 64, 3
@@ -394,7 +397,7 @@ def trainer_of(
     **arguments: Any,
 ) -> SftTrainer:
     """The trainer of a model, a new one where none is given."""
-    samples, speed = documents(SAMPLES), EvalSpeedCallback()
+    samples = documents(SAMPLES)
     order = order_of(samples, packed, batch, world=process.world_size, epochs=EPOCHS)
     cut = {
         "per_device_train_batch_size": order.layout.batch_size,
@@ -408,8 +411,9 @@ def trainer_of(
         data_collator=collator_of(packed),
         order=order,
         evaluator=None,  # nothing is evaluated
-        speed=speed,
-        throughput=Throughput(process, speed),
+        step_log=StepLog(Throughput(process, EvalSpeedCallback()), MemoryMeter(process)),
+        guard=StepGuard(process),
+        gradients=GradientWatch(process),
         stamp={},
     )
 

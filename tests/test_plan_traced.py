@@ -26,6 +26,7 @@ from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedStep
 from sft_play.plan.workload import describe_speed
 from sft_play.process import Process
+from tools.known_models import known_trace
 
 LAYERS = EXAMPLE.step.model.layers
 
@@ -300,9 +301,9 @@ def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_p
     ],
 )
 def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> None:
-    """Where it differs: python -m sft_play.models.trace."""
+    """Where it differs: python -m tools.known_models traces."""
     shipped = json.loads(counting.KNOWN_TRACES.read_text())[name][word]
-    assert trace.known_trace(name, word) == shipped
+    assert known_trace(name, word) == shipped
 
 
 def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine() -> None:

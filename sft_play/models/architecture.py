@@ -98,7 +98,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     found = model.get_decoder()
     if found is model.get_output_embeddings():
         return model.base_model
-    while found is not model and _has_head(found):
+    while (
+        found is not model
+        and isinstance(found, PreTrainedModel)
+        and found.get_output_embeddings() is not None
+    ):
         inside = found.get_decoder()
         if inside is found:
             models = (part for part in found.children() if isinstance(part, PreTrainedModel))
@@ -208,10 +212,6 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
         if all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
             longest = list(module)
     return longest
-
-
-def _has_head(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
 
 
 def _apart(

@@ -89,7 +89,7 @@ def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> 
     return stored
 
 
-def finish_loading(model: torch.nn.Module, storage: torch.dtype) -> None:
+def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
     """Make a packed model trainable on this device, and log what is packed.
 
     The bytes of a checkpoint that was in 4 bits become those of `storage`, too.
@@ -105,7 +105,7 @@ def finish_loading(model: torch.nn.Module, storage: torch.dtype) -> None:
     log_packed(model)
 
 
-def keep_differentiable(model: torch.nn.Module) -> None:
+def keep_differentiable(model: nn.Module) -> None:
     """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
 
     On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its product
@@ -117,7 +117,7 @@ def keep_differentiable(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def refuse_wrong_unpacking(model: torch.nn.Module) -> None:
+def refuse_wrong_unpacking(model: nn.Module) -> None:
     """Raise EnvironmentFault where this CPU unpacks a weight to other numbers than were packed.
 
     The kernel of bitsandbytes 0.50 for CPUs with AVX512 takes the scales of other blocks where the

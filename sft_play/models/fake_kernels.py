@@ -7,12 +7,13 @@ D features of a head, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import masking_utils
@@ -22,7 +23,6 @@ from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.experts import function as experts_function
-from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import products as experts_products
 from sft_play.models.fast.linears import glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
@@ -31,7 +31,7 @@ from sft_play.models.fast.loss import linear_cross_entropy
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.norms import residual, rms
-from sft_play.models.fast.setup import is_training
+from sft_play.models.fast.setup import Gradients
 from sft_play.models.float8 import linear as float8_linear
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.plan.fast import MIN_CAPABILITY
@@ -46,7 +46,7 @@ class FakeFlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return an output with the dtype and layout of the queries and the features of values."""
         out = torch.empty_like(query)
         if value.shape[-1] != query.shape[-1]:  # latent attention
@@ -58,7 +58,7 @@ class FakeFlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return gradients with the layouts of queries, keys and values."""
         query, key, value, *_ = ctx.saved_tensors
         # alive while the gradients are allocated
@@ -112,14 +112,14 @@ class FakeRmsNorm(torch.autograd.Function):
     """Liger's RMSNorm. Saves its input and a float32 per token; backward may overwrite `grad`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
         """Return an output like x."""
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.in_place = in_place
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return the gradients of x and of the weight if it is trained."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad if ctx.in_place else torch.empty_like(x)
@@ -127,26 +127,22 @@ class FakeRmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """`norms.rms.norm_forward`."""
-    if not is_training(self):
-        return type(self).forward(self, hidden_states)
-    return FakeRmsNorm.apply(hidden_states, self.weight, self.norm_kind.in_place)
+def normalise(x: Tensor, weight: Tensor, eps: float, kind: Any) -> Tensor:
+    """`norms.rms.normalise`."""
+    return FakeRmsNorm.apply(x, weight, kind.in_place)
 
 
 class FakeRotary(torch.autograd.Function):
     """Liger's rotary embedding. Overwrites queries, keys and their gradients; saves cos and sin."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the queries and keys."""
         ctx.save_for_backward(cos, sin)
         return query.view_as(query), key.view_as(key)
 
     @staticmethod
-    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, query: Tensor, key: Tensor) -> Gradients:
         """Return the gradients of the outputs unchanged."""
         return query, key, None, None
 
@@ -199,7 +195,7 @@ class FakeGroupedProduct(torch.autograd.Function):
     """`functional.grouped_mm`, which takes no float32 fake tensors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, groups: int) -> Tensor:
+    def forward(ctx, x: Tensor, other: Tensor, groups: int) -> Tensor:
         """Return (S, out) of x (S, in) and matrices (E, in, out); (E, in, out) of two matrices."""
         ctx.save_for_backward(x, other)
         if other.dim() == 2:
@@ -207,7 +203,7 @@ class FakeGroupedProduct(torch.autograd.Function):
         return x.new_empty(x.shape[0], other.shape[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return the gradients that are needed."""
         gradients: list[Tensor | None] = [None, None, None]
         for index, tensor in enumerate(ctx.saved_tensors):
@@ -226,12 +222,12 @@ def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None 
     return parts[0].new_empty(len(rows), parts[0].shape[1])
 
 
-def gate_forward(y: Tensor, *_: Any) -> Tensor:
-    """`experts.function.clamped_glu_forward`: allocates only its output."""
+def gate_forward(gate: Any, y: Tensor) -> Tensor:
+    """`experts.function.ClampedGlu.forward`: allocates only its output."""
     return y.new_empty(len(y), y.shape[1] // 2)
 
 
-def gate_backward(dh: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def gate_backward(gate: Any, dh: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of a gate of experts: two gradients; dh is overwritten."""
     return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
 
@@ -284,77 +280,71 @@ def host_memory(offloading: Any, saved: Any, tensor: Tensor) -> Tensor:
     return tensor.new_empty(1).expand(tensor.shape)
 
 
-class Replacement(NamedTuple):
-    """A function of a module, and the fake that replaces it."""
-
-    module: Any
-    name: str
-    fake: Callable[..., Any]
-
-
 # Functions that read the values of tensors, which fake tensors do not have
 VALUE_READERS = (
-    Replacement(linear_products, "dequantize", dequantize),
-    Replacement(experts_products, "dequantize", dequantize),
-    Replacement(functional, "grouped_mm", grouped_mm),
+    patch.multiple(linear_products, dequantize=dequantize),
+    patch.multiple(experts_products, dequantize=dequantize),
+    patch.multiple(functional, grouped_mm=grouped_mm),
     # tests check this for every model of plan.fast
-    Replacement(loss_head, "_logits_come_from_head", lambda *_: True),
-    Replacement(attention_kernels, "_attend_by_document", attend_whole_rows),
+    patch.multiple(loss_head, _logits_come_from_head=lambda *_: True),
+    patch.multiple(attention_kernels, _attend_by_document=attend_whole_rows),
     # the step passes its own mask for packed rows
-    Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    patch.multiple(masking_utils, find_packed_sequence_indices=lambda position_ids: None),
 )
+FLOAT8_PRODUCTS = {
+    "quantise": quantise,
+    "product": float8_product,
+    "input_product": float8_input_product,
+}
 GPU_KERNELS = (
-    Replacement(attention_kernels, "_attend_by_document", attend_by_document),
-    Replacement(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
-    Replacement(torch, "is_autocast_enabled", is_autocast_enabled),
-    Replacement(attention_forward, "apply_rotary", FakeRotary.apply),
-    Replacement(glu, "glu_forward", glu_forward),
-    Replacement(glu, "glu_backward", glu_backward),
+    patch.multiple(attention_kernels, _attend_by_document=attend_by_document),
+    patch.multiple(functional, scaled_dot_product_attention=scaled_dot_product_attention),
+    patch.multiple(torch, is_autocast_enabled=is_autocast_enabled),
+    patch.multiple(attention_forward, apply_rotary=FakeRotary.apply),
     # what a Hopper GPU's own kernels keep is no more
-    Replacement(linear_products, "is_hopper", lambda device: False),
-    Replacement(glu, "is_hopper", lambda device: False),
-    Replacement(mlp, "glu_forward_float8", glu_forward_float8),
-    Replacement(mlp, "glu_backward_float8", glu_backward_float8),
-    *(
-        Replacement(module, name, fake)
-        for module in (linear_products, float8_linear)
-        for name, fake in (
-            ("quantise", quantise),
-            ("product", float8_product),
-            ("input_product", float8_input_product),
-        )
+    patch.multiple(linear_products, is_hopper=lambda device: False, **FLOAT8_PRODUCTS),
+    patch.multiple(float8_linear, **FLOAT8_PRODUCTS),
+    patch.multiple(
+        glu, is_hopper=lambda device: False, glu_forward=glu_forward, glu_backward=glu_backward
     ),
-    Replacement(experts_function, "sum_choices", sum_choices),
-    Replacement(experts_gates, "glu_forward", glu_forward),
-    Replacement(experts_gates, "fused_glu_backward", gate_backward),
-    Replacement(experts_gates, "clamped_glu_forward", gate_forward),
-    Replacement(experts_gates, "clamped_glu_backward", gate_backward),
-    Replacement(rms, "norm_forward", norm_forward),
-    Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
-    Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
-    Replacement(checkpointing.LayerOffloading, "_host_memory", host_memory),
-    Replacement(checkpointing.LayerOffloading, "_copy", lambda self, target, source: None),
-    Replacement(mixer_kernels, "uses_fla", linear_attention.will_use_fla),
-    Replacement(gated_norms, "uses_fla", linear_attention.will_use_fla),
-    Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),
-    Replacement(mixer_kernels, "fla_delta_rule", fake_mixer_kernels.fla_delta_rule),
-    Replacement(mixer_kernels, "fla_linear_attention", fake_mixer_kernels.fla_linear_attention),
-    Replacement(gated_norms, "norm_then_silu", fake_mixer_kernels.gated_norm),
-    Replacement(torch.cuda, "get_device_capability", lambda device=None: MIN_CAPABILITY),
+    patch.multiple(
+        mlp, glu_forward_float8=glu_forward_float8, glu_backward_float8=glu_backward_float8
+    ),
+    patch.multiple(
+        experts_function,
+        sum_choices=sum_choices,
+        glu_forward=glu_forward,
+    ),
+    patch.multiple(experts_function.FusedGlu, backward=gate_backward),
+    patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
+    patch.multiple(rms, normalise=normalise),
+    patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
+    patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),
+    patch.multiple(
+        checkpointing.LayerOffloading,
+        _host_memory=host_memory,
+        _copy=lambda self, target, source: None,
+    ),
+    patch.multiple(
+        mixer_kernels,
+        uses_fla=linear_attention.will_use_fla,
+        fla_convolution=fake_mixer_kernels.fla_convolution,
+        fla_delta_rule=fake_mixer_kernels.fla_delta_rule,
+        fla_linear_attention=fake_mixer_kernels.fla_linear_attention,
+    ),
+    patch.multiple(
+        gated_norms,
+        uses_fla=linear_attention.will_use_fla,
+        norm_then_silu=fake_mixer_kernels.gated_norm,
+    ),
+    patch.multiple(torch.cuda, get_device_capability=lambda device=None: MIN_CAPABILITY),
 )
 
 
 @contextlib.contextmanager
 def fake_kernels(is_gpu: bool) -> Iterator[None]:
     """Replace the functions that read values and, for a run on a GPU, those that need one."""
-    replacements = VALUE_READERS
-    if is_gpu:
-        replacements += GPU_KERNELS
-    originals = [getattr(replaced.module, replaced.name) for replaced in replacements]
-    try:
-        for replaced in replacements:
-            setattr(replaced.module, replaced.name, replaced.fake)
+    with contextlib.ExitStack() as stack:
+        for replacement in (*VALUE_READERS, *(GPU_KERNELS if is_gpu else ())):
+            stack.enter_context(replacement)
         yield
-    finally:
-        for replaced, original in zip(replacements, originals, strict=True):
-            setattr(replaced.module, replaced.name, original)

@@ -18,13 +18,13 @@ class FakeConvolution(torch.autograd.Function):
     """A causal convolution of (B, T, C). Saves its input; backward computes its output again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         """Return an output like x."""
         ctx.save_for_backward(x, weight)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the weight, which is computed even if frozen."""
         x, weight = ctx.saved_tensors
         chunks = x.shape[0] * -(-x.shape[1] // CHUNK)
@@ -50,7 +50,7 @@ class FakeDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+        ctx, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
         """Return an output like the values."""
         normed = [torch.empty_like(query), torch.empty_like(key)]
@@ -64,7 +64,7 @@ class FakeDeltaRule(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of all inputs."""
         query, key, value, decay, beta, _ = ctx.saved_tensors
         buffers = [_states(key, value, key.dtype), _states(key, value, key.dtype)]
@@ -84,7 +84,7 @@ class FakeLinearAttention(torch.autograd.Function):
     """Linear attention with a decay a head and token. Backward holds states in float32."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
         """Return an output like the values."""
         summed = torch.empty_like(decay, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, summed)
@@ -94,7 +94,7 @@ class FakeLinearAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of all inputs."""
         _, key, value, _ = ctx.saved_tensors
         buffers = [_states(key, value, torch.float32), _states(key, value, torch.float32)]
@@ -121,13 +121,13 @@ class FakeGatedNorm(torch.autograd.Function):
     """A gated RMSNorm. Saves its two inputs and a float32 a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:
         """Return an output like x."""
         ctx.save_for_backward(x, gate, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of both inputs."""
         x, gate, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(gate)

@@ -166,7 +166,7 @@ def load_base(
         options["device_map"] = devices
     # some classes draw weights that the files replace, and fewer where weights are divided: the
     # adapters that are drawn next are to be the same
-    gpus = list(process.devices) if process.device.type == "cuda" else []
+    gpus = list(process.devices) if process.is_gpu else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         if found is not None:

@@ -3,13 +3,13 @@
 Legend: B rows, T tokens, V vocabulary.
 """
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 from sft_play.data.render import IGNORE_INDEX
 
 
-def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_nll(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of -log p(label) in nats over labelled tokens, a float32 scalar.
 
     logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. A batch without labels
@@ -20,7 +20,7 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(predicted, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def nll_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def nll_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the `summed_nll` of each row, float32 (B,)."""
     predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
     targets = labels[:, 1:].to(predicted.device)
@@ -30,6 +30,6 @@ def nll_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nll.view_as(targets).sum(dim=1)
 
 
-def labelled_tokens_of_rows(labels: torch.Tensor) -> torch.Tensor:
+def labelled_tokens_of_rows(labels: Tensor) -> Tensor:
     """Return the number of tokens of each row of labels (B, T) that have a loss, int64 (B,)."""
     return labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1)

@@ -63,7 +63,8 @@ def is_hooked_by_deepspeed(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
     """Keep parameters whole that ZeRO-3 has freed. Every rank must enter it with the same ones."""
-    freed = [each for each in parameters if each is not None and _is_freed(each)]
+    divided = [each for each in parameters if each is not None and is_partitioned(each)]
+    freed = [parameter for parameter in divided if parameter.ds_status.name == FREED]
     if not freed:
         yield
         return
@@ -74,10 +75,6 @@ def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             freed[0].partition(param_list=freed)
-
-
-def _is_freed(parameter: Tensor) -> bool:
-    return is_partitioned(parameter) and parameter.ds_status.name == FREED
 
 
 def units_by_module(model: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -27,7 +27,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_of, empty_model
-from sft_play.models.fast.documents import is_unmasked, unmasked
+from sft_play.models.fast.documents import is_unmasked
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
 from sft_play.plan.placement import places_by_rule
@@ -86,7 +86,7 @@ def _names_usable_devices(wanted: MapRule | ModuleDevices, process: Process) -> 
     """Return whether a mapping's devices are this process's; a run may be used on other ones."""
     if not isinstance(wanted, dict):
         return False
-    if process.device.type == "cpu":
+    if not process.is_gpu:
         return set(wanted.values()) == {"cpu"}
     return all(device != "cpu" and device < len(process.devices) for device in wanted.values())
 
@@ -278,15 +278,7 @@ class Copies:
         return recursively_apply(self._copy, value, device)
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
-        documents = getattr(tensor, "documents", None)
-        if is_unmasked(tensor) and documents is None:
-            return tensor
-        if documents is not None:
-            if documents.boundaries.device == device:
-                return tensor
-            boundaries = self._copy(documents.boundaries, device)
-            return unmasked(documents._replace(boundaries=boundaries))
-        if tensor.device == device:
+        if tensor.device == device or is_unmasked(tensor):
             return tensor
         if tensor.requires_grad or tensor.is_inference():  # hidden states: one block gets them
             return tensor.to(device)

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from bitsandbytes.nn import Params4bit
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -68,7 +68,7 @@ def dividing_while_loading(
         yield
 
 
-def _part_in_host_memory(part: torch.Tensor, divided: DTensor) -> DTensor:
+def _part_in_host_memory(part: Tensor, divided: DTensor) -> DTensor:
     """Return what this rank holds of a divided tensor, as one like it whose parts are on hosts."""
     like = torch.empty_like(divided, device="cpu")
     like.to_local().copy_(part)
@@ -103,7 +103,7 @@ def _divide(
         )
     offload_policy = OffloadPolicy()
     if offloads:
-        offload_policy = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
+        offload_policy = CPUOffloadPolicy(pin_memory=process.is_gpu)
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     units: list[nn.Module] = [*layers]
     embedding = model.get_input_embeddings()
@@ -198,7 +198,7 @@ def move_undivided(model: nn.Module, process: Process) -> None:
                     owned[name] = tensor.to(process.device)
 
 
-def device_of(tensor: torch.Tensor) -> torch.device:
+def device_of(tensor: Tensor) -> torch.device:
     """Return the device that a weight computes on: of a divided one, its ranks'."""
     if not isinstance(tensor, DTensor):
         return tensor.device
@@ -216,7 +216,7 @@ def trains_divided(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) and p.requires_grad for p in model.parameters())
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def own_part(tensor: Tensor) -> Tensor:
     """Return the rows of a divided tensor that this rank holds; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -285,7 +285,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return all weights whole, tied ones once, in the main rank's host memory; {} on others.
 
     Every rank must call it.

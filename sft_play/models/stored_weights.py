@@ -11,6 +11,7 @@ Legend: R rows, C columns of a weight.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -47,20 +48,14 @@ IN_HEADERS = ("F8_E4M3", "F8_E5M2", "I8")
 INT8_STEPS = 127
 
 
+@dataclass(frozen=True)
 class Stored:
     """A tensor in a file, or several that are one weight: read when it is indexed."""
 
-    def __init__(
-        self,
-        parts: dict[str, Any],
-        block: Block,
-        device: torch.device | None,
-        dtype: torch.dtype | None,
-    ):
-        self.parts = parts
-        self.block = block
-        self.device = device
-        self.dtype = dtype  # in which a plain checkpoint would store it
+    parts: dict[str, Any]
+    block: Block
+    device: torch.device | None
+    dtype: torch.dtype | None  # in which a plain checkpoint would store it
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weight in float32, or in 16 bits where that is exact."""
@@ -194,10 +189,11 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
         plain = as_plain(state_dict, block)
         return divide(model, {name: part[...] for name, part in plain.items()}, *args)
 
-    with (
-        patch.object(modeling_utils, quantizer.__name__, quantizer_of_plain),
-        patch.object(modeling_utils, load.__name__, load_plain),
-        patch.object(modeling_utils, divide.__name__, divide_plain),
+    with patch.multiple(
+        modeling_utils,
+        get_hf_quantizer=quantizer_of_plain,
+        convert_and_load_state_dict_in_model=load_plain,
+        _load_state_dict_into_zero3_model=divide_plain,
     ):
         yield
 

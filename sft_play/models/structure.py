@@ -1,8 +1,7 @@
 """The structure of a model, counted on its modules without weights: what `plan` may not load.
 
 `python -m sft_play.models.structure` is the process that the front end starts: a line on stdin
-names a module and a request, and the module's answer is a line on stdout, both JSON. With `--known`
-it counts the well-known models anew.
+names a module and a request, and the module's answer is a line on stdout, both JSON.
 """
 
 import importlib
@@ -27,9 +26,7 @@ from sft_play.models.architecture import decoder_layers, empty_model, text_modul
 from sft_play.models.expert_adapters import choose_targets
 from sft_play.models.experts import expert_weights, linear_names, unquantised_linears
 from sft_play.models.fake_model import load_architecture
-from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, is_composite
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_as_json
-from sft_play.runs.files import write_text
 
 # What a config raises whose type is unknown, whose code is not trusted or whose sizes do not fit
 UNBUILDABLE = (
@@ -113,18 +110,6 @@ def _missing_package(error: Exception) -> str | None:
         package = str(error.name).partition(".")[0]
         return None if find_spec(package) else package
     return found and found[1]
-
-
-def write_known_models() -> None:
-    """Count the well-known models that are not like Llama, and write their file anew."""
-    models = json.loads(KNOWN.read_text(encoding="utf-8"))
-    lines = []
-    for name, facts in models.items():
-        if facts["model_type"] not in LLAMA_LIKE or is_composite(facts):
-            config = Config.model_validate({"model": {"name": name}})
-            facts["structure"] = structure_as_json(count_structure(load_architecture(config)))
-        lines.append(f"  {json.dumps(name)}: {json.dumps(facts)}")
-    write_text(KNOWN, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @dataclass(frozen=True)
@@ -319,7 +304,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--known"]:
-        write_known_models()
-    else:
-        serve()
+    serve()

@@ -7,11 +7,11 @@ themselves.
 
 `make plan EXACT=1` traces the step of a plan. Of models unlike Llama a few sizes are traced, from
 which `plan.traced` has the bytes of any layout; the process of `models.structure` answers with
-them. `python -m sft_play.models.trace` traces the well-known models anew.
+them.
 """
 
-import json
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,22 +32,12 @@ from sft_play.models.fake_model import (
     materialize,
     quantise_and_adapt,
 )
-from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.step_meter import MeasuredStep, StepMeter, StepSetup, measure_step
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.plan.counting import (
-    KNOWN_DEVICE,
-    KNOWN_TRACES,
-    KNOWN_TUNINGS,
-    known_setting,
-    traced_settings,
-)
-from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
-from sft_play.runs.files import write_text
 
 
 def setup_of(planned: PlannedRun) -> StepSetup:
@@ -88,16 +78,21 @@ def trace_step(setup: StepSetup) -> MeasuredStep:
 
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
-    config = setup.config
-    dtype = setup.compute_dtype
-    process = Process.alone(torch.device(setup.device), dtype)
-    model = build_on_meta(config, dtype, setup.zero_stage)
-    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
-        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
-        install_fused_kernels(model, config, process, setup.zero_stage)
-        offloads = setup.on_gpu and config.train.activation_offloading is True
+    model = build_on_meta(setup.config, setup.compute_dtype, setup.zero_stage)
+    with tracing(model, setup):
+        offloads = setup.on_gpu and setup.config.train.activation_offloading is True
         checkpoint_layers(model, setup.checkpointed_layers, offloads)
         return measure_step(model.train(), setup)
+
+
+@contextlib.contextmanager
+def tracing(model: PreTrainedModel, setup: StepSetup) -> Iterator[FusedKernels]:
+    """Give a model on the meta device fake tensors and the run's kernels; yield those."""
+    dtype = setup.compute_dtype
+    process = Process.alone(torch.device(setup.device), dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
+        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
+        yield install_fused_kernels(model, setup.config, process, setup.zero_stage)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -123,15 +118,12 @@ def trace_points(setup: StepSetup) -> Trace:
     Raises: as `trace.trace_step`.
     """
     dtype = setup.compute_dtype
-    process = Process.alone(torch.device(setup.device), dtype)
     model = build_architecture(setup.config, dtype)
     depth = len(decoder_layers(model))
     cuts = cut_depths(layer_signatures(model, setup.config))
     cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
     model = quantise_and_adapt(model, setup.config, dtype, setup.zero_stage)
-    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
-        materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
-        kernels = install_fused_kernels(model, setup.config, process, setup.zero_stage)
+    with tracing(model, setup) as kernels:
         points = measured_points(model.train(), setup)
         for fewer in cuts[1:]:
             cut_layers(model, fewer)
@@ -239,30 +231,3 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     return config.model_copy(
         update={"model": config.model.model_copy(update={"max_seq_len": tokens})}
     )
-
-
-def known_trace(name: str, word: str) -> dict[str, Any]:
-    """Return the trace of a well-known model with one of KNOWN_TUNINGS, as it ships."""
-    settings = traced_settings(known_setting(name, word), KNOWN_DEVICE)
-    request = {"settings": settings, "device": KNOWN_DEVICE.kind, "zero_stage": 0}
-    return json.loads(json.dumps(answer(request)["answer"]))
-
-
-def write_known_traces() -> None:
-    """Trace the well-known models that the closed form does not fit, and write their file anew.
-
-    Those with recurrent layers are left out: which kernels compute them depends on the machine.
-    """
-    lines = []
-    for name, facts in json.loads(KNOWN.read_text(encoding="utf-8")).items():
-        if "structure" not in facts or facts["model_type"] in LLAMA_LIKE:
-            continue
-        if structure_from_json(facts["structure"]).recurrent_layers:
-            continue
-        traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
-        lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
-    write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    write_known_traces()

@@ -6,12 +6,20 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
-from sft_play.config.schema import TrainSection, settings
+from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.folder import RunFolder
 
 NEVER = 10**9  # steps: an interval that no run reaches
+# Settings that are arguments of the same name and value. warmup_steps below 1 is a fraction in both
+UNCHANGED = """
+    learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm
+    adam_beta1 adam_beta2 adam_epsilon seed data_seed logging_steps
+    dataloader_num_workers dataloader_pin_memory bf16 fp16
+    ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout
+    eval_strategy eval_do_concat_batches eval_accumulation_steps save_strategy save_total_limit
+""".split()
 
 
 class ReportedArguments(TrainingArguments):
@@ -24,9 +32,9 @@ class ReportedArguments(TrainingArguments):
         return {**super().to_dict(), **self.settings}
 
 
-def _settings_of(planned: PlannedRun) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings of a run by dotted name, as plain values."""
-    values = planned.config.model_dump(mode="json")
+    values = config.model_dump(mode="json")
     return {path: reduce(getitem, path.split("."), values) for path in settings()}
 
 
@@ -38,15 +46,13 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
     train, plan = planned.config.train, planned.plan
     arguments = ReportedArguments(
         output_dir=str(folder.checkpoints),
-        **_optimization(train),
-        **_batches(train, plan),
-        **_engine(train, plan),
-        **_evaluation_and_saving(train),
+        **{name: getattr(train, name) for name in UNCHANGED},
+        **_converted(train, plan),
         run_name=folder.name,
         report_to="none",  # training.trackers opens what train.report_to names
         disable_tqdm=True,
     )
-    arguments.settings = _settings_of(planned)
+    arguments.settings = settings_of(planned.config)
     if plan.ranks.gpus_per_process > 1:
         arguments._n_gpu = 1  # one model is placed on the GPUs; Trainer would wrap DataParallel
     if arguments.world_size != plan.ranks.world_size:
@@ -57,71 +63,32 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
     return arguments
 
 
-def _optimization(train: TrainSection) -> dict[str, Any]:
-    """Return the arguments of optimizer, schedule, length and logging."""
+def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
+    """Return the arguments that have another name or value than the setting, or follow from a plan.
+
+    Their order is that of the settings: optimizer, batches, engine, evaluation and saving.
+    """
+    is_cpu = plan.ranks.device == "cpu"
+    uses_deepspeed = plan.deepspeed is not None
     return {
-        "learning_rate": train.learning_rate,
-        "lr_scheduler_type": train.lr_scheduler_type,
-        "warmup_steps": train.warmup_steps,  # below 1 a fraction, as in transformers
-        "weight_decay": train.weight_decay,
-        "max_grad_norm": train.max_grad_norm,
         "optim": "adamw_bnb_8bit" if train.optim == "adamw_8bit" else train.optim,
-        "adam_beta1": train.adam_beta1,
-        "adam_beta2": train.adam_beta2,
-        "adam_epsilon": train.adam_epsilon,
         "num_train_epochs": train.epochs,
         "max_steps": train.max_steps or -1,
-        "seed": train.seed,
-        "data_seed": train.data_seed,
-        "logging_steps": train.logging_steps,
         # it logs 0.0 in place of NaN, and synchronizes with the GPU in every micro-step
         "logging_nan_inf_filter": False,
-    }
-
-
-def _batches(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
-    """Return the arguments of micro-batches and of the data loader."""
-    return {
         "per_device_train_batch_size": train.batch_size,
         "per_device_eval_batch_size": train.eval_batch_size,
         "gradient_accumulation_steps": plan.layout.micro_batches,
         # models.checkpointing has chosen the layers; Trainer would checkpoint all of them
         "gradient_checkpointing": False,
-        "dataloader_num_workers": train.dataloader_num_workers,
-        "dataloader_pin_memory": train.dataloader_pin_memory,
         "remove_unused_columns": False,
-    }
-
-
-def _engine(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
-    """Return the arguments of device, precision, DDP and DeepSpeed."""
-    is_cpu = plan.ranks.device == "cpu"
-    uses_deepspeed = plan.deepspeed is not None
-    return {
-        "bf16": train.bf16,
-        "fp16": train.fp16,
         # with use_cpu Trainer would wrap the model in DDP, and DeepSpeed would never start
         "use_cpu": is_cpu and not uses_deepspeed,
-        "ddp_find_unused_parameters": train.ddp_find_unused_parameters,
-        "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
-        "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
-        "ddp_timeout": train.ddp_timeout,
         "deepspeed": plan.deepspeed.settings if uses_deepspeed else None,
         "accelerator_config": {
             "non_blocking": train.dataloader_pin_memory,
             "use_configured_state": plan.ranks.strategy != "single",
         },
-    }
-
-
-def _evaluation_and_saving(train: TrainSection) -> dict[str, Any]:
-    """Return the arguments that say when to evaluate and to save."""
-    return {
-        "eval_strategy": train.eval_strategy,
         "eval_steps": train.eval_steps if train.eval_strategy == "steps" else None,
-        "eval_do_concat_batches": train.eval_do_concat_batches,
-        "eval_accumulation_steps": train.eval_accumulation_steps,
-        "save_strategy": train.save_strategy,
         "save_steps": train.save_steps if train.save_strategy == "steps" else NEVER,
-        "save_total_limit": train.save_total_limit,
     }

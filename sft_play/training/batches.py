@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_play.data.collate import WEIGHTS, Batch, TokenSequence, labelled
@@ -21,7 +21,7 @@ LOSS_GROUPS = "loss_groups"  # `WeightGroups` of them in this order; missing: ea
 class WeightGroups(NamedTuple):
     """Labelled tokens by their weight in the loss: G groups of consecutive tokens."""
 
-    weights: torch.Tensor  # (G,) float32
+    weights: Tensor  # (G,) float32
     counts: list[int]  # of tokens
     total: float  # the weights of all tokens, summed
 
@@ -32,7 +32,7 @@ def total_weight(batch: Batch) -> float:
     return float(len(batch[LOSS_TARGETS])) if groups is None else groups.total
 
 
-def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> torch.Tensor:
+def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:
     """Return the nats of a micro-batch's labelled tokens times their weights, summed, with a graph.
 
     `wrapped` is the model, or what calls it. What is no input of the model is taken from `inputs`.

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -17,9 +17,6 @@ from sft_play.config.metrics import is_higher_better
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError, DivergedError
 from sft_play.models.sharding import trains_divided
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -157,15 +154,8 @@ class EarlyStopping(TrainerCallback):
         self.patience = patience
         self.is_main = is_main
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take no step more where the run had ended before it was resumed."""
-        self._end_without_better(state, control)
-
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End training after `patience` evaluations without a better score."""
-        self._end_without_better(state, control)
-
-    def _end_without_better(self, state: Any, control: Any) -> None:
         since = evaluations_since_best(state.log_history, self.metric)
         if since < self.patience:
             return
@@ -177,6 +167,8 @@ class EarlyStopping(TrainerCallback):
                 *(state.global_step, state.max_steps, self.metric),
                 *(best_step(state.log_history, self.metric), since, self.patience),
             )
+
+    on_train_begin = on_evaluate  # no step more where the run had ended before it was resumed
 
 
 def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
-import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from sft_play.config.backends import backend_of
@@ -15,7 +15,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.install import has_mixers, takes_one_row, uses_varlen_attention
+from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import step_flops
@@ -40,7 +40,7 @@ def build_trainer(
     arguments: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     data: RunData,
-    model: torch.nn.Module,
+    model: nn.Module,
     run_stamp: Stamp,
     mean_gpus: Callable[[], Sequence[GpuSample]] = tuple,
 ) -> SftTrainer:
@@ -67,12 +67,9 @@ def build_trainer(
         data_collator=build_collator(context, tokenizer, model),
         order=order,
         evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
-        speed=speed,
-        throughput=throughput,
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
-        memory=context.memory,
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
@@ -117,19 +114,20 @@ def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None
 
 
 def build_collator(
-    context: RunContext, tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
+    context: RunContext, tokenizer: PreTrainedTokenizerBase, model: nn.Module
 ) -> PackCollator | PadCollator:
     """Return the collator: packed sequences of several documents, or one padded row each."""
     config = context.config
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
-    varlen = needs_boundaries(config.model.attn_implementation, uses_varlen_attention(model))
+    kernels = fused_kernels_of(model)
+    varlen = needs_boundaries(config.model.attn_implementation, kernels.reads_boundaries)
     return PackCollator(
         tokenizer.pad_token_id,
         config.model.max_seq_len,
         varlen,
-        brings_lengths=has_mixers(model),
-        in_one_row=context.plan.layout.in_one_row and takes_one_row(model),
+        brings_lengths=kernels.has_mixers,
+        in_one_row=context.plan.layout.in_one_row and kernels.in_one_row,
     )
 
 
@@ -138,7 +136,7 @@ def build_evaluator(
     data: RunData,
     split: Split,
     tokenizer: PreTrainedTokenizerBase,
-    model: torch.nn.Module,
+    model: nn.Module,
 ) -> Evaluator:
     """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 

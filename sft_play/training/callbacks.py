@@ -65,16 +65,10 @@ class EvalSpeedCallback(TrainerCallback):
             self.seconds += seconds
             self.in_training.add(seconds)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.in_training.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep_budget(state, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep_budget(state, control)
-
-    def _keep_budget(self, state: Any, control: Any) -> None:
         """Leave out an evaluation that would exceed the budget."""
         if not control.should_evaluate or self.budget is None:
             return
@@ -91,7 +85,9 @@ class EvalSpeedCallback(TrainerCallback):
                 *(state.global_step, self.in_training.words(), self.budget),
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    on_epoch_end = on_step_end
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.process.is_main and self.in_training.evaluations:
             logger.info("%s", self.in_training.words())
         self.in_training = EvaluationTime()  # what comes later is no part of training
@@ -194,15 +190,15 @@ class Throughput(TrainerCallback):
         """Return the time in seconds without that of evaluations and saves."""
         return time.perf_counter() - self.evaluations.seconds - self.save_seconds
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._started_at = self.clock()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         if self._first_step is None:
             self._first_step = self._mark()
             self.first_step_seconds = self._first_step.seconds - self._started_at
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._last_step = self._mark()
 
     def since_log(self) -> Work | None:
@@ -222,7 +218,7 @@ class Throughput(TrainerCallback):
         return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
 
     def _mark(self) -> Work:
-        if self.process.device.type == "cuda":
+        if self.process.is_gpu:
             torch.cuda.synchronize(self.process.device)
         return self._counted()
 
@@ -268,15 +264,9 @@ class Progress(TrainerCallback):
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
         """Show a log."""
-        logs = logs or {}
         has_loss = "loss" in logs or "eval_loss" in logs
         if not self.is_shown or not has_loss:
             return
@@ -292,7 +282,7 @@ class Progress(TrainerCallback):
         with pause:
             logger.info("step %d/%d %s", state.global_step, state.max_steps, facts)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -312,13 +302,13 @@ class FirstStep(TrainerCallback):
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         if not self._has_begun:
             self._has_begun = True
             stage = Stage("computing the first step, for which kernels may be compiled")
             self._open.enter_context(watched(stage, self.is_shown))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self._open.close()
 
 
@@ -328,5 +318,5 @@ class BeforeFirstStep(TrainerCallback):
     def __init__(self, action: Callable[[], None]):
         self.action = action
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.action()

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sft_play.data.collate import PackCollator, TokenSequence
@@ -59,7 +60,7 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 SUMMED_AT_ONCE = 1 << 24  # elements: a CPU copies them to int64
 
 
-def check_engine(model: torch.nn.Module, strategy: str) -> None:
+def check_engine(model: nn.Module, strategy: str) -> None:
     """Raise EnvironmentFault unless the model is wrapped as the strategy demands.
 
     Libraries fall back to another wrapper without a message.
@@ -79,7 +80,7 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
         )
 
 
-def check_finite(model: torch.nn.Module, step: int) -> None:
+def check_finite(model: nn.Module, step: int) -> None:
     """Raise DivergedError when a trained weight, or this rank's part of it, is NaN or infinite."""
     for name, parameter in _trained(model).items():
         own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's part of this rank
@@ -103,7 +104,7 @@ def check_finite_optimizer(optimizer: Any, step: int) -> None:
 
 
 @torch.no_grad()
-def check_causality(model: torch.nn.Module, vocabulary: int, device: torch.device) -> None:
+def check_causality(model: nn.Module, vocabulary: int, device: torch.device) -> None:
     """Raise ConfigError if changing the last token of a text moves the logits of earlier ones.
 
     In evaluation and in training mode, which some models mask differently. Every rank must call it.
@@ -128,7 +129,7 @@ def check_causality(model: torch.nn.Module, vocabulary: int, device: torch.devic
                 )
 
 
-def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits (T, V) of ids (1, T), with the same dropout at every call."""
     gpus = [ids.device] if ids.device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
@@ -153,7 +154,7 @@ class CrossDocumentEffect:
 
 
 def check_cross_document(
-    model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> None:
     """Raise ConfigError unless the model isolates the documents of a packed batch.
 
@@ -174,7 +175,7 @@ def check_cross_document(
 
 
 def measure_cross_document(
-    model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> CrossDocumentEffect:
     """Return how much the documents of a batch affect each other, without dropout.
 
@@ -185,19 +186,19 @@ def measure_cross_document(
     other = generator.integers(vocabulary, size=LENGTHS[0])
     second = generator.integers(vocabulary, size=LENGTHS[1])
 
-    def packed(*sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    def packed(*sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return the logits (T, V) of the documents of each of two sequences."""
         batch = collator([_sequence(documents) for documents in sequences])
         del batch["labels"]
         for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 batch[name] = value.to(device)
         logits = model(**batch).logits.float()  # (2, T, V), or (1, T, V) in one row
         tokens = sum(LENGTHS)
         one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
         return one[:tokens], other[:tokens]
 
-    def alone(ids: np.ndarray) -> torch.Tensor:
+    def alone(ids: np.ndarray) -> Tensor:
         return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)
 
     with modes_restored(model), torch.no_grad():
@@ -228,18 +229,18 @@ def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
     return TokenSequence(ids, labels, lengths, len(ids))
 
 
-def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
+def _difference(one: Tensor, two: Tensor) -> float:
     """Return the largest absolute difference, or NaN where either tensor has one."""
     return (one - two).abs().max().item()
 
 
-def _median(one: torch.Tensor, two: torch.Tensor) -> float:
+def _median(one: Tensor, two: Tensor) -> float:
     """Return the median over tokens of the largest absolute difference, NaN as above."""
     return (one - two).abs().amax(-1).median().item()
 
 
 @contextlib.contextmanager
-def modes_restored(model: torch.nn.Module) -> Iterator[None]:
+def modes_restored(model: nn.Module) -> Iterator[None]:
     """Put every module back into its mode, training or evaluation, on leaving."""
     was_training = {module: module.training for module in model.modules()}
     try:
@@ -249,12 +250,12 @@ def modes_restored(model: torch.nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def rounds_coarsely(model: torch.nn.Module) -> bool:
+def rounds_coarsely(model: nn.Module) -> bool:
     """Return whether rounding chooses experts, or steps of float8."""
     return bool(expert_weights(model)) or has_float8(model)
 
 
-def has_equal_copies(model: torch.nn.Module, process: Process) -> bool:
+def has_equal_copies(model: nn.Module, process: Process) -> bool:
     """Return whether every rank holds all trained weights, rounded alike. Every rank must call it.
 
     ZeRO-3 and FSDP give each rank a part, and GPUs of two kinds add in another order.
@@ -265,7 +266,7 @@ def has_equal_copies(model: torch.nn.Module, process: Process) -> bool:
     return len(set(process.gather(_device_name(process.device)))) == 1
 
 
-def check_equal_ranks(model: torch.nn.Module, process: Process, step: int) -> None:
+def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
     """Compare the trained weights of all ranks, bit by bit. Every rank must call it.
 
     Raises: EnvironmentFault, on every rank, where they differ.
@@ -283,13 +284,13 @@ def check_equal_ranks(model: torch.nn.Module, process: Process, step: int) -> No
             )
 
 
-def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sum of each tensor's elements read as integers; one changed bit changes it.
 
     Of tensors that ZeRO-3 or FSDP divides it is the sum of this rank's part. The sums, modulo
     2^64, do not round. Waits for the GPU once.
     """
-    sums: list[torch.Tensor] = []
+    sums: list[Tensor] = []
     for tensor in tensors.values():
         flat = own_part(getattr(tensor, "ds_tensor", tensor)).detach().reshape(-1)
         parts = flat.view(INTEGER_OF_SIZE[flat.element_size()]).split(SUMMED_AT_ONCE)
@@ -301,7 +302,7 @@ def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return dict(zip(tensors, numbers, strict=True))
 
 
-def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _trained(model: nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
@@ -221,7 +221,7 @@ class _ModuleState:
 
     module: nn.Module
     values: dict[str, Any]
-    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]]  # the buffer and a copy of its content
+    buffers: dict[str, tuple[Tensor, Tensor]]  # the buffer and a copy of its content
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":

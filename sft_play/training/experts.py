@@ -12,7 +12,6 @@ import logging
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.expert_adapters import ADAPTER
 from sft_play.models.experts import BALANCE, computes_balance, expert_weights
-from sft_play.models.fast.setup import is_training
+from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.process import Process
 from sft_play.runs.report import ExpertsReport
 
@@ -39,8 +38,7 @@ class RouterLoss:
         self._taken: Tensor | None = None
         self._sum: Tensor | None = None  # of this rank's shares since the last log
         self._shares = 0.0  # which are one a step, over all ranks
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        base.register_forward_hook(self._take)
+        base_model_of(model).register_forward_hook(self._take)
 
     def _take(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if module.training:
@@ -75,7 +73,7 @@ def router_loss_of(model: nn.Module, config: Config) -> RouterLoss | None:
     Raises: ConfigError where a coefficient is set for a model that does not compute it.
     """
     wanted = config.train.router_aux_loss_coef
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = base_model_of(model)
     text_config = base.config.get_text_config()
     has_loss = computes_balance(base)
     if wanted == "auto":

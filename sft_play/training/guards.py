@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sft_play.errors import DivergedError
 from sft_play.models.sharding import own_part
@@ -41,7 +41,7 @@ class StepFacts(NamedTuple):
     """What is known of a step on this rank, perhaps still on its way from the GPU."""
 
     step: int
-    values: torch.Tensor  # (1 + micro-batches,): the gradient norm, and each loss
+    values: Tensor  # (1 + micro-batches,): the gradient norm, and each loss
     arrival: torch.cuda.Event | None  # of the values in host memory
     is_bad: bool | None  # None: the norm decides
     was_applied: bool  # whether the optimizer may have written it all the same
@@ -72,21 +72,21 @@ class StepGuard:
         self.most_skipped = most_skipped
         self.rows_of = rows_of
         self.skipped: list[int] = []  # the steps that were left out
-        self._losses: list[torch.Tensor] = []  # of the micro-batches of the step that goes on
-        self._loss_before: torch.Tensor | None = None  # summed since the last log
+        self._losses: list[Tensor] = []  # of the micro-batches of the step that goes on
+        self._loss_before: Tensor | None = None  # summed since the last log
         self._facts: deque[StepFacts] = deque()
 
-    def begin(self, summed_loss: torch.Tensor) -> None:
+    def begin(self, summed_loss: Tensor) -> None:
         """Begin a step, with the loss that is summed since the last log."""
         self._losses.clear()
         if self.skips:
             self._loss_before = summed_loss.clone()
 
-    def add_loss(self, loss: torch.Tensor) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch of this step."""
         self._losses.append(loss.detach())
 
-    def judge(self, trainer: "SftTrainer", norm: torch.Tensor | float) -> None:
+    def judge(self, trainer: "SftTrainer", norm: Tensor | float) -> None:
         """Keep the optimizer from a step that is not finite. Call it right before its step."""
         device = trainer.args.device
         norm = torch.as_tensor(norm, dtype=torch.float32, device=device).reshape(())
@@ -113,9 +113,7 @@ class StepGuard:
             summed.copy_(torch.where(is_finite, summed, self._loss_before.to(summed.device)))
         self._note(trainer.state.global_step + 1, values, is_bad, was_applied)
 
-    def _note(
-        self, step: int, values: torch.Tensor, is_bad: bool | None, was_applied: bool
-    ) -> None:
+    def _note(self, step: int, values: Tensor, is_bad: bool | None, was_applied: bool) -> None:
         arrival = None
         if values.device.type == "cuda":
             values = values.to("cpu", non_blocking=True)
@@ -191,7 +189,7 @@ class StepGuard:
             logs["loss"] *= steps / (steps - left_out)
 
 
-def spread(loss: torch.Tensor) -> torch.Tensor:
+def spread(loss: Tensor) -> Tensor:
     """Return a loss whose gradients are NaN where it is NaN or infinite, else the loss itself.
 
     An infinite loss may have finite gradients: of a target whose logit is -inf.
@@ -328,7 +326,7 @@ def module_of(name: str) -> str:
     )
 
 
-def _largest(gradient: torch.Tensor) -> torch.Tensor:
+def _largest(gradient: Tensor) -> Tensor:
     """Return the largest magnitude of a gradient, 0 for an empty part; float32."""
     if not gradient.numel():
         return torch.zeros((), device=gradient.device)

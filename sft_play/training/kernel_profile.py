@@ -80,11 +80,11 @@ class StepProfile(TrainerCallback):
         self.folder = folder
         self.steps = steps if process.is_main else 0
         self.device = process.device
-        self._is_gpu = process.device.type == "cuda"
+        self._is_gpu = process.is_gpu
         self.profiler: torch.profiler.profile | None = None
         self.taken = 0  # steps of this process: one that resumes compiles its kernels anew
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin to record with the FIRST_STEP."""
         if not self.steps or self.taken + 1 != FIRST_STEP:
             return

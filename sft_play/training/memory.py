@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch import Tensor, nn
 
 from sft_play.models.parameters import adapter_parameters, base_tensors, stored_tensors
 from sft_play.plan.devices import GIB, host_memory
@@ -95,7 +96,8 @@ class MemoryMeter:
         """`used_before_bytes` is what other programs used on this rank's GPUs before the run."""
         self.process = process
         self.used_before_bytes = used_before_bytes or (0,) * len(process.devices)
-        self.is_exact = process.device.type == "cuda"  # exact enough to choose a batch size
+        self._is_gpu = process.is_gpu
+        self.is_exact = process.is_gpu  # exact enough to choose a batch size
         self.current_phase: str | None = None
         self._is_paused = False
         self._phases: dict[str, int] = {}
@@ -104,10 +106,6 @@ class MemoryMeter:
         self.times = StepTimes(process.device)
         if self._is_gpu:
             torch.cuda.init()
-
-    @property
-    def _is_gpu(self) -> bool:
-        return self.process.device.type == "cuda"
 
     def enter(self, phase: str | None) -> None:
         """End the current phase and begin `phase`, or none."""
@@ -264,15 +262,15 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
 
 
-def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
+def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
     """Return the current bytes on `device` of weights, adapters, gradients and optimizer.
 
     Each storage counts once and as a whole; the constants of quantised weights are included.
     `optimizer` may be wrapped, or None.
     """
     optimizers = [] if optimizer is None else list(_unwrapped(optimizer))
-    stepped: list[torch.Tensor] = []
-    state: list[torch.Tensor] = []
+    stepped: list[Tensor] = []
+    state: list[Tensor] = []
     if optimizers:
         innermost = optimizers[-1]
         for group in innermost.param_groups:
@@ -306,16 +304,16 @@ def innermost(optimizer: Any) -> Any:
     return inner
 
 
-def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[Tensor]:
     """Yield ZeRO's gradients: lists by group in stages 1 and 2, one buffer in stage 3."""
     for optimizer in optimizers:
         yield from _tensors_in(getattr(optimizer, "averaged_gradients", None))
         yield from _tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None))
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         yield from _tensors_in(list(value.values()))
@@ -324,9 +322,9 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(child)
 
 
-def _new_storage_bytes(tensor: torch.Tensor | None, device: torch.device, seen: set[int]) -> int:
+def _new_storage_bytes(tensor: Tensor | None, device: torch.device, seen: set[int]) -> int:
     """Return the bytes of a tensor's storage on `device`, 0 if in `seen`; add it to `seen`."""
-    if not isinstance(tensor, torch.Tensor) or tensor.device != device:
+    if not isinstance(tensor, Tensor) or tensor.device != device:
         return 0
     storage = tensor.untyped_storage()
     if storage.data_ptr() in seen:

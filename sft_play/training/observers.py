@@ -71,16 +71,8 @@ class MetricsFile(TrainerCallback):
         self._append(gpus=())
         threading.Thread(target=self._beat, name="metrics", daemon=True).start()
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         """Write a line for a log."""
-        logs = logs or {}
         if self.path is not None:
             gpus = self.gpus_of_log() if "loss" in logs else ()
             self._append(values=numbers_in(logs), gpus=tuple(gpus or self.latest_gpus()))
@@ -139,7 +131,7 @@ class GpuSampler:
         """
         own = []
         host = socket.gethostname()
-        if process.device.type == "cuda":
+        if process.is_gpu:
             for device in process.devices:
                 own.append((host, f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
         found = list(itertools.chain.from_iterable(process.gather(own)))
@@ -213,7 +205,8 @@ class Observers:
 
     def attach(self, trainer: "SftTrainer") -> None:
         """Show what the trainer logs. Call it before any callback that scores."""
-        trainer.note_answers += [self.metrics_file.note_answers, self.trackers.note_answers]
+        boards = [board.note_answers for board in self.trackers.boards]
+        trainer.note_answers += [self.metrics_file.note_answers, *boards]
         trainer.add_callback(self.metrics_file)
         trainer.add_callback(self.profile)
         self.metrics_file.gpus_of_log = lambda: trainer.step_log.gpus

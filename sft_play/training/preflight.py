@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -23,7 +21,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from sft_play.config.schema import settings
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
 from sft_play.plan import cards
 from sft_play.plan.devices import GIB
@@ -32,6 +29,7 @@ from sft_play.plan.speed import LINK_SHARE
 from sft_play.plan.workload import run_bytes
 from sft_play.process import Process
 from sft_play.runs import stamp
+from sft_play.training.arguments import settings_of
 from sft_play.training.context import RunContext
 from sft_play.training.deepspeed_start import prepare_deepspeed
 from sft_play.training.recorder import RunRecorder
@@ -153,8 +151,7 @@ def must_agree(
     context: RunContext, run_stamp: stamp.Stamp, checkpoint: Path | None
 ) -> dict[str, Any]:
     """Return all that must be the same on every rank, by name."""
-    values = context.config.model_dump(mode="json")
-    found = {path: reduce(getitem, path.split("."), values) for path in settings()}
+    found = settings_of(context.config)
     for path in PLACES + DATA_PLACES:
         del found[path]
     if run_stamp["base_digest"] is not None:
@@ -241,7 +238,7 @@ def machine_lines(ranks: Sequence[RankFacts], collectives: Collectives) -> list[
 
 def _own_facts(context: RunContext, own: Mapping[str, Any], mark: Path) -> RankFacts:
     process = context.process
-    is_gpu = process.device.type == "cuda"
+    is_gpu = process.is_gpu
     return RankFacts(
         rank=process.rank,
         host=socket.gethostname(),
@@ -298,7 +295,7 @@ def measure_collectives(process: Process) -> Collectives:
     Raises: EnvironmentFault where the sum is wrong.
     """
     check_sum(process)
-    if process.device.type == "cpu":
+    if not process.is_gpu:
         return Collectives(process.world_size, None, None)
     rate = int(_bytes_per_second(process))
     slowest = process.min(rate)

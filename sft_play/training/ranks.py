@@ -177,7 +177,9 @@ class RankWatch(TrainerCallback):
         self._slowest_step = 0.0
         self._step_began: float | None = None
         self._closed = threading.Event()
-        self._stacks = stacks_file(logs, process.rank)
+        # where this process writes where it is, on SHOW_STACKS
+        self._stacks = (logs / f"rank-{process.rank}.stacks").open("w", encoding="utf-8")
+        faulthandler.register(SHOW_STACKS, self._stacks, all_threads=True)
         store = distributed.distributed_c10d._get_default_store().clone()
         store.set(f"{WATCH_KEY}/{self.rank}", "0")
         process.gather(None)  # every rank has a sign of life
@@ -237,7 +239,14 @@ class RankWatch(TrainerCallback):
         silent = [peer for peer in self.peers if self._silent[peer.rank] > self.hang_seconds]
         if silent:
             self._show_stacks()
-            return self._silent_words(silent)
+            names = ", ".join(
+                f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in silent
+            )
+            return (
+                f"{names} gave no sign of life for {self.hang_seconds:.0f} s (train.hang_timeout): "
+                "stopped, or cut off; logs/rank-*.stacks say where each one is; resume, or wait "
+                "longer with TRAIN_HANG_TIMEOUT"
+            )
         limit = max(self.hang_seconds, SLOW_STEPS * self._slowest_step)
         if self._is_in_step and self._in_step > limit:
             self._show_stacks()
@@ -249,16 +258,6 @@ class RankWatch(TrainerCallback):
             )
         return None
 
-    def _silent_words(self, silent: list[Peer]) -> str:
-        names = ", ".join(
-            f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in silent
-        )
-        return (
-            f"{names} gave no sign of life for {self.hang_seconds:.0f} s (train.hang_timeout): "
-            "stopped, or cut off; logs/rank-*.stacks say where each one is; resume, or wait longer "
-            "with TRAIN_HANG_TIMEOUT"
-        )
-
     def _show_stacks(self) -> None:
         """Write where each rank of this machine is; one that is stopped has to go on for that."""
         faulthandler.dump_traceback(self._stacks, all_threads=True)
@@ -267,12 +266,12 @@ class RankWatch(TrainerCallback):
                 os.kill(peer.pid, SHOW_STACKS)
                 os.kill(peer.pid, signal.SIGCONT)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._in_step = 0.0
         self._is_in_step = self._step_began is not None  # not in the first one, which compiles
         self._step_began = time.monotonic()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
         self._in_step = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -281,15 +280,8 @@ class RankWatch(TrainerCallback):
             self._slowest_step = max(self._slowest_step, seconds)
         self._is_in_step = control.should_log  # which waits for what the GPU has left to do
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, *_: Any, **__: Any) -> None:
         self._is_in_step = False
-
-
-def stacks_file(logs: Path, rank: int) -> Any:
-    """Return logs/rank-K.stacks, to which this process writes where it is on SHOW_STACKS."""
-    file = (logs / f"rank-{rank}.stacks").open("w", encoding="utf-8")
-    faulthandler.register(SHOW_STACKS, file, all_threads=True)
-    return file
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,12 @@ class RunRecorder:
         self.exit_class = ExitClass.UNEXPECTED
         self.broadcast: FailureBroadcast | None = None
         self.gone: list[int] = []  # ranks of this machine that were gone when a signal came
-        self.find_gone: Callable[[], list[int]] | None = None  # the watch's over other ranks
+        self.find_gone: Callable[[], list[int]] = list  # the watch's over other ranks
         self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
         self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
-        self.global_step: Callable[[], int] | None = None  # the trainer's
         self.report = _first_report(folder, planned)
+        # the step that was reached: the trainer's, once there is one
+        self.global_step: Callable[[], int] = lambda: self.report.global_step
         self._is_following = False  # another rank failed first
         self.is_recording_error = False
         self.is_interrupted = False  # by a signal, before a first step
@@ -163,7 +164,7 @@ class RunRecorder:
             self._tell_launcher(cause)
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
-        self.note(global_step=self._step())
+        self.note(global_step=self.global_step())
         if self.log_history is not None:
             logged = map(LoggedStep.from_log, self.log_history())
             self.note(history=[step for step in logged if step is not None])
@@ -225,8 +226,8 @@ class RunRecorder:
         """Record that the user left without a last checkpoint, and end the process."""
         self.exit_class = ExitClass.STOPPED
         cause = (
-            f"stopped at once on a second signal, at step {self._step()} and without a checkpoint "
-            f"of it; {self._to_go_on()}"
+            f"stopped at once on a second signal, at step {self.global_step()} and without a "
+            f"checkpoint of it; {self._to_go_on()}"
         )
         if self.rank == 0:  # others tell it by themselves
             with contextlib.suppress(OSError):  # the terminal is gone
@@ -247,7 +248,7 @@ class RunRecorder:
         exit_class, cause = classify(error)
         if self.is_interrupted and exit_class in (ExitClass.UNEXPECTED, ExitClass.PEER_LOST):
             return self._interrupted()
-        if exit_class is not ExitClass.PEER_LOST or self.find_gone is None:
+        if exit_class is not ExitClass.PEER_LOST:
             return exit_class, cause
         self.gone = self.find_gone()
         return exit_class, peers.gone_words(self.gone) if self.gone else cause
@@ -258,10 +259,6 @@ class RunRecorder:
             return ExitClass.PEER_LOST, peers.gone_words(self.gone)
         cause = f"stopped on request before a first step; {self._to_go_on()}"
         return ExitClass.STOPPED, cause
-
-    def _step(self) -> int:
-        """Return the step that was reached."""
-        return self.global_step() if self.global_step is not None else self.report.global_step
 
     def _to_go_on(self) -> str:
         """Return in words what the run left."""

@@ -101,7 +101,7 @@ def allow_tf32(process: Process) -> None:
     (`positions.keep_angles_exact`). A run in float32 keeps full precision, and a CPU would round to
     bfloat16 or gain nothing.
     """
-    if process.device.type == "cuda" and process.compute_dtype != torch.float32:
+    if process.is_gpu and process.compute_dtype != torch.float32:
         torch.set_float32_matmul_precision("high")
 
 

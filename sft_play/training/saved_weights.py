@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sft_play.config.schema import Config
@@ -147,7 +148,7 @@ def reopen_saved(
         faults = found.faults()
         # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU
         is_rounding = faults == found.differences() and not found.is_another_model
-        if faults and is_rounding and context.process.device.type == "cuda":
+        if faults and is_rounding and context.process.is_gpu:
             logger.warning("warning: %s, opened by plain transformers: %s", name, "; ".join(faults))
         elif faults:
             raise CheckpointError(
@@ -200,7 +201,7 @@ def _dtype(context: RunContext) -> torch.dtype:
 
 
 def check_saved_adapter(
-    folder: Path, model: torch.nn.Module, zero_stage: int, is_complete: bool = True
+    folder: Path, model: nn.Module, zero_stage: int, is_complete: bool = True
 ) -> None:
     """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
 
@@ -228,7 +229,7 @@ def check_saved_adapter(
         )
 
 
-def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:
+def check_saved_model(folder: Path, model: nn.Module, zero_stage: int) -> None:
     """Read the saved weights of a full run back: finite, and equal to the weights in memory.
 
     Under ZeRO-3 they are only checked for NaN and infinity. So are tensors that the architecture
@@ -240,7 +241,7 @@ def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> 
     _check_saved(folder, trained)
 
 
-def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> set[str]:
+def _check_saved(folder: Path, trained: Mapping[str, Tensor] | None) -> set[str]:
     """Check the tensors in a folder, also against those in memory if given; return their names."""
     differing: list[str] = []
     broken: list[str] = []
@@ -272,7 +273,7 @@ def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> se
     return seen
 
 
-def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
+def _is_equal(saved: Tensor, trained: Tensor) -> bool:
     """Compare a saved tensor with the trained one; of a divided one the main rank's rows."""
     own = own_part(trained.detach()).cpu()
     if isinstance(trained, DTensor):
@@ -280,7 +281,7 @@ def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
     return torch.equal(own, saved.to(trained.dtype))
 
 
-def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _saved(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a folder's safetensors files, one at a time to save memory."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

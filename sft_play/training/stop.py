@@ -116,7 +116,7 @@ class StopOnSignal(TrainerCallback):
         self.stopped = self.process.max(int(self.signals.requested)) > 0
         return self.stopped
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if not self.has_begun:
             self.recorder.is_interrupted = False  # what swallowed it has done no harm
         self.has_begun = True

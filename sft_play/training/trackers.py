@@ -21,25 +21,12 @@ logger = logging.getLogger(__name__)
 
 REACH_RETRIES = 1  # of the first call to MLflow's server
 # The settings that the page HPARAMS has columns for; trackers get all of them besides
-HPARAMS = (
-    "model.name",
-    "model.max_seq_len",
-    "tuning.mode",
-    "tuning.backend",
-    "tuning.lora.r",
-    "tuning.lora.alpha",
-    "tuning.lora.dropout",
-    "data.train_path",
-    "train.seed",
-    "train.epochs",
-    "train.max_steps",
-    "train.effective_batch_size",
-    "train.learning_rate",
-    "train.lr_scheduler_type",
-    "train.warmup_steps",
-    "train.weight_decay",
-    "train.optim",
-)
+HPARAMS = """
+    model.name model.max_seq_len tuning.mode tuning.backend
+    tuning.lora.r tuning.lora.alpha tuning.lora.dropout data.train_path train.seed
+    train.epochs train.max_steps train.effective_batch_size train.learning_rate
+    train.lr_scheduler_type train.warmup_steps train.weight_decay train.optim
+""".split()
 
 
 def open_trackers(context: RunContext) -> list[TrainerCallback]:
@@ -110,21 +97,16 @@ class TensorBoardLog(TensorBoardCallback):
     """
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
         """Write a log: names with a slash as they are, others as transformers groups them."""
-        others = dict(logs or {})
+        others = dict(logs)
         for name in [name for name in others if "/" in name]:
             self.tb_writer.add_scalar(name, others.pop(name), state.global_step)
         super().on_log(args, state, control, logs=others, **kwargs)
 
     def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Write some answers as text."""
+        """Write some answers of an evaluation as text; `rows` names its split."""
         self.tb_writer.add_text(f"samples/{rows}", answers_text(answers), step)
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
@@ -164,53 +146,42 @@ class Trackers(TrainerCallback):
         self._ends: list[Callable[[], None]] = []  # of the trackers, once training has ended
 
     @property
-    def _boards(self) -> list[TensorBoardLog]:
+    def boards(self) -> list[TensorBoardLog]:
+        """Those that show answers and settings."""
         return [tracker for tracker in self.trackers if isinstance(tracker, TensorBoardLog)]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
-            tracker.on_train_begin(args, state, control, **kwargs)
+            tracker.on_train_begin(*event, **facts)
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *event: Any, logs: dict[str, float], **facts: Any) -> None:
         """Give every tracker a log, with the values of each rank."""
-        reported = dict(logs or {})
-        if "loss" in reported:
+        reported = dict(logs)
+        if "loss" in logs:
             reported |= self.more_values()
         for tracker in self.trackers:
-            tracker.on_log(args, state, control, logs=reported, **kwargs)
+            tracker.on_log(*event, logs=reported, **facts)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
-            tracker.on_save(args, state, control, **kwargs)
+            tracker.on_save(*event, **facts)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
-            self._ends.append(partial(tracker.on_train_end, args, state, control, **kwargs))
-
-    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Pass some answers of an evaluation on; `rows` names its split."""
-        for board in self._boards:
-            board.note_answers(rows, answers, step)
+            self._ends.append(partial(tracker.on_train_end, *event, **facts))
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Pass the settings and last scores of the run on."""
-        shown = {name: as_hparam(settings[name]) for name in HPARAMS}
-        for board in self._boards:
+        # the page takes numbers and texts
+        given = {name: settings[name] for name in HPARAMS}
+        shown = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in given.items()
+        }
+        for board in self.boards:
             board.note_scores(shown, scores)
 
     def close(self) -> None:
         """End the trackers: nothing is logged after it."""
         for end in self._ends:
             end()
-
-
-def as_hparam(value: Any) -> bool | int | float | str:
-    """Return a setting as the page HPARAMS takes it."""
-    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 from accelerate.utils import send_to_device
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -38,7 +39,6 @@ from sft_play.training.batches import (
     total_weight,
 )
 from sft_play.training.best import LossWatch
-from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checkpoints import (
     dtypes_of,
     load_random_state,
@@ -49,7 +49,6 @@ from sft_play.training.engine import begin_state, prepare, raise_learning_rate_o
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
-from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
 
 
@@ -61,15 +60,12 @@ class SftTrainer(Trainer):
         *,
         order: StepSampler,
         evaluator: Evaluator,
-        speed: EvalSpeedCallback,
-        throughput: Throughput,
         stamp: stamp.Stamp,
-        memory: MemoryMeter | None = None,
-        step_log: StepLog | None = None,
+        step_log: StepLog,
+        guard: StepGuard,
+        gradients: GradientWatch,
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
-        guard: StepGuard | None = None,
-        gradients: GradientWatch | None = None,
         **kwargs: Any,
     ):
         self.text_config = kwargs["model"].config.get_text_config()
@@ -80,18 +76,18 @@ class SftTrainer(Trainer):
         self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.order = order
         self.evaluator = evaluator
-        self.speed = speed
-        self.throughput = throughput
+        self.step_log = step_log
+        self.memory = step_log.memory
+        self.throughput = step_log.throughput
+        self.speed = self.throughput.evaluations
+        self.process = step_log.process
         # the types as loaded: DeepSpeed casts what it trains
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.trains_divided = trains_divided(self.model)
         self.loraplus_lr_ratio = loraplus_lr_ratio
-        self.process = throughput.process
-        self.memory = memory or MemoryMeter(self.process)
-        self.step_log = step_log or StepLog(throughput, self.memory)
         self.router_loss = router_loss
-        self.guard = guard or StepGuard(self.process)
-        self.gradients = gradients or GradientWatch(self.process)
+        self.guard = guard
+        self.gradients = gradients
         self.loss_watch = LossWatch(self.text_config.vocab_size, self.args.learning_rate)
         self.expert_use: ExpertUse | None = None  # counts from the first step on
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
@@ -185,7 +181,9 @@ class SftTrainer(Trainer):
         rate = self._get_learning_rate()
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
-        self.zero_gradients()
+        # FSDP has other parameters around each pass where it divides those that train
+        for parameter in self.parameters or model.parameters():
+            parameter.grad = None
         self.state.global_step += 1
         self.state.epoch = epochs
         self.call("on_step_end")
@@ -213,10 +211,10 @@ class SftTrainer(Trainer):
         handle = getattr(self.callback_handler, event)
         self.control = handle(self.args, self.state, self.control)
 
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
@@ -255,9 +253,7 @@ class SftTrainer(Trainer):
         self.throughput.add(lengths, labelled_tokens)
         return fetched, self.process.sum(sum(map(total_weight, fetched)))
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: float
-    ) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: float) -> Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
         if not model.training:
@@ -275,14 +271,12 @@ class SftTrainer(Trainer):
         self.guard.add_loss(loss)
         return loss
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss that is already a share of its step's."""
         options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
         self.accelerator.backward(loss, **options)
 
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: float
-    ) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: float) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks.
 
         Gradients become the mean over ranks, which undoes the factor.
@@ -300,24 +294,18 @@ class SftTrainer(Trainer):
         # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
         return (loss * self.accelerator.num_processes).to(self.args.device)
 
-    def clip_gradients(self) -> torch.Tensor | float:
+    def clip_gradients(self) -> Tensor | float:
         """Clip the gradients to train.max_grad_norm; return their norm before that."""
         limit = self.args.max_grad_norm or math.inf
         parameters = self.parameters or self.model_wrapped.parameters()
         norm = self.accelerator.clip_grad_norm_(parameters, limit)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        if self.is_deepspeed_enabled and isinstance(norm, torch.Tensor):
+        if self.is_deepspeed_enabled and isinstance(norm, Tensor):
             norm = norm.item()
         return norm
 
-    def zero_gradients(self) -> None:
-        """Drop the gradients of a step."""
-        # FSDP has other parameters around each pass where it divides those that train
-        for parameter in self.parameters or self.model_wrapped.parameters():
-            parameter.grad = None
-
-    def log_step(self, norm: torch.Tensor | float, rate: float) -> None:
+    def log_step(self, norm: Tensor | float, rate: float) -> None:
         """Log the mean loss of the steps since the last log, where a log is due."""
         steps = self.state.global_step - self.step_log.logged_step
         if not self.control.should_log or steps == 0:
@@ -325,7 +313,7 @@ class SftTrainer(Trainer):
         loss = self.accelerator.gather(self.summed_loss).mean().item()
         self.summed_loss -= self.summed_loss  # NaN stays
         self.logged_loss += loss
-        norm = norm.item() if isinstance(norm, torch.Tensor) else norm
+        norm = norm.item() if isinstance(norm, Tensor) else norm
         self.log({"loss": loss / steps, "grad_norm": norm, "learning_rate": rate})
 
     def evaluate_and_save(self) -> None:

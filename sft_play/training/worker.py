@@ -69,6 +69,10 @@ def run(
     signals: StopSignals,
 ) -> None:
     """Train, evaluate before and after, save and check; record all of it in `recorder`."""
+    # transformers' log goes to our handlers (logs/rank-K.log), and its progress bars are hidden
+    hf_logging.disable_default_handler()
+    hf_logging.enable_propagation()
+    hf_logging.disable_progress_bar()
     memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
     context = RunContext(planned, folder, process, memory)
     with StopOnSignal(process, signals, recorder) as stop:
@@ -80,7 +84,6 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
     clock = Clock(recorder)
-    log_transformers_with_ours()
     runtime.seed_everything(config.train.seed)
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
@@ -192,7 +195,7 @@ def before_first_step(
     """Check the wrapped model, probe the planned step, and score the test rows."""
     by_rank = context.memory.of_ranks()
     recorder.note(memory_by_rank=by_rank)
-    if context.process.is_main and context.process.device.type == "cuda":
+    if context.process.is_main and context.process.is_gpu:
         logger.info("%s", "\n".join(lines_before_training(by_rank)))
     strategy = context.plan.ranks.strategy
     with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):
@@ -311,10 +314,3 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)
-
-
-def log_transformers_with_ours() -> None:
-    """Send transformers' log to our handlers (logs/rank-K.log), and hide its progress bars."""
-    hf_logging.disable_default_handler()
-    hf_logging.enable_propagation()
-    hf_logging.disable_progress_bar()

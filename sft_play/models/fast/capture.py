@@ -139,18 +139,16 @@ def capture(
     decoder = decoder_of(base)
     device = device_of(next(base.parameters()))  # of a trace: not the process's
     kinds = kinds_of(decoder, base.config.get_text_config())
-    firsts: dict[Kind, nn.Module] = {}
-    calls: dict[Kind, dict[str, Call]] = {}
+    samples: dict[Kind, Sample] = {}
     window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
     batches, documents = _batches(base, device, min(window, longest_row or window))
     if names_documents:
         batches = {PACKED: {**batches[PACKED], **documents.arguments}}
     for name, inputs in batches.items():
-        with _recording(decoder, kinds, firsts, calls, name), as_it_was(decoder, device):
+        with _recording(decoder, kinds, samples, name), as_it_was(decoder, device):
             decoder.eval()
             with torch.no_grad(), process.autocast():
                 decoder(**inputs, use_cache=False)
-    samples = {kind: Sample(module, calls[kind]) for kind, module in firsts.items()}
     return ProofInputs(samples, kinds, documents)
 
 
@@ -188,8 +186,7 @@ def _longest_window(base: PreTrainedModel) -> int:
 def _recording(
     decoder: nn.Module,
     kinds: dict[nn.Module, Kind],
-    firsts: dict[Kind, nn.Module],
-    calls: dict[Kind, dict[str, Call]],
+    samples: dict[Kind, Sample],
     batch: str,
 ) -> Iterator[None]:
     """Store the calls of the first module of each kind that runs."""
@@ -197,11 +194,11 @@ def _recording(
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        kind = kinds[module]
-        if firsts.setdefault(kind, module) is module:
+        sample = samples.setdefault(kinds[module], Sample(module, {}))
+        if sample.module is module:
             call = Call(args, dict(kwargs), shape_of(output))
             # a later call of the same pass would be one of another input
-            calls.setdefault(kind, {}).setdefault(batch, call)
+            sample.calls.setdefault(batch, call)
 
     hooks = []
     for module in decoder.modules():

@@ -8,7 +8,7 @@ the same batch.
 For packed or padded rows transformers passes attention a (T, T) mask. The fastest kernels do not
 take one, and checking whether a mask is needed synchronizes with the GPU. Neither is necessary: the
 collator knows where documents begin, and causal attention never reads padding on the right.
-`attention.forward.remove_mask` replaces the mask with what `unmasked` returns.
+`attention.forward.remove_mask` replaces the mask with UNMASKED.
 
 `forward_by_document` runs a module's own code on one document after another: exact for any module,
 and the reference that fused code over all documents at once is proved against.
@@ -144,15 +144,19 @@ class PackedDocuments:
         self.batch: DocumentBatch | None = None
         self._is_inside_model = False
 
+    def on(self, device: torch.device) -> Documents | None:
+        """Return the documents for a module on a device."""
+        return None if self.batch is None else self.batch.on(device).documents
+
     @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Let modules called inside see a batch of rows without documents."""
-        batch = self.batch
-        self.batch = None
+    def showing(self, batch: DocumentBatch | None) -> Iterator[None]:
+        """Let modules called inside see another batch, None for rows without documents."""
+        before = self.batch
+        self.batch = batch
         try:
             yield
         finally:
-            self.batch = batch
+            self.batch = before
 
     def enter_model(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -256,36 +260,11 @@ def _join(outputs: list[Any], lengths: list[int]) -> Any:
     return torch.cat(outputs, dim=1)
 
 
-# transformers passes a mask with four dimensions through; no other attention accepts these shapes
+# In place of the mask of a batch that needs none. transformers passes a mask with four dimensions
+# through, and no other attention accepts this shape
 UNMASKED = torch.empty((1, 1, 0, 0))
-PACKED_SHAPE = (1, 1, 0, 1)  # of the masks of packed batches, which carry their documents
-
-
-def unmasked(documents: Documents | None) -> Tensor:
-    """Return what `remove_mask` gives in place of a mask: UNMASKED, or one with documents.
-
-    Layers pass their mask on to their attention, and not all of them pass other arguments on.
-    """
-    if documents is None:
-        return UNMASKED
-    mask = torch.empty(PACKED_SHAPE)
-    mask.documents = documents
-    return mask
 
 
 def is_unmasked(mask: Tensor | None) -> bool:
-    """Return whether a mask is one that `unmasked` returns."""
-    return isinstance(mask, Tensor) and mask.shape in (UNMASKED.shape, PACKED_SHAPE)
-
-
-def documents_of(mask: Tensor, kwargs: dict[str, Any]) -> Documents | None:
-    """Return the documents of a batch, from `unmasked` or from transformers' keywords.
-
-    Raises: ValueError if the mask was of a packed batch and has lost them on its way.
-    """
-    documents = getattr(mask, "documents", None)
-    if documents is None:
-        documents = named_documents(kwargs)
-    if documents is None and mask.shape == PACKED_SHAPE:
-        raise ValueError("a layer has copied its mask, which told where documents begin")
-    return documents
+    """Return whether a mask is UNMASKED."""
+    return isinstance(mask, Tensor) and mask.shape == UNMASKED.shape

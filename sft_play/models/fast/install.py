@@ -48,6 +48,16 @@ class FusedKernels:
     off: dict[str, str]  # part: why it is not fused
     in_one_row: bool = False  # whether packed documents may be one long row: none counts its tokens
 
+    @property
+    def has_mixers(self) -> bool:
+        """Return whether modules start anew at each document of a packed batch."""
+        return MIXERS in self.on
+
+    @property
+    def reads_boundaries(self) -> bool:
+        """Return whether packed batches should have document boundaries."""
+        return "attention" in self.on or self.has_mixers
+
     def line(self) -> str:
         """Return the log line."""
         on = ", ".join(f"{part} x{count}" for part, count in self.on.items()) or "off"
@@ -82,21 +92,6 @@ def record_fused_kernels(model: nn.Module, kernels: FusedKernels) -> None:
 def fused_kernels_of(model: nn.Module) -> FusedKernels:
     """Return the fused parts of a model, none if nothing was installed."""
     return getattr(base_model_of(model), "fast_path", FusedKernels({}, {}))
-
-
-def uses_varlen_attention(model: nn.Module) -> bool:
-    """Return whether packed batches should have document boundaries."""
-    return "attention" in fused_kernels_of(model).on or has_mixers(model)
-
-
-def takes_one_row(model: nn.Module) -> bool:
-    """Return whether the documents of a packed batch may be one row, however long."""
-    return fused_kernels_of(model).in_one_row
-
-
-def has_mixers(model: nn.Module) -> bool:
-    """Return whether modules of a model start anew at each document of a packed batch."""
-    return MIXERS in fused_kernels_of(model).on
 
 
 @contextlib.contextmanager
@@ -175,5 +170,5 @@ INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "linears": install_linears,
     "norms": install_norms,
     "loss": install_loss,
-    MIXERS: lambda setup: install_mixers(setup).count,
+    MIXERS: install_mixers,
 }

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from sft_play.models.bnb import in_float32
 from sft_play.models.fast.capture import (
@@ -307,7 +308,9 @@ class Trial:
 
         None if it does not run in float32 or in the memory there is.
         """
-        call = Call(_in_float32(self.call.args), _in_float32(self.call.kwargs))
+        call = tree_map_only(
+            Tensor, lambda value: value.float() if _is_floating(value) else value, self.call
+        )
         process = replace(self.process, compute_dtype=torch.float32)
         try:
             module = in_float32(shallow_copy(self.module))
@@ -319,17 +322,6 @@ class Trial:
         except MISFITS as error:
             logger.debug("%s in float32: %s", type(self.module).__name__, error)
             return None
-
-
-def _in_float32(value: Any) -> Any:
-    """Return a tensor in float32 where it is of floating point, also inside containers."""
-    if _is_floating(value):
-        return value.float()
-    if type(value) in (list, tuple):
-        return type(value)(_in_float32(item) for item in value)
-    if type(value) is dict:
-        return {name: _in_float32(item) for name, item in value.items()}
-    return value
 
 
 def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:

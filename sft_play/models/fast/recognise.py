@@ -301,16 +301,14 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     if norms.keys() != {"q_norm", "k_norm"}:
         return None
     heads, key_heads = _numbers_of_heads(module)
-    widths = [_weights_of(norms[name]) for name in ("q_norm", "k_norm")]
+    widths = []
+    for name in ("q_norm", "k_norm"):
+        widths.append(sum(math.prod(true_shape(each)) for each in norms[name].parameters()))
     if widths == [module.head_dim, module.head_dim]:
         return AttentionKind(rotary, False)
     if widths == [heads * module.head_dim, key_heads * module.head_dim]:
         return AttentionKind(rotary, True)
     return None
-
-
-def _weights_of(module: nn.Module) -> int:
-    return sum(math.prod(true_shape(parameter)) for parameter in module.parameters())
 
 
 def rotates(module: nn.Module) -> bool | None:

@@ -20,6 +20,9 @@ from sft_play.models.fast.capture import ProofInputs, capture
 from sft_play.models.sharding import device_of, gathered, units_by_module
 from sft_play.process import Process
 
+# What the backward pass of an autograd function returns: None for what has no gradient
+Gradients = tuple[Tensor | None, ...]
+
 
 class Unsupported(Exception):
     """Raised with the reason why a part of a model cannot be fused."""
@@ -51,7 +54,7 @@ class TrainingSetup:
 
     @property
     def on_gpu(self) -> bool:
-        return self.process.device.type == "cuda"
+        return self.process.is_gpu
 
     @cached_property
     def has_values(self) -> bool:

@@ -1,7 +1,8 @@
-"""Triton kernels of `quantise` and of a weight's transpose. Imported only on a GPU.
+"""Triton kernels of `quantise` and of a weight's transpose, and what other kernels share with them.
 
-The formulas are in `quantise`. Each program quantises one row: it seeks the largest number, then
-reads the row again, which is in the cache by then. NaN stays NaN: a loss that diverges is to show.
+Imported only on a GPU. The formulas are in `quantise`. Each program quantises one row: it seeks the
+largest number, then reads the row again, which is in the cache by then. NaN stays NaN: a loss that
+diverges is to show.
 
 Legend: N rows, F features of a row.
 """
@@ -17,6 +18,18 @@ BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
 TILE = 128  # rows and columns of a weight that a program transposes
 _LARGEST = tl.constexpr(LARGEST)
 _ONE_OVER_LARGEST = tl.constexpr(ONE_OVER_LARGEST)
+
+
+@triton.jit
+def program_number():
+    """The number of a program, in 64 bits: places in a tensor exceed 2^31."""
+    return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
+def load_float32(place, inside):
+    """Numbers in float32, 0 outside of the tensor."""
+    return tl.load(place, inside, 0).to(tl.float32)
 
 
 @triton.jit
@@ -36,34 +49,43 @@ def in_range(x, scale):
 @triton.jit
 def _load(x, columns, offsets, features, has_columns: tl.constexpr):
     inside = offsets < features
-    value = tl.load(x + offsets, inside, 0).to(tl.float32)
+    value = load_float32(x + offsets, inside)
     if has_columns:
         value = value * tl.load(columns + offsets, inside, 0)
     return value
 
 
 @triton.jit
+def quantise_row(
+    x, columns, values, scale, features, has_columns: tl.constexpr, block: tl.constexpr
+):
+    """Write a row of x in float8."""
+    for start in range(0, features, block):
+        offsets = start + tl.arange(0, block)
+        value = _load(x, columns, offsets, features, has_columns)
+        scaled = in_range(value, scale).to(values.dtype.element_ty)
+        tl.store(values + offsets, scaled, offsets < features)
+
+
+@triton.jit
 def _quantise(
     x, columns, values, scales, stride, features, has_columns: tl.constexpr, block: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
+    x += row * stride
     largest = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
         offsets = start + tl.arange(0, block)
-        value = _load(x + row * stride, columns, offsets, features, has_columns)
+        value = _load(x, columns, offsets, features, has_columns)
         largest = tl.maximum(largest, tl.abs(value))
     scale = scale_of(tl.max(largest, 0))
     tl.store(scales + row, scale)
-    for start in range(0, features, block):
-        offsets = start + tl.arange(0, block)
-        value = _load(x + row * stride, columns, offsets, features, has_columns)
-        scaled = in_range(value, scale).to(values.dtype.element_ty)
-        tl.store(values + row * features + offsets, scaled, offsets < features)
+    quantise_row(x, columns, values + row * features, scale, features, has_columns, block)
 
 
 @triton.jit
 def _transpose(source, target, rows, columns, tile: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    row = program_number() * tile + tl.arange(0, tile)
     column = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     part = tl.load(source + row[:, None] * columns + column[None, :], inside, 0)

@@ -73,7 +73,7 @@ class _Float8Product(torch.autograd.Function):
     """x W^T. Saves nothing but the weight: no gradient of it is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         """Return y (..., out) of x (..., in)."""
         # not saved: FSDP frees what a weight holds, and brings it back into the same tensor
         ctx.weight = weight
@@ -84,7 +84,7 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of x."""
         flat = dy.reshape(-1, dy.shape[-1])
         dx = input_product(quantise(flat, ctx.scales), ctx.weight, dy.dtype)

@@ -1,6 +1,6 @@
 """Attention for batches without a mask, and our attention under the modules of transformers.
 
-Modules that get what `documents.unmasked` returns attend without a mask; otherwise, as in
+Modules that get `documents.UNMASKED` attend without a mask; otherwise, as in
 evaluation, in generation and with a cache, they run the code of their class. Modules like Llama's
 have `attention_forward` as their forward method.
 
@@ -29,7 +29,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.reference import Scoring, apply_rotary
-from sft_play.models.fast.documents import documents_of, is_unmasked, named_documents, unmasked
+from sft_play.models.fast.documents import (
+    UNMASKED,
+    is_unmasked,
+    named_documents,
+)
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.recognise import AttentionKind
 from sft_play.models.fast.setup import is_training
@@ -70,7 +74,8 @@ def attention_forward(
     if kind.rotates:
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
-    mixed = attend(query, key, value, scoring, documents_of(attention_mask, kwargs))
+    documents = self.packed_documents.on(query.device)  # set where attention is installed
+    mixed = attend(query, key, value, scoring, documents)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
@@ -167,14 +172,12 @@ def remove_mask(
     Those are batches with document boundaries, and training batches of unpacked rows, whose padding
     is on the right.
     """
-    documents = named_documents(kwargs)
-    is_packed = documents is not None
+    is_packed = named_documents(kwargs) is not None
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
     if kwargs.get("past_key_values") is not None or not (is_packed or is_plain_step):
         return None
-    mask = unmasked(documents)
-    return args, {**kwargs, "attention_mask": mask, "use_cache": False}
+    return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
 
 
 @functools.cache
@@ -218,7 +221,8 @@ def attention_interface_forward(
     tokens_first = []
     for tensor in (query, key, value):
         tokens_first.append(tensor.transpose(1, 2))
-    return attend(*tokens_first, scoring, documents_of(attention_mask, kwargs)), None
+    documents = module.packed_documents.on(query.device)
+    return attend(*tokens_first, scoring, documents), None
 
 
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ Packed documents may lie in one long row where no module counts the tokens befor
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
@@ -19,7 +19,7 @@ from sft_play.models.fast.attention.forward import (
     use_interface,
 )
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
-from sft_play.models.fast.documents import first_tensor, unmasked
+from sft_play.models.fast.documents import UNMASKED, DocumentBatch, watch_documents
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import own_code, prove
 from sft_play.models.fast.recognise import (
@@ -102,7 +102,7 @@ def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.
     for module, kind in alike.items():
         bind_attention(module, kind)
     try:
-        return set(prove(list(alike), attention_forward, setup, _unmasked(setup)))
+        return set(prove(list(alike), attention_forward, setup, unmasked_call(alike, setup)))
     except Unsupported:
         return set()
     finally:
@@ -128,7 +128,7 @@ def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
         use_interface(setup.decoder)
     except ValueError as reason:
         raise Unsupported(str(reason)) from None
-    agreed = prove(modules, own_code, setup, _unmasked(setup))
+    agreed = prove(modules, own_code, setup, unmasked_call(modules, setup))
     if len(agreed) < len(modules):
         raise Unsupported(setup.left_out.pop())
 
@@ -144,16 +144,21 @@ def _check_attention(module: nn.Module) -> None:
         raise Unsupported("the model's attention looks ahead")
 
 
-def _unmasked(setup: TrainingSetup) -> Callable[[Call, str], Call]:
-    """Return how fused attention is called where own code gets a mask."""
+def unmasked_call(
+    modules: Iterable[nn.Module], setup: TrainingSetup
+) -> Callable[[Call, str], Call]:
+    """Let attention modules see the documents of a batch, which their own code has a mask for.
+
+    Return how their fused code is called in a proof.
+    """
+    packed = watch_documents(setup.base, setup.decoder)
+    for module in modules:
+        module.packed_documents = packed
 
     def fused_call(call: Call, batch: str) -> Call:
-        documents = None
-        if batch == PACKED:
-            hidden = first_tensor(call.args, call.kwargs)
-            documents = setup.proof_inputs.documents.on(hidden.device)
-        mask = unmasked(documents)
-        return Call(call.args, {**call.kwargs, "attention_mask": mask})
+        is_packed = batch == PACKED
+        packed.batch = DocumentBatch(setup.proof_inputs.documents) if is_packed else None
+        return Call(call.args, {**call.kwargs, "attention_mask": UNMASKED})
 
     return fused_call
 

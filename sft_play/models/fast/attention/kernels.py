@@ -16,7 +16,6 @@ head of queries and keys, V of values.
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,11 +27,12 @@ from torch.nn.attention.varlen import varlen_attn
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import Scoring, attend_lengths, attend_rows
 from sft_play.models.fast.documents import Documents
-from sft_play.models.fast.setup import to_compute_dtype
+from sft_play.models.fast.setup import Gradients, to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
 FLASH_HEAD_STEP = 8  # and their number is a multiple of this
 MAX_ELEMENTS = 2**31  # of a batch's queries: the kernels index with 32 bits
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)  # of this torch
 CAUSAL = 1  # custom_mask_type of torch's memory-efficient kernel
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Scoring, Documents], Tensor]
@@ -63,9 +63,12 @@ def attend(
             0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device
         )
         documents = Documents(starts, tokens)
-    kernel = _gpu_kernel(query, scoring) if query.is_cuda else _attend_by_document
-    flat = kernel(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), scoring, documents)
-    return flat.unflatten(0, (rows, tokens))
+    flat = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+    kernel = _attend_by_document
+    if query.is_cuda:
+        kernel = _gpu_kernel(query, scoring)
+        flat = _in_16_bits(*flat)
+    return kernel(*flat, scoring, documents).unflatten(0, (rows, tokens))
 
 
 def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
@@ -80,9 +83,9 @@ def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bo
 
 def _gpu_kernel(query: Tensor, scoring: Scoring) -> Kernel:
     if scoring.softcap is not None:
-        return _attend_flex
+        return attend_flex
     if query.shape[-1] > LARGEST_FLASH_HEAD:
-        return _attend_efficient if scoring.is_plain else _attend_flex
+        return _attend_efficient if scoring.is_plain else attend_flex
     return _attend_varlen
 
 
@@ -101,7 +104,6 @@ def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
     """Attend with torch's variable-length flash attention, in 16 bits."""
-    query, key, value = _in_16_bits(query, key, value)
     features = value.shape[-1]
     query, key, value = padded_to_one_size(query, key, value)
     compute = attend_torch_varlen if scoring.sinks is None else attend_with_sinks
@@ -113,21 +115,15 @@ def attend_torch_varlen(
 ) -> Tensor:
     """Attend with torch's kernel (N, H, D), which takes neither sinks nor soft caps."""
     window = scoring.window
-    known = _varlen_parameters()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in known:  # a torch without the option groups query heads by itself
+    if "enable_gqa" in VARLEN_OPTIONS:  # a torch without the option groups query heads by itself
         options["enable_gqa"] = key.shape[1] != query.shape[1]
-    if "scale" in known:
+    if "scale" in VARLEN_OPTIONS:
         options["scale"] = scoring.scale
     else:  # the kernel's own scale is 1 / sqrt(D)
         query = query * (scoring.scale * query.shape[-1] ** 0.5)
     starts, longest = documents
     return varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +144,6 @@ def _attend_efficient(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
     """Attend with torch's memory-efficient kernel, which takes heads of any size."""
-    query, key, value = _in_16_bits(query, key, value)
     groups = query.shape[1] // key.shape[1]
     starts, longest = documents
     out, *_ = torch.ops.aten._efficient_attention_forward(
@@ -166,13 +161,6 @@ def _attend_efficient(
         scale=scoring.scale,
     )
     return out[0]
-
-
-def _attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
-) -> Tensor:
-    query, key, value = _in_16_bits(query, key, value)
-    return attend_flex(query, key, value, scoring, documents)
 
 
 def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,7 +204,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -235,7 +223,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> Gradients:
         """Return the gradients of queries, keys, values and sinks."""
         query, key, value, sinks, *results = ctx.saved_tensors
         out, log_sums, _ = results

@@ -40,7 +40,7 @@ from sft_play.models.fast.experts.products import (
     take_tokens,
 )
 from sft_play.models.fast.linears.activations import Activation, activation_of
-from sft_play.models.fast.linears.glu import glu_backward, glu_forward
+from sft_play.models.fast.linears.glu import glu_backward, glu_forward, widen
 from sft_play.models.partitioned import gathered
 
 GateGradients = tuple[Tensor, Tensor, Tensor]
@@ -61,7 +61,15 @@ class FusedGlu:
 
         `dh` (S, I) is without the routing weights (S,) and may be overwritten.
         """
-        return fused_glu_backward(dh, y, weights, self.activation)
+        if y.is_cuda:
+            from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
+
+            return kernels.glu_backward(dh, y, weights, self.activation)
+        gate, up = y.chunk(2, dim=-1)
+        dy = torch.empty_like(y)
+        h = torch.empty_like(dh)
+        glu_backward(dh, gate, up, self.activation, *dy.chunk(2, dim=-1), h=h)
+        return dy * weights.unsqueeze(-1).to(dy.dtype), _row_products(dh, h), h
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,33 @@ class ClampedGlu:
     limit: float
 
     def forward(self, y: Tensor) -> Tensor:
-        return clamped_glu_forward(y, self.alpha, self.limit)
+        """Return h (S, I) of y (S, 2 I), rounded once."""
+        if y.is_cuda:
+            from sft_play.models.fast.experts import kernels
+
+            return kernels.clamped_glu_forward(y, self.alpha, self.limit)
+        gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(y.dtype)
 
     def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
-        return clamped_glu_backward(dh, y, weights, self.alpha, self.limit)
+        """Return what `FusedGlu.backward` does."""
+        alpha, limit = self.alpha, self.limit
+        if y.is_cuda:
+            from sft_play.models.fast.experts import kernels
+
+            return kernels.clamped_glu_backward(dh, y, weights, alpha, limit)
+        gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
+        g = gate.clamp(max=limit)
+        u = up.clamp(-limit, limit)
+        s = torch.sigmoid(alpha * g)
+        d = widen(dh) * weights.unsqueeze(-1)
+        dgate = d * (u + 1) * (s + alpha * g * s * (1 - s)) * (gate <= limit)
+        dup = d * g * s * (up.abs() <= limit)
+        h = (u + 1) * g * s
+        dy = torch.stack((dgate, dup), dim=-1).flatten(-2)
+        return dy.to(y.dtype), _row_products(dh, h), h.to(dh.dtype)
 
 
 @dataclass(frozen=True)
@@ -134,61 +165,9 @@ def _computes(experts: nn.Module, gate: ClampedGlu) -> bool:
     return torch.allclose(experts._apply_gate(y), gate.forward(y), rtol=1e-4, atol=1e-5)
 
 
-def fused_glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation
-) -> GateGradients:
-    """Return what `Gate.backward` does, of act(g) u."""
-    if y.is_cuda:
-        from sft_play.models.fast.experts import kernels  # Triton needs a GPU when it is imported
-
-        return kernels.glu_backward(dh, y, weights, activation)
-    gate, up = y.chunk(2, dim=-1)
-    dy = torch.empty_like(y)
-    h = torch.empty_like(dh)
-    glu_backward(dh, gate, up, activation, *dy.chunk(2, dim=-1), h=h)
-    return dy * weights.unsqueeze(-1).to(dy.dtype), _row_products(dh, h), h
-
-
-def clamped_glu_forward(y: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return h (S, I) of y (S, 2 I), rounded once."""
-    if y.is_cuda:
-        from sft_play.models.fast.experts import kernels
-
-        return kernels.clamped_glu_forward(y, alpha, limit)
-    gate, up = _widen(y).unflatten(-1, (-1, 2)).unbind(-1)
-    gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(y.dtype)
-
-
-def clamped_glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float
-) -> GateGradients:
-    """Return what `Gate.backward` does, of a clamped gate."""
-    if y.is_cuda:
-        from sft_play.models.fast.experts import kernels
-
-        return kernels.clamped_glu_backward(dh, y, weights, alpha, limit)
-    gate, up = _widen(y).unflatten(-1, (-1, 2)).unbind(-1)
-    g = gate.clamp(max=limit)
-    u = up.clamp(-limit, limit)
-    s = torch.sigmoid(alpha * g)
-    d = _widen(dh) * weights.unsqueeze(-1)
-    dgate = d * (u + 1) * (s + alpha * g * s * (1 - s)) * (gate <= limit)
-    dup = d * g * s * (up.abs() <= limit)
-    h = (u + 1) * g * s
-    dy = torch.stack((dgate, dup), dim=-1).flatten(-2)
-    return dy.to(y.dtype), _row_products(dh, h), h.to(dh.dtype)
-
-
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the products of rows (S,), in float32, of a and b (S, I)."""
     return (a * b).sum(-1, dtype=torch.float32)
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged if its dtype is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,11 @@ from sft_play.models.fast.experts.products import (
     sort_by_expert,
     without_sentinels,
 )
-from sft_play.models.fast.linears.lora import active_adapters, why_hooked
+from sft_play.models.fast.linears.lora import (
+    active_adapters,
+    why_adapter_not_fusable,
+    why_hooked,
+)
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
@@ -115,7 +119,9 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
     for index, wrapper in enumerate(wrappers):
         if wrapper.parameter_name not in (inner_name(experts), "down_proj"):
             return f"adapters on {wrapper.parameter_name}"
-        reason = _why_adapter_not_fusable(wrapper)
+        if wrapper.num_experts == 1:
+            return "a single expert, which PEFT adapts as one linear"
+        reason = why_adapter_not_fusable(wrapper)
         if reason is None and index > 0:  # hooks of the outermost module are still called
             reason = why_hooked(wrapper)
         if reason:
@@ -124,20 +130,6 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
         return "two adapters on one parameter"
     reason = why_hooked(experts) if wrappers and not is_parametrized(experts) else None
     return reason or _why_base_not_fusable(experts)
-
-
-def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:
-    if wrapper.disable_adapters or wrapper.merged:
-        return "adapters disabled or merged"
-    active = active_adapters(wrapper)
-    if len(active) > 1:
-        return f"{len(active)} active adapters"
-    if wrapper.num_experts == 1:
-        return "a single expert, which PEFT adapts as one linear"
-    for name in active:
-        if is_missing(wrapper.lora_A[name].weight):
-            return ZERO_3
-    return None
 
 
 def _why_base_not_fusable(experts: nn.Module) -> str | None:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu_kernels import BLOCK, sigmoid_argument
+from sft_play.models.float8.kernels import load_float32, on_device_of, program_number
 
 
 @triton.jit
 def _take_tokens(x, order, out, features, choices: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
     token = tl.load(order + row) // choices
@@ -35,15 +36,15 @@ def _sum_choices(
     has_weights: tl.constexpr,
     block: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    token = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
     total = tl.zeros((block,), tl.float32)
     for choice in tl.static_range(choices):
         at = tl.load(rows + token * choices + choice) * features + columns
-        value = tl.load(first + at, inside, 0).to(tl.float32)
+        value = load_float32(first + at, inside)
         if has_second:
-            value += tl.load(second + at, inside, 0).to(tl.float32)
+            value += load_float32(second + at, inside)
         if has_weights:
             value *= tl.load(weights + token * choices + choice).to(tl.float32)
         total += value
@@ -54,7 +55,7 @@ def _sum_choices(
 def _glu_backward(
     dh, y, weights, dy, h, dweights, features, is_gelu: tl.constexpr, block: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     weight = tl.load(weights + row)
     products = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
@@ -62,9 +63,9 @@ def _glu_backward(
         inside = columns < features
         at_gate = row * 2 * features + columns
         at_up = at_gate + features
-        d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
-        g = tl.load(y + at_gate, inside, 0).to(tl.float32)
-        u = tl.load(y + at_up, inside, 0).to(tl.float32)
+        d = load_float32(dh + row * features + columns, inside)
+        g = load_float32(y + at_gate, inside)
+        u = load_float32(y + at_up, inside)
         p, slope = sigmoid_argument(g, is_gelu)
         s = tl.sigmoid(p)
         act = g * s
@@ -78,12 +79,12 @@ def _glu_backward(
 
 @triton.jit
 def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
     at_gate = 2 * (row * features + columns)
-    g = tl.minimum(tl.load(y + at_gate, inside, 0).to(tl.float32), limit)
-    u = tl.load(y + at_gate + 1, inside, 0).to(tl.float32)
+    g = tl.minimum(load_float32(y + at_gate, inside), limit)
+    u = load_float32(y + at_gate + 1, inside)
     u = tl.minimum(tl.maximum(u, -limit), limit)
     tl.store(h + row * features + columns, (u + 1) * g * tl.sigmoid(alpha * g), inside)
 
@@ -92,16 +93,16 @@ def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
 def _clamped_glu_backward(
     dh, y, weights, dy, h, dweights, features, alpha, limit, block: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     weight = tl.load(weights + row)
     products = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
         columns = start + tl.arange(0, block)
         inside = columns < features
         at_gate = 2 * (row * features + columns)
-        d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
-        gate = tl.load(y + at_gate, inside, 0).to(tl.float32)
-        up = tl.load(y + at_gate + 1, inside, 0).to(tl.float32)
+        d = load_float32(dh + row * features + columns, inside)
+        gate = load_float32(y + at_gate, inside)
+        up = load_float32(y + at_gate + 1, inside)
         g = tl.minimum(gate, limit)
         u = tl.minimum(tl.maximum(up, -limit), limit)
         s = tl.sigmoid(alpha * g)
@@ -120,7 +121,7 @@ def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
     x = x.contiguous()
     features = x.shape[1]
     out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
-    with torch.cuda.device(x.device):
+    with on_device_of(x):
         grid = (len(order), triton.cdiv(features, BLOCK))
         _take_tokens[grid](x, order, out, features, choices, BLOCK)
     return out
@@ -134,7 +135,7 @@ def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None)
     out = torch.empty(tokens, features, dtype=parts[0].dtype, device=rows.device)
     has_weights = weights is not None
     factors = weights.contiguous() if has_weights else out  # not read without weights
-    with torch.cuda.device(rows.device):
+    with on_device_of(rows):
         tensors = (parts[0], parts[-1], rows.contiguous(), factors, out)
         flags = (choices, len(parts) == 2, has_weights)
         _sum_choices[(tokens, triton.cdiv(features, BLOCK))](*tensors, features, *flags, BLOCK)
@@ -146,7 +147,7 @@ def glu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
-    with torch.cuda.device(dh.device):
+    with on_device_of(dh):
         tensors = (dh, y, weights, dy, dh, dweights)
         _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
     return dy, dweights, dh
@@ -157,7 +158,7 @@ def clamped_glu_forward(y: Tensor, alpha: float, limit: float) -> Tensor:
     assert y.is_contiguous(), "features lie side by side"
     rows, features = len(y), y.shape[1] // 2
     h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
-    with torch.cuda.device(y.device):
+    with on_device_of(y):
         grid = (rows, triton.cdiv(features, BLOCK))
         _clamped_glu_forward[grid](y, h, features, alpha, limit, BLOCK)
     return h
@@ -168,7 +169,7 @@ def clamped_glu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
-    with torch.cuda.device(dh.device):
+    with on_device_of(dh):
         tensors = (dh, y, weights, dy, dh, dweights)
         _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
     return dy, dweights, dh

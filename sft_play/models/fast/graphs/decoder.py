@@ -139,7 +139,8 @@ class GraphedDecoder:
         if first is call or len(self.recorded) == MOST_RECORDINGS:
             return None
         try:
-            return RecordedPass(self.forward, first, self.gradients, self.record)
+            packed = self.decoder.packed_documents
+            return RecordedPass(self.forward, packed, first, self.gradients, self.record)
         except RuntimeError as error:  # what waits for the GPU cannot be recorded
             self._stop(f"the layers cannot be recorded: {str(error).splitlines()[0]}")
             return None

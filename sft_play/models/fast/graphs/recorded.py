@@ -17,10 +17,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from sft_play.data.packing import padded_width
 from sft_play.models.fast.documents import (
     BOUNDARIES,
+    UNMASKED,
+    DocumentBatch,
     Documents,
+    PackedDocuments,
     is_unmasked,
     named_documents,
-    unmasked,
 )
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
@@ -99,10 +101,10 @@ class StaticInputs:
         self.position_ids = None
         if call.position_ids is not None:
             self.position_ids = call.position_ids.new_zeros(size)
-        self.boundaries = None
+        self.documents: Documents | None = None
         if call.documents is not None:
-            size = self.shape.documents + 1
-            self.boundaries = call.documents.boundaries.new_empty(size)
+            boundaries = call.documents.boundaries.new_empty(self.shape.documents + 1)
+            self.documents = Documents(boundaries, self.shape.longest)
         self.fill(call)
 
     def fill(self, call: DecoderCall) -> None:
@@ -115,22 +117,29 @@ class StaticInputs:
         self.input_ids[:, :tokens] = call.input_ids
         if self.position_ids is not None:
             self.position_ids[:, :tokens] = call.position_ids
-        if self.boundaries is not None:
+        if self.documents is not None:
             boundaries = call.documents.boundaries
-            self.boundaries[: len(boundaries)] = boundaries
-            self.boundaries[len(boundaries) :] = self.input_ids.numel()
+            self.documents.boundaries[: len(boundaries)] = boundaries
+            self.documents.boundaries[len(boundaries) :] = self.input_ids.numel()
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the decoder's arguments."""
-        arguments: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        arguments: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "attention_mask": UNMASKED,
+            "use_cache": False,
+        }
         if self.position_ids is not None:
             arguments["position_ids"] = self.position_ids
-        documents = None
-        if self.boundaries is not None:
-            documents = Documents(self.boundaries, self.shape.longest)
-            arguments |= documents.arguments
-        return {**arguments, "attention_mask": unmasked(documents)}
+        if self.documents is not None:
+            arguments |= self.documents.arguments
+        return arguments
+
+    @property
+    def batch(self) -> DocumentBatch | None:
+        """Return the documents as modules of the decoder see them."""
+        return None if self.documents is None else DocumentBatch(self.documents)
 
 
 class StaticGradients:
@@ -192,11 +201,13 @@ class RecordedPass:
     def __init__(
         self,
         decoder: Callable[..., BaseModelOutputWithPast],
+        packed: PackedDocuments,
         call: DecoderCall,
         gradients: StaticGradients,
         record: Record,
     ):
         self.decoder = decoder
+        self.packed = packed  # what the modules of the decoder read
         self.inputs = StaticInputs(call)
         self.gradients = gradients
         self.hidden: Tensor  # (B, T, H), of the last replay
@@ -207,7 +218,8 @@ class RecordedPass:
         self.is_first_run = True
 
     def _forward(self) -> None:
-        with _without_cast_cache(self.inputs.input_ids.device):
+        device = self.inputs.input_ids.device
+        with _without_cast_cache(device), self.packed.showing(self.inputs.batch):
             output = self.decoder(**self.inputs.arguments)
         self.hidden = output.last_hidden_state
 
@@ -292,7 +304,7 @@ class _Replayed(torch.autograd.Function):
     """A replayed forward pass whose gradient is a replayed backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, recorded: RecordedPass) -> Tensor:
+    def forward(ctx, anchor: Tensor, recorded: RecordedPass) -> Tensor:
         """Return the hidden states (B, T, H). `anchor` only makes autograd ask for a gradient."""
         ctx.recorded = recorded
         with torch.enable_grad():
@@ -301,7 +313,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_hidden: Tensor) -> tuple[None, None]:
+    def backward(ctx, grad_hidden: Tensor) -> tuple[None, None]:
         """Add to the gradients of the parameters."""
         ctx.recorded.fill_gradient(grad_hidden)
         ctx.recorded.replay_backward()

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.float8.kernels import on_device_of
+from sft_play.models.float8.kernels import on_device_of, program_number
 
 MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
 PADDED_RANK = 16  # the least that tl.dot takes
@@ -75,7 +75,7 @@ def _read(
     dy_i and b_i are addresses of numbers like those of xa. sums_u (blocks, N, P), sums_b (regions,
     out_0 + out_1 + out_2, P), both float32.
     """
-    block = tl.program_id(0).to(tl.int64)
+    block = program_number()
     region = tl.program_id(1)
     linear = _linear_of(block, end_0, end_1)
     pointer = tl.pointer_type(xa.dtype.element_ty)
@@ -141,7 +141,7 @@ def _add(
     sum_rows: tl.constexpr,
 ):
     """Write du (N, R), of the blocks of each linear, and db (outs, r), of all regions."""
-    program = tl.program_id(0).to(tl.int64)
+    program = program_number()
     programs_of_linear = (rows + sum_rows - 1) // sum_rows
     linear = program // programs_of_linear
     ranks = tl.arange(0, padded)[None, :]

@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
-from sft_play.models.fast.linears.products import LARGEST_RANK, a_gradient, is_hopper
+from sft_play.models.fast.linears.products import (
+    LARGEST_RANK,
+    a_gradient,
+    flatten_tokens,
+    is_hopper,
+)
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.quantise import quantise
 
@@ -35,14 +40,14 @@ class GluFunction(torch.autograd.Function):
         """Return h (..., I) of gate and up (..., I)."""
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        h = glu_forward(_flatten(gate), _flatten(up), activation)
+        h = glu_forward(flatten_tokens(gate), flatten_tokens(up), activation)
         return h.view(gate.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of gate and up."""
-        gate, up = (_flatten(tensor) for tensor in ctx.saved_tensors)
+        gate, up = (flatten_tokens(tensor) for tensor in ctx.saved_tensors)
         dgate = torch.empty_like(gate)
         dup = torch.empty_like(up)
         glu_backward(dh.reshape(gate.shape), gate, up, ctx.activation, dgate, dup)
@@ -57,8 +62,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         )
 
         return glu_kernels.forward(gate, up, activation)
-    g = _widen(gate)
-    u = _widen(up)
+    g = widen(gate)
+    u = widen(up)
     p, _ = sigmoid_argument(g, activation)
     return (g * torch.sigmoid(p) * u).to(gate.dtype)
 
@@ -80,9 +85,9 @@ def glu_backward(
         from sft_play.models.fast.linears import glu_kernels
 
         return glu_kernels.backward(dh, gate, up, activation, dgate, dup, h)
-    g = _widen(gate)
-    u = _widen(up)
-    d = _widen(dh)
+    g = widen(gate)
+    u = widen(up)
+    d = widen(dh)
     p, slope = sigmoid_argument(g, activation)
     s = torch.sigmoid(p)
     act = g * s
@@ -127,12 +132,7 @@ def glu_backward_float8(
     return quantise(dgate, gate_scales), quantise(dup, up_scales)
 
 
-def _flatten(x: Tensor) -> Tensor:
-    """Return x (..., I) as (N, I)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

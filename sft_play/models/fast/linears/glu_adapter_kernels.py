@@ -16,7 +16,7 @@ from torch import Tensor
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.adapter_kernels import PADDED_RANK, processors, regions_of
 from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
-from sft_play.models.float8.kernels import on_device_of
+from sft_play.models.float8.kernels import load_float32, on_device_of, program_number
 
 FORWARD_ROWS, BACKWARD_ROWS = 16, 32  # of a tile
 COLUMNS = 128  # of a tile
@@ -52,7 +52,7 @@ def _forward(
     tile_columns: tl.constexpr,
 ):
     """Write some rows of h (N, I) and of xa (N, r)."""
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = program_number() * tile_rows + tl.arange(0, tile_rows)[:, None]
     is_row = row < rows
     ranks = tl.arange(0, padded)
     total = tl.full((tile_rows, padded), 0, tl.float32)
@@ -60,8 +60,8 @@ def _forward(
         column = start + tl.arange(0, tile_columns)[None, :]
         is_column = column < features
         is_inside = is_row & is_column
-        g = tl.load(gate + row * gate_stride + column, is_inside, 0.0).to(tl.float32)
-        u = tl.load(up + row * up_stride + column, is_inside, 0.0).to(tl.float32)
+        g = load_float32(gate + row * gate_stride + column, is_inside)
+        u = load_float32(up + row * up_stride + column, is_inside)
         is_a = (ranks[:, None] < rank) & is_column
         a_tile = tl.load(a + ranks[:, None] * features + column, is_a, 0.0)
         p, _slope = sigmoid_argument(g, is_gelu)
@@ -75,7 +75,7 @@ def _forward(
 def _load(matrix, start, stride, row, column, is_inside):
     """A tile of a matrix from a row on, in float32."""
     place = matrix + start * stride + (row * stride + column)
-    return tl.load(place, is_inside, 0.0).to(tl.float32)
+    return load_float32(place, is_inside)
 
 
 @triton.jit(do_not_specialize=["rows", "region_rows"])
@@ -105,7 +105,7 @@ def _backward(
 
     du (N, r) is dU of the linear behind; sums (regions, r, I) in float32.
     """
-    program = tl.program_id(0).to(tl.int64)
+    program = program_number()
     blocks = (features + tile_columns - 1) // tile_columns
     region = program // blocks
     block = (program - region * blocks).to(tl.int32)

@@ -12,25 +12,17 @@ from torch import Tensor
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
+from sft_play.models.float8.kernels import (
+    empty_rows,
+    load_float32,
+    on_device_of,
+    program_number,
+    quantise_row,
+    scale_of,
+)
 
 BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
 WARPS = 8
-
-
-@triton.jit
-def _quantise_row(
-    x, columns, values, scale, features, has_columns: tl.constexpr, block: tl.constexpr
-):
-    """Quantise a row that this program has written."""
-    tl.debug_barrier()  # other threads of it have written parts of the row
-    for start in range(0, features, block):
-        at = start + tl.arange(0, block)
-        inside = at < features
-        value = tl.load(x + at, inside, 0).to(tl.float32)
-        if has_columns:
-            value = value * tl.load(columns + at, inside, 0)
-        tl.store(values + at, in_range(value, scale).to(values.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -46,13 +38,13 @@ def _forward(
     is_gelu: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     largest = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
         at = start + tl.arange(0, block)
         inside = at < features
-        g = tl.load(gate + row * gate_stride + at, inside, 0).to(tl.float32)
-        u = tl.load(up + row * up_stride + at, inside, 0).to(tl.float32)
+        g = load_float32(gate + row * gate_stride + at, inside)
+        u = load_float32(up + row * up_stride + at, inside)
         p, _slope = sigmoid_argument(g, is_gelu)
         product = (g * tl.sigmoid(p) * u).to(h.dtype.element_ty)
         tl.store(h + row * features + at, product, inside)
@@ -60,7 +52,8 @@ def _forward(
     scale = scale_of(tl.max(largest, 0))
     tl.store(scales + row, scale)
     at_row = row * features
-    _quantise_row(h + at_row, scales, values + at_row, scale, features, False, block)
+    tl.debug_barrier()  # other threads of this program have written parts of the row
+    quantise_row(h + at_row, scales, values + at_row, scale, features, False, block)
 
 
 @triton.jit
@@ -82,16 +75,16 @@ def _backward(
     is_gelu: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     at_row = row * features
     largest_gate = tl.zeros((block,), tl.float32)
     largest_up = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
         at = start + tl.arange(0, block)
         inside = at < features
-        d = tl.load(dh + at_row + at, inside, 0).to(tl.float32)
-        g = tl.load(gate + row * gate_stride + at, inside, 0).to(tl.float32)
-        u = tl.load(up + row * up_stride + at, inside, 0).to(tl.float32)
+        d = load_float32(dh + at_row + at, inside)
+        g = load_float32(gate + row * gate_stride + at, inside)
+        u = load_float32(up + row * up_stride + at, inside)
         of_gate, of_up, product = gradients(d, g, u, is_gelu)
         of_gate = of_gate.to(dgate.dtype.element_ty)
         of_up = of_up.to(dup.dtype.element_ty)
@@ -104,10 +97,12 @@ def _backward(
         largest_up = tl.maximum(largest_up, tl.abs(scaled))
     scale = scale_of(tl.max(largest_gate, 0))
     tl.store(gate_scales + row, scale)
-    _quantise_row(dgate + at_row, gate_columns, gate_values + at_row, scale, features, True, block)
+    tl.debug_barrier()  # as in `_forward`
+    quantise_row(dgate + at_row, gate_columns, gate_values + at_row, scale, features, True, block)
     scale = scale_of(tl.max(largest_up, 0))
     tl.store(up_scales + row, scale)
-    _quantise_row(dup + at_row, up_columns, up_values + at_row, scale, features, True, block)
+    tl.debug_barrier()
+    quantise_row(dup + at_row, up_columns, up_values + at_row, scale, features, True, block)
 
 
 def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Quantised]:

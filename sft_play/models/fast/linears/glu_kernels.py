@@ -3,12 +3,12 @@
 The formulas are in `activations` and `glu`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE, Activation
+from sft_play.models.float8.kernels import load_float32, on_device_of, program_number
 
 BLOCK = 1024  # features of a program: 8 of a thread, one 16-byte load of bfloat16
 _SLOPE = tl.constexpr(GELU_SLOPE)
@@ -44,11 +44,11 @@ def _forward(
     is_gelu: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
-    g = tl.load(gate + row * gate_stride + columns, inside, 0).to(tl.float32)
-    u = tl.load(up + row * up_stride + columns, inside, 0).to(tl.float32)
+    g = load_float32(gate + row * gate_stride + columns, inside)
+    u = load_float32(up + row * up_stride + columns, inside)
     p, _slope = sigmoid_argument(g, is_gelu)
     tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
 
@@ -70,12 +70,12 @@ def _backward(
     with_h: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
-    d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
-    g = tl.load(gate + row * gate_stride + columns, inside, 0).to(tl.float32)
-    u = tl.load(up + row * up_stride + columns, inside, 0).to(tl.float32)
+    d = load_float32(dh + row * features + columns, inside)
+    g = load_float32(gate + row * gate_stride + columns, inside)
+    u = load_float32(up + row * up_stride + columns, inside)
     of_gate, of_up, product = gradients(d, g, u, is_gelu)
     tl.store(dgate + row * dgate_stride + columns, of_gate, inside)
     tl.store(dup + row * dup_stride + columns, of_up, inside)
@@ -87,7 +87,7 @@ def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return act(gate) * up, (N, I)."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
     h = gate.new_empty(gate.shape)
-    with torch.cuda.device(gate.device):
+    with on_device_of(gate):
         tensors = (gate, up, h)
         sizes = (gate.stride(0), up.stride(0), gate.shape[1])
         _forward[_grid(gate)](*tensors, *sizes, activation == "gelu_tanh", BLOCK)
@@ -111,7 +111,7 @@ def backward(
     tensors = (dh, *inputs_and_gradients, dh if h is None else h)
     strides = [tensor.stride(0) for tensor in inputs_and_gradients]
     flags = (activation == "gelu_tanh", h is not None)
-    with torch.cuda.device(gate.device):
+    with on_device_of(gate):
         _backward[_grid(gate)](*tensors, *strides, gate.shape[1], *flags, BLOCK)
 
 

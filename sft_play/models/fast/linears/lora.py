@@ -36,7 +36,7 @@ from sft_play.models.fast.linears.products import (
     project,
     rank_and_output_gradients,
 )
-from sft_play.models.fast.setup import base_model_of, is_training, to_compute_dtype
+from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
@@ -105,9 +105,12 @@ def state_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 def why_not_fusable(module: nn.Module) -> str | None:
     """Return why a linear, with or without adapters, cannot be fused; None if it can."""
-    if isinstance(module, LoraLayer):
-        return _why_adapter_not_fusable(module) or _why_base_not_fusable(module.base_layer)
-    return _why_base_not_fusable(module)
+    if not isinstance(module, LoraLayer):
+        return _why_base_not_fusable(module)
+    base = module.base_layer
+    if not isinstance(module, PeftLinear | PeftLinear4bit):
+        return f"adapters on a {type(base).__name__}"
+    return why_adapter_not_fusable(module) or why_hooked(module) or _why_base_not_fusable(base)
 
 
 def active_adapters(module: LoraLayer) -> list[str]:
@@ -115,9 +118,8 @@ def active_adapters(module: LoraLayer) -> list[str]:
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
-def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
-    if not isinstance(module, PeftLinear | PeftLinear4bit):
-        return f"adapters on a {type(module.base_layer).__name__}"
+def why_adapter_not_fusable(module: LoraLayer) -> str | None:
+    """Return why the adapter of a linear, or of experts, cannot be fused; None if it can."""
     if module.disable_adapters or module.merged:
         return "adapters disabled or merged"
     active = active_adapters(module)
@@ -132,7 +134,7 @@ def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
             return DROPOUT
         if is_missing(module.lora_A[name].weight):
             return ZERO_3
-    return why_hooked(module)
+    return None
 
 
 def _why_base_not_fusable(base: nn.Module) -> str | None:
@@ -271,7 +273,7 @@ class LoraLinearsFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads: Tensor) -> Gradients:
         """Return the gradients of x and of A_1, B_1, A_2, ..."""
         x, xa, a, *b = ctx.saved_tensors
         adapters = Adapters(a, tuple(b))

@@ -46,7 +46,14 @@ from sft_play.models.fast.linears.products import (
 )
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import GatedMlp, gated_mlp_of, is_linear
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
+from sft_play.models.fast.setup import (
+    Gradients,
+    TrainingSetup,
+    Unsupported,
+    fuse,
+    is_fused,
+    is_training,
+)
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.linear import take
 
@@ -124,7 +131,7 @@ class LoraMlpFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy: Tensor) -> Gradients:
         """Return the gradients of x and of the adapters."""
         inner, down = ctx.inner, ctx.down
         count = len(inner)

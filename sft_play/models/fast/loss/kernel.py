@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sft_play.models.float8.kernels import load_float32, program_number
+
 BLOCK = 8192  # columns of a row that a program loads at a time
 WARPS = 16
 
@@ -34,7 +36,7 @@ def _rows(
     BLOCK: tl.constexpr,
 ):
     """One program per token: log sum exp in a first pass over the row, the gradient in a second."""
-    row = tl.program_id(0).to(tl.int64)  # N * V exceeds 2^31
+    row = program_number()  # N * V exceeds 2^31
     logits += row * row_stride
     target = tl.load(targets + row)
     largest = float("-inf")
@@ -42,9 +44,7 @@ def _rows(
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns
-        scores = _capped(
-            tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP
-        )
+        scores = _capped(load_float32(logits + offsets, inside), softcap, HAS_CAP)
         scores = tl.where(inside, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores))
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(scores - new_largest))
@@ -56,9 +56,7 @@ def _rows(
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns
-        scores = _capped(
-            tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP
-        )
+        scores = _capped(load_float32(logits + offsets, inside), softcap, HAS_CAP)
         gradient = tl.exp(scores - log_total) - tl.where(offsets == target, 1.0, 0.0)
         if HAS_CAP:
             gradient *= 1 - (scores / softcap) * (scores / softcap)

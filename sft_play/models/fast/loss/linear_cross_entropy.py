@@ -91,8 +91,9 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
     logits = getattr(result, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape != scores.shape:
         return None
+    softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
     with unset_fake_temporarily():
-        return _fitting(scores, logits.double(), _softcap(base))
+        return _fitting(scores, logits.double(), softcap)
 
 
 class DecoderStub(nn.Module):
@@ -120,10 +121,6 @@ def _fitting(scores: Tensor, logits: Tensor, softcap: float | None) -> HeadFormu
         if torch.allclose(logits, formula.logits(scores), rtol=FLOAT32_EPSILON, atol=0):
             return formula
     return None
-
-
-def _softcap(base: PreTrainedModel) -> float | None:
-    return getattr(base.config.get_text_config(), "final_logit_softcapping", None)
 
 
 # Logits of a chunk: enough to keep the GPU's matrix units busy (1,024 tokens of the largest heads)
@@ -156,13 +153,16 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None
     ) -> Tensor:
         """Return the summed nll."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         nll = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = _zeros_for_sums(weight) if needs_weight else None
+        grad_weight = None
+        if needs_weight:  # in float32 for float16, whose sums over tokens may overflow
+            dtype = torch.float32 if weight.dtype == torch.float16 else None
+            grad_weight = torch.zeros_like(weight, dtype=dtype)
         scale = FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
         rows = chunk_tokens(len(hidden), len(weight), weight.element_size())
         buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))  # one for all chunks
@@ -183,7 +183,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden and weight."""
         assert ctx.gradients is not None, (
             "a second backward pass: the first one has scaled the gradients in place"
@@ -198,12 +198,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
         return grad_hidden, grad_weight, None, None
-
-
-def _zeros_for_sums(weight: Tensor) -> Tensor:
-    """Return zeros like weight; float32 for float16, whose sums over tokens may overflow."""
-    dtype = torch.float32 if weight.dtype == torch.float16 else None
-    return torch.zeros_like(weight, dtype=dtype)
 
 
 def chunk_tokens(tokens: int, vocabulary: int, itemsize: int) -> int:

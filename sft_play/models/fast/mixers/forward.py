@@ -57,7 +57,8 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # the mask of a batch that needs none
     kwargs = {name: None if is_unmasked(value) else value for name, value in kwargs.items()}
     is_plain = batch is None and not is_training(self)
-    if is_plain or _has_cache(args, kwargs):
+    has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+    if is_plain or has_cache:
         return own(self, *args, **kwargs)
     if batch is None:
         with documents_of_call(None):
@@ -75,7 +76,7 @@ def forward_packed(
     kwargs = {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
     if fast is None:
         lengths = packed.batch.lengths
-        with packed.hidden():  # from mixers within this one
+        with packed.showing(None):  # from mixers within this one
             return forward_by_document(lengths, module, *args, **kwargs)
     hidden = first_tensor(args, kwargs)
     rows, tokens = hidden.shape[:2]
@@ -84,10 +85,6 @@ def forward_packed(
     with documents_of_call(packed.batch.on(hidden.device)):
         output = fast(module, *flat_args, **flat_kwargs)
     return unflatten(output, rows, tokens)
-
-
-def _has_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
 
 
 def _flatten(value: Any, rows: int, tokens: int) -> Any:

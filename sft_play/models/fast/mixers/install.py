@@ -16,12 +16,12 @@ Legend: T tokens of the row.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
 from sft_play.models.fast.documents import (
@@ -133,31 +133,27 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
     with torch_code(False):
         if not uses_fla(next(trial.module.parameters())):
             return
-        call = Call(tiled(trial.call.args), tiled(trial.call.kwargs))
+        call = tiled(trial.call)
         hidden = hidden_states(call, TUNED_TOKENS)
-        before = packed.batch
-        packed.batch = _documents(hidden.device)
-        try:
-            with watched(Stage(TITLE), trial.process.is_main), torch.enable_grad():
-                hidden.requires_grad_()
-                output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
-                mixed = output[0] if isinstance(output, tuple) else output
-                torch.autograd.grad(mixed.float().sum(), hidden)
-        finally:
-            packed.batch = before
+        stage = watched(Stage(TITLE), trial.process.is_main)
+        with stage, torch.enable_grad(), packed.showing(_documents(hidden.device)):
+            hidden.requires_grad_()
+            output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
+            mixed = output[0] if isinstance(output, tuple) else output
+            torch.autograd.grad(mixed.float().sum(), hidden)
 
 
-def tiled(value: Any) -> Any:
-    """Return the arguments of a call with their tokens repeated to TUNED_TOKENS."""
-    if isinstance(value, tuple | list):
-        return type(value)(tiled(item) for item in value)
-    if isinstance(value, dict):
-        return {name: tiled(item) for name, item in value.items()}
-    tokens = sum(LENGTHS)
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
-        return value
-    indices = torch.arange(TUNED_TOKENS, device=value.device) % tokens
-    return value.detach().index_select(1, indices)
+def tiled(call: Call) -> Call:
+    """Return a call with the tokens of its arguments repeated to TUNED_TOKENS."""
+
+    def repeat(tensor: Tensor) -> Tensor:
+        tokens = sum(LENGTHS)
+        if tensor.dim() < 2 or tensor.shape[1] != tokens:
+            return tensor
+        indices = torch.arange(TUNED_TOKENS, device=tensor.device) % tokens
+        return tensor.detach().index_select(1, indices)
+
+    return tree_map_only(Tensor, repeat, call)
 
 
 def _documents(device: torch.device) -> DocumentBatch:
@@ -173,20 +169,8 @@ MAX_PASSES = 3  # a module around a mixer may keep a state of its own
 MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared with that
 
 
-@dataclass(frozen=True)
-class Mixers:
-    """How many mixers of a decoder start anew at each document."""
-
-    in_one_call: int
-    by_document: int
-
-    @property
-    def count(self) -> int:
-        return self.in_one_call + self.by_document
-
-
-def install_mixers(setup: TrainingSetup) -> Mixers:
-    """Reset every mixer of a model's decoder at the documents of its packed batches.
+def install_mixers(setup: TrainingSetup) -> int:
+    """Reset every mixer of a model's decoder at the documents of its packed batches; count them.
 
     With train.fast_path=false each runs its own code on one document after another.
     Raises: Unsupported with the module that keeps a state whatever is tried.
@@ -196,18 +180,17 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
     if setup.on_gpu and reason and likely_mixers(setup.decoder):
         logger.warning(WITHOUT_FLA, reason)
     use_kernels = setup.config.train.fast_path is not False
-    is_measurable = setup.has_values and setup.zero_stage != 3
     if use_kernels and setup.zero_stage != 3:
         install_gated_norms(setup)
-    if not is_measurable:
-        for module in likely_mixers(setup.decoder):
-            install_mixer(module, packed, use_kernels)
-        return _counted(setup.decoder)
     decoder = setup.decoder
-    with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch_code():
-        decoder.eval()
-        _install_what_leaks(setup, packed, use_kernels)
-    return _counted(setup.decoder)
+    if setup.has_values and setup.zero_stage != 3:
+        with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch_code():
+            decoder.eval()
+            _install_what_leaks(setup, packed, use_kernels)
+    else:
+        for module in likely_mixers(decoder):
+            install_mixer(module, packed, use_kernels)
+    return sum("mixer_state" in vars(module) for module in decoder.modules())
 
 
 def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
@@ -232,9 +215,14 @@ def _install_kind(
     is_fast = fast is not None
     if fast is not None:
         tune_kernels(trial, fast, packed)
-        own, found = _results(trial, packed, fast)
+        with torch_code():
+            own = trial.run(partial(forward_packed, packed, None))
+        with torch_code(False):
+            found = trial.run(partial(forward_packed, packed, fast))
         difference = _largest_difference(own, found)
-        is_fast = difference <= _tolerance(own)
+        # on a GPU kernels multiply float32 in TensorFloat-32
+        is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
+        is_fast = difference <= TOLERANCES[torch.float16 if is_rounded else own.dtype]
         if not is_fast:
             logger.warning(
                 "%s: packed documents in one call differ by %.2g; it runs them one by one",
@@ -255,14 +243,6 @@ def _install_kind(
         raise Unsupported(f"{name} keeps a state across documents")
 
 
-def _results(trial: Trial, packed: PackedDocuments, fast: Forward) -> tuple[Result, Result]:
-    """Return what a mixer computes one document after another, and for all of them in one call."""
-    with torch_code():
-        own = trial.run(partial(forward_packed, packed, None))
-    with torch_code(False):
-        return own, trial.run(partial(forward_packed, packed, fast))
-
-
 def _largest_difference(own: Result, found: Result) -> float:
     """Return the largest relative difference of output and gradients, in the Euclidean norm."""
     sizes = {
@@ -279,16 +259,3 @@ def _largest_difference(own: Result, found: Result) -> float:
 
 def _distance(own: Result, found: Result, name: str) -> Tensor:
     return (found.tensors[name].float() - own.tensors[name].float()).norm()
-
-
-def _tolerance(own: Result) -> float:
-    """Return how far results may be apart: on a GPU kernels multiply float32 in TensorFloat-32."""
-    is_rounded = own.dtype == torch.float32 and own.tensors["output"].is_cuda
-    return TOLERANCES[torch.float16 if is_rounded else own.dtype]
-
-
-def _counted(decoder: nn.Module) -> Mixers:
-    states = [vars(module).get("mixer_state") for module in decoder.modules()]
-    installed = [state for state in states if state is not None]
-    in_one_call = sum(state.fast is not None for state in installed)
-    return Mixers(in_one_call, len(installed) - in_one_call)

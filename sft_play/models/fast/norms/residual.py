@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.norms.rms import NormKind, epsilon
-from sft_play.models.fast.setup import is_training
+from sft_play.models.fast.setup import Gradients, is_training
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.linear import hand_over, reads_float8, take
 from sft_play.models.float8.quantise import quantise
@@ -125,7 +125,7 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, ds: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy: Tensor, ds: Tensor, *_: Tensor | None) -> Gradients:
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
         with gathered([weight]) if is_partitioned(weight) else contextlib.nullcontext():

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from sft_play.models.fast.norms.rms import NormKind
 from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
+from sft_play.models.float8.kernels import (
+    empty_rows,
+    in_range,
+    load_float32,
+    on_device_of,
+    program_number,
+    scale_of,
+)
 
 FEATURES_PER_WARP = 512  # 16 of a thread: two loads of 16 bytes of bfloat16
 
@@ -30,13 +37,13 @@ def _forward(
     in_float8: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     columns = tl.arange(0, block)
     inside = columns < features
     at = row * features + columns
     stream = tl.load(x + at, inside, 0)
     if has_residual:  # the norm reads the rounded sum, as a norm by itself does
-        added = tl.load(residual + at, inside, 0).to(tl.float32)
+        added = load_float32(residual + at, inside)
         stream = (stream.to(tl.float32) + added).to(x.dtype.element_ty)
         tl.store(s + at, stream, inside)
     wide = stream.to(tl.float32)
@@ -45,7 +52,7 @@ def _forward(
     normed = wide * factor
     if not is_gemma:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
+    scale = load_float32(weight + columns, inside) + offset
     rounded = (normed * scale).to(y.dtype.element_ty)
     tl.store(y + at, rounded, inside)
     if in_float8:
@@ -67,15 +74,15 @@ def _backward(
     offset,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_number()
     columns = tl.arange(0, block)
     inside = columns < features
     factor = tl.load(inverse + row)
     at = row * features + columns
-    n = tl.load(s + at, inside, 0).to(tl.float32) * factor
-    scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
-    m = tl.load(dy + at, inside, 0).to(tl.float32) * scale
-    stream = tl.load(ds + at, inside, 0).to(tl.float32)
+    n = load_float32(s + at, inside) * factor
+    scale = load_float32(weight + columns, inside) + offset
+    m = load_float32(dy + at, inside) * scale
+    stream = load_float32(ds + at, inside)
     mean = tl.sum(m * n, 0) / features
     tl.store(dx + at, stream + factor * (m - n * mean), inside)
 
@@ -121,7 +128,7 @@ def backward(
     dx = torch.empty_like(s)
     features, block, warps = _sizes(s)
     dy, ds = dy.contiguous(), ds.contiguous()
-    with torch.cuda.device(s.device):
+    with on_device_of(s):
         tensors = (dy, ds, s, weight, inverse, dx)
         sizes = (features, kind.offset, block)
         _backward[(inverse.numel(),)](*tensors, *sizes, num_warps=warps)
