@@ -2,14 +2,14 @@
 
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from run_files import GONE, held_by_another, write_holder
 from safetensors.torch import load_file
 
 from sft_play.commands import call as calls
@@ -19,6 +19,7 @@ from sft_play.config.messages import word
 from sft_play.data import cache
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.process_id import ProcessId
 from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import read
@@ -180,38 +181,30 @@ def folder(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def hold(folder: RunFolder, **changes) -> None:
-    own = vars(lock.Holder.this_process())
-    (folder.path / lock.NAME).write_text(json.dumps({**own, **changes}))
-
-
 def test_a_folder_in_which_a_run_goes_on_is_refused_with_its_holder(folder):
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        started = psutil.Process(other.pid).create_time()
-        hold(folder, pid=other.pid, started=started)
+    with held_by_another(folder.path) as other:
         with pytest.raises(EnvironmentFault) as caught:
-            lock.take(folder, print)
-        host = socket.gethostname()
-        assert f"process {other.pid} on {host} trains in it; make watch" in str(caught.value)
+            lock.take(folder.path, print)
+        assert f"{other} trains in it; make watch" in str(caught.value)
+        assert str(caught.value).endswith(f"kill {other.pid} stops it")
         assert caught.value.exit_class == 13
-        hold(folder, pid=other.pid, started=started - 100)  # its id was that of another process
-        lock.take(folder, print)
-        hold(folder, pid=other.pid, started=started)
-        other.kill()
+        os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert psutil.Process(other.pid).status() == psutil.STATUS_ZOMBIE
-        lock.take(folder, print)
-    finally:
-        other.kill()
-        other.wait()
+        lock.take(folder.path, print)
+
+
+def test_a_number_that_another_process_had_before_says_nothing(folder):
+    own = ProcessId.read(os.getppid())
+    write_holder(folder.path, replace(own, started=own.started - 100))
+    lock.take(folder.path, print)
 
 
 def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
-    hold(folder, pid=2**22 + 1)
+    write_holder(folder.path)
     said: list[str] = []
-    lock.take(folder, said.append)
-    lock.take(folder, said.append)  # its own
+    lock.take(folder.path, said.append)
+    lock.take(folder.path, said.append)  # its own
     host = socket.gethostname()
     assert said == [
         f"{folder.path / lock.NAME} was process {2**22 + 1} on {host}'s, which is gone; "
@@ -221,24 +214,22 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
 
 
 def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder):
-    hold(folder, host="elsewhere")
+    write_holder(folder.path, replace(GONE, host="elsewhere", boot="another"))
     with pytest.raises(EnvironmentFault, match=r"where it is gone for good, rm .*run.lock"):
-        lock.take(folder, print)
+        lock.take(folder.path, print)
     moment = (folder.path / lock.NAME).stat().st_mtime - lock.SILENT_SECONDS - 1
     os.utime(folder.path / lock.NAME, (moment, moment))
-    lock.take(folder, print)
+    lock.take(folder.path, print)
 
 
 def test_ranks_that_outlive_their_launcher_keep_the_folder(folder):
-    hold(folder, pid=2**22 + 1)
-    running = {"status": "running", "pid": os.getpid(), "started_at": "2099-01-01T00:00:00"}
-    (folder.path / "run.json").write_text(json.dumps(running))
-    with pytest.raises(EnvironmentFault, match=f"process {os.getpid()} on None trains in it"):
-        lock.take(folder, print)
+    with held_by_another(folder.path):
+        write_holder(folder.path)
+        with pytest.raises(EnvironmentFault, match="its launcher is gone, and its ranks save"):
+            lock.take(folder.path, print)
 
 
 def test_a_lock_that_was_cut_off_is_nobodys(folder):
     (folder.path / lock.NAME).write_text('{"pid": 1')
-    lock.take(folder, print)
-    text = (folder.path / lock.NAME).read_text()
-    assert lock.Holder.from_text(text) == lock.Holder.this_process()
+    lock.take(folder.path, print)
+    assert lock.read_holder(folder.path) == ProcessId.read()

@@ -144,7 +144,7 @@ def prepare_run(
     check_trackers(planned.config, with_tensorboard)
     earlier = plan_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
     folder = new_run(call, loaded, planned.config)
-    lock.take(folder, print)
+    lock.take(folder.path, print)
     command_of = launch.rank_command if is_rank else launch.launch_command
     command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
@@ -240,6 +240,7 @@ def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: st
         folder.write_report(report)
     except OSError as error:  # it must not hide the cause
         print(f"{folder.path / 'run.json'} cannot be written: {error.strerror}")
+    lock.release(folder.path)
     from sft_play.reporting.page import write_report_or_warn  # its templates take a while
 
     write_report_or_warn(folder)
@@ -297,7 +298,7 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
         run_name += of_node
         if is_in_place(output_dir / run_name, config.train.resume_from):
             return RunFolder(output_dir / run_name)
-        given_up = run_folders.give_up_name(output_dir, run_name, lock.is_abandoned)
+        given_up = run_folders.give_up_name(output_dir, run_name)
         if given_up is not None:
             print(f"an earlier run {run_name} kept nothing; it is {given_up.path} now")
     return run_folders.create(output_dir, run_name, run_stem(loaded) + of_node)
