@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from namespaces import in_container, needs_namespaces
 from rank_processes import run_two_workers
 from run_files import plan_json, run_json
 
@@ -70,6 +71,19 @@ def test_a_lock_on_a_disk_of_several_machines_is_left_to_the_user(lock, caplog, 
     monkeypatch.setattr(deepspeed_start, "file_system", lambda _: "nfs4")
     free_lock(lock)
     assert lock.exists() and f"rm {lock}" in caplog.text
+
+
+@needs_namespaces
+def test_a_lock_that_is_held_in_another_container_stays(lock, caplog):
+    code = (
+        "import logging, sys; from pathlib import Path; logging.basicConfig(); "
+        "from sft_play.training.deepspeed_start import free_lock; free_lock(Path(sys.argv[1]))"
+    )
+    with lock.open():
+        done = in_container([sys.executable, "-c", code, str(lock)])
+    assert "another user, container or machine compiles" in done.stderr and lock.exists()
+    done = in_container([sys.executable, "-c", code, str(lock)])
+    assert "was left by a run" in done.stderr and not lock.exists()
 
 
 ALONE = Process.alone(torch.device("cpu"))

@@ -6,6 +6,7 @@ file. A process that was killed while it compiled leaves the file, and everyone 
 without a word.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -82,8 +83,8 @@ def free_lock(lock: Path) -> None:
         logger.warning("process %d compiles %s already; waiting for it", holder, lock.parent)
     elif _may_be_held_elsewhere(lock):
         logger.warning(
-            "%s says that another user or machine compiles; waiting for it. Where none does, an "
-            "earlier run was killed: rm %s",
+            "%s says that another user, container or machine compiles; waiting for it. Where none "
+            "does, an earlier run was killed: rm %s",
             lock,
             lock,
         )
@@ -95,7 +96,23 @@ def free_lock(lock: Path) -> None:
 def _may_be_held_elsewhere(lock: Path) -> bool:
     """Return whether a lock may have a holder that `holders` does not see."""
     is_others = lock.stat().st_uid != os.getuid() or file_system(lock) in SHARED
-    return is_others or sys.platform != "linux"
+    return is_others or sys.platform != "linux" or _is_open(lock)
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether any process of this kernel has a file open, or the kernel does not say.
+
+    It leases a file only where nobody else has it open: not in another container either, whose
+    processes /proc does not show.
+    """
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def holders(path: Path) -> Iterator[int]:
