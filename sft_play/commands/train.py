@@ -35,6 +35,7 @@ from sft_play.commands.resumption import (
     plan_of_resumed,
     resumption,
 )
+from sft_play.config import place as places
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config, env_name
@@ -84,6 +85,8 @@ def train(
     stops.end_with_make()
     is_rank = launched is not None and launched.place is not None
     with stops.stopped_with(NOT_BEGUN):
+        for sentence in [] if launched else places.remarks(call.environ, None):
+            print(f"warning: {sentence}")
         if call.invocation.gpus:
             raise ConfigError(
                 f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
