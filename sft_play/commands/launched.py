@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft_play import stops
+from sft_play.commands.nodes import Wait, meet
 from sft_play.config import loader
 from sft_play.config import place as places
 from sft_play.config.invocation import is_single_process_forced
@@ -120,7 +121,15 @@ def lead(launched: Launched, meeting: "Meeting") -> Launched:
 
 
 def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoReturn:
-    """Tell the others of this machine of the run, and become a worker of it."""
+    """Tell the others of this machine of the run, and become a worker of it.
+
+    Machines whose processes the user started by hand meet before; agents of torchrun have met.
+    """
+    place = launched.place
+    if place.nodes > 1 and f"{places.OF_TORCHRUN}RUN_ID" not in launched.environ:
+        seconds = folder.read_config().train.rendezvous_timeout
+        at = (place.node_rank, place.nodes, place.master_addr, place.master_port)
+        meet(Wait(*at, seconds, lambda text: print(text, flush=True)))
     launched.meeting.announce(folder)
     become_worker(launched, command)
 

@@ -22,6 +22,7 @@ import yaml
 from sft_play import stops
 from sft_play.commands.call import Call, load_config, pid_file, plan_run
 from sft_play.commands.launched import Launched, start_ranks
+from sft_play.commands.nodes import Wait, meet
 from sft_play.commands.plan import (
     given_variables,
     override_variables,
@@ -50,8 +51,9 @@ from sft_play.monitor import packages
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
+from sft_play.plan.launch import DEFAULT_PORT
 from sft_play.plan.ranks import precision
-from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.progress import visible
 from sft_play.runs import folder as run_folders
 from sft_play.runs import lock
@@ -361,6 +363,17 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
     try:
         with StopSignals() as signals, failure_recorded(run):
             signals.release()
+            ranks = read_plan(run).ranks
+            if ranks.nodes > 1:
+                seconds = run.read_config().train.rendezvous_timeout
+                port = ranks.master_port or DEFAULT_PORT
+                meet(Wait(ranks.node_rank, ranks.nodes, ranks.master_addr, port, seconds, _say))
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         sys.exit(int(ExitClass.STOPPED))
+    except SftPlayError as error:
+        sys.exit(int(error.exit_class))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

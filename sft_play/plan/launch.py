@@ -21,6 +21,7 @@ from sft_play.runs.files import write_text
 
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
+DEFAULT_PORT = 29500  # where several machines meet, as torchrun's
 SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them
 
 
@@ -34,7 +35,7 @@ class Launch:
 
 def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> Launch:
     """Return the command that starts this node's ranks on a run folder."""
-    port = str(ranks.master_port or (29500 if ranks.nodes > 1 else free_port()))
+    port = str(ranks.master_port or (DEFAULT_PORT if ranks.nodes > 1 else free_port()))
     words = _launcher(ranks, run_folder, port)
     argv = (sys.executable, *words, str(WORKER), str(run_folder))
     return Launch(argv, _environment(ranks, run_folder, environ))
@@ -81,7 +82,7 @@ def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
         "num_processes": ranks.world_size,
         "machine_rank": ranks.node_rank,
         "main_process_ip": ranks.master_addr,
-        "main_process_port": ranks.master_port or 29500,
+        "main_process_port": ranks.master_port or DEFAULT_PORT,
         "mixed_precision": mixed_precision,
         "rdzv_backend": "static",
         "same_network": True,
