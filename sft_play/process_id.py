@@ -116,10 +116,12 @@ def _read_start_elsewhere(pid: int) -> float:
 
     try:
         process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return process.create_time()
+        started = process.create_time()
+        has_ended = process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        has_ended = True
     except psutil.AccessDenied:
         raise PermissionError(f"process {pid} is hidden") from None
-    except psutil.NoSuchProcess:
-        pass
-    raise ProcessLookupError(f"process {pid} has ended")
+    if has_ended:
+        raise ProcessLookupError(f"process {pid} has ended")
+    return started

@@ -28,23 +28,23 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 8_300,
-    "commands": 18_750,
+    ".": 8_850,
+    "commands": 19_650,
     "compat": 1_300,
-    "config": 21_050,
+    "config": 21_400,
     "data": 60_250,
     "evaluation": 10_550,
     "inference": 16_400,
     "models": 92_350,
-    "monitor": 8_400,
+    "monitor": 8_450,
     "notebooks": 14_950,
     "plan": 44_150,
     "reporting": 11_850,
-    "runs": 13_050,
+    "runs": 13_450,
     "training": 43_350,
 }
-FILES = 306
-FUNCTIONS = 3_650
+FILES = 308
+FUNCTIONS = 3_670
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 900
 CALLED_FUNCTIONS = 80

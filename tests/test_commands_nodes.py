@@ -54,6 +54,8 @@ def test_all_machines_go_once_each_has_come(order: tuple[int, ...]) -> None:
 def test_a_stranger_at_the_port_is_no_machine() -> None:
     port = free_port()
     first = Machine(0, 2, port)
+    while socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.05)
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1]", b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(text)

@@ -29,8 +29,8 @@ SILENT_SECONDS = 900.0
 ORPHAN_SECONDS = 120.0
 # EBADF: NFS gives locks only to who may write
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
-ATTEMPTS = 20  # another command looks at a lock for less than a millisecond
-WAIT_SECONDS = 0.05
+ATTEMPTS = 5  # another command looks at a lock for less than a millisecond
+WAIT_SECONDS = 0.005
 
 _held: dict[int, Path] = {}  # run folders whose locks this process has, by descriptor
 
@@ -93,10 +93,14 @@ def shared(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
     """Keep others out of a run folder, to rename or to remove; yields False where a run goes on."""
-    if not (folder / NAME).exists():
-        yield not is_alive(folder)
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDWR)
+    except FileNotFoundError:
+        yield _silent_seconds(folder) > SILENT_SECONDS
         return
-    descriptor = _open(folder)
+    except OSError:  # another user's, or on a disk that is read-only
+        yield not _goes_on(folder, read_holder(folder), None)
+        return
     try:
         yield not _goes_on(folder, read_holder(folder), _lock(descriptor, fcntl.LOCK_EX))
     finally:
@@ -105,17 +109,8 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 def is_alive(folder: Path) -> bool:
     """Return whether a run goes on in a folder."""
-    try:
-        descriptor = os.open(folder / NAME, os.O_RDWR)
-    except FileNotFoundError:
-        return _silent_seconds(folder) < SILENT_SECONDS
-    except OSError:  # not to be written: another user's, or a disk that is read-only
-        return _goes_on(folder, read_holder(folder), None)
-    try:
-        has_lock = _lock(descriptor, fcntl.LOCK_EX, attempts=1)
-    finally:
-        os.close(descriptor)
-    return _goes_on(folder, read_holder(folder), has_lock)
+    with claimed(folder) as is_free:
+        return not is_free
 
 
 def refuse_if_held(folder: Path) -> None:
@@ -173,8 +168,10 @@ def _refusal(folder: Path, holder: ProcessId | None) -> EnvironmentFault:
     elif lives is None:
         advice += (
             ". Its process cannot be seen from here (another machine, container or user): stop it "
-            f"there; where it is gone for good, rm {folder / NAME}"
+            "there"
         )
+        if not holder.is_of_this_boot:
+            advice += f"; where it is gone for good, rm {folder / NAME}"
     else:
         advice += "; its launcher is gone, and its ranks save a last checkpoint: wait for them"
     return EnvironmentFault(f"{folder}: {holder or 'a process'} trains in it; {advice}")
@@ -184,16 +181,14 @@ def _open(folder: Path) -> int:
     return os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
 
 
-def _lock(descriptor: int, kind: int, attempts: int = ATTEMPTS) -> bool | None:
+def _lock(descriptor: int, kind: int) -> bool | None:
     """Return whether this process has got a lock; None on a file system without locks."""
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(WAIT_SECONDS)
+    for _ in range(ATTEMPTS):
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            continue
+            time.sleep(WAIT_SECONDS)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

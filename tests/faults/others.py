@@ -38,10 +38,15 @@ AMBIENT = {"ACCELERATE_MIXED_PRECISION": "bf16", "PET_NNODES": "2", "FSDP_OFFLOA
 
 
 def unshare(flags: int) -> None:
-    """Give this process namespaces of its own; skips where the host allows none."""
+    """Give this process namespaces of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(flags | NEW_MOUNTS) != 0:
+    if libc.unshare(flags) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
+
+
+def unshare_mounts() -> None:
+    """Give this process mounts of its own."""
+    unshare(NEW_MOUNTS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
@@ -52,7 +57,8 @@ def need_namespaces() -> None:
 
 def enter_container() -> None:
     """Go on in a fork with process numbers of its own, as in a container with this host's name."""
-    unshare(NEW_PROCESSES)
+    unshare_mounts()
+    unshare(NEW_PROCESSES)  # the next fork is its first process, which must stay
     child = os.fork()
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -61,7 +67,7 @@ def enter_container() -> None:
 
 def set_the_clock_in_step_3(stat: Path) -> None:
     """Let this rank see a boot that is an hour later from step 3 on, and look at the others."""
-    unshare(0)
+    unshare_mounts()
     compute_loss = SftTrainer.compute_loss
 
     def later(self: SftTrainer, *arguments: Any, **options: Any) -> Any:
