@@ -1,9 +1,13 @@
 """RESUME: the same command typed again goes on, and a finished run is not trained again."""
 
+import errno
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +25,7 @@ from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process_id import ProcessId
 from sft_play.runs import lock
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, give_up_name
 from sft_play.runs.metrics import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -233,3 +237,52 @@ def test_a_lock_that_was_cut_off_is_nobodys(folder):
     (folder.path / lock.NAME).write_text('{"pid": 1')
     lock.take(folder.path, print)
     assert lock.read_holder(folder.path) == ProcessId.read()
+
+
+def test_the_lock_of_an_older_version_counts_while_its_run_gives_signs_of_life(folder):
+    path = folder.path / lock.NAME
+    path.write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "started": 1.5}))
+    with pytest.raises(EnvironmentFault, match="trains in it"):
+        lock.take(folder.path, print)
+    moment = path.stat().st_mtime - lock.SILENT_SECONDS - 1
+    os.utime(path, (moment, moment))
+    lock.take(folder.path, print)
+
+
+def test_without_locks_of_the_disk_the_process_counts_and_it_is_said(folder, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    said: list[str] = []
+    write_holder(folder.path, ProcessId.read(os.getppid()))
+    with pytest.raises(EnvironmentFault, match=f"kill {os.getppid()} stops it"):
+        lock.take(folder.path, said.append)
+    write_holder(folder.path, GONE)
+    moment = time.time() - lock.ORPHAN_SECONDS - 1
+    os.utime(folder.path / lock.NAME, (moment, moment))
+    lock.take(folder.path, said.append)
+    assert "its file system has no locks (flock)" in said[-1]
+
+
+def test_a_folder_is_renamed_only_under_its_lock(folder):
+    (folder.path / "run.json").write_text('{"status": "failed"}')
+    with held_by_another(folder.path):
+        assert give_up_name(folder.path.parent, "run") is None
+    assert give_up_name(folder.path.parent, "run").name == "run-untrained-1"
+
+
+def test_a_fork_that_outlives_its_run_does_not_keep_the_folder(folder):
+    code = (
+        "import os, sys, time; from pathlib import Path; from sft_play.runs import lock; "
+        "lock.take(Path(sys.argv[1]), print); child = os.fork(); "
+        "time.sleep(60 if child == 0 else 0); print(child, flush=True)"
+    )
+    command = [sys.executable, "-c", code, str(folder.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as other:
+        child = int(other.stdout.readline())
+        other.wait()
+        try:
+            lock.take(folder.path, print)
+        finally:
+            os.kill(child, signal.SIGKILL)
