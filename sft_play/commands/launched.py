@@ -129,7 +129,7 @@ def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoRet
     if place.nodes > 1 and f"{places.OF_TORCHRUN}RUN_ID" not in launched.environ:
         seconds = folder.read_config().train.rendezvous_timeout
         at = (place.node_rank, place.nodes, place.master_addr, place.master_port)
-        meet(Wait(*at, seconds, lambda text: print(text, flush=True)))
+        meet(Wait(*at, seconds))
     launched.meeting.announce(folder)
     become_worker(launched, command)
 

@@ -27,7 +27,7 @@ class Wait:
     address: str
     port: int
     seconds: float
-    say: Callable[[str], None]
+    say: Callable[[str], None] = lambda text: print(text, flush=True)
     began: float = field(default_factory=time.monotonic)
     _said: float = 0.0  # seconds after it began
 

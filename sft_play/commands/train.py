@@ -53,7 +53,7 @@ from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.launch import DEFAULT_PORT
 from sft_play.plan.ranks import precision
-from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
+from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.progress import visible
 from sft_play.runs import folder as run_folders
 from sft_play.runs import lock
@@ -114,8 +114,12 @@ def train(
 
 
 def hand_over(folder: RunFolder, planned: PlannedRun, call: Call) -> NoReturn:
-    """Become the launcher of a run, or its only rank."""
+    """Become the launcher of a run, or its only rank, once all its machines have come."""
     command = planned.plan.launch
+    ranks = planned.plan.ranks
+    if ranks.nodes > 1:
+        at = (ranks.node_rank, ranks.nodes, ranks.master_addr, ranks.master_port or DEFAULT_PORT)
+        meet(Wait(*at, planned.config.train.rendezvous_timeout))
     if planned.plan.ranks.strategy != "single":
         command = launch.recorded(command, folder.path)
     stops.hold()
@@ -363,17 +367,6 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
     try:
         with StopSignals() as signals, failure_recorded(run):
             signals.release()
-            ranks = read_plan(run).ranks
-            if ranks.nodes > 1:
-                seconds = run.read_config().train.rendezvous_timeout
-                port = ranks.master_port or DEFAULT_PORT
-                meet(Wait(ranks.node_rank, ranks.nodes, ranks.master_addr, port, seconds, _say))
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         sys.exit(int(ExitClass.STOPPED))
-    except SftPlayError as error:
-        sys.exit(int(error.exit_class))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
