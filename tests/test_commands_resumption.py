@@ -286,3 +286,14 @@ def test_a_fork_that_outlives_its_run_does_not_keep_the_folder(folder):
             lock.take(folder.path, print)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_another_machine_of_a_run_is_not_refused_for_the_first_ones_folder(typed, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / "plan.json").write_text("{}")
+    with held_by_another(folder.path):
+        second = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NUM_GPUS": "1"}
+        assert typed(**second).name == "run-node1"
+        with pytest.raises(EnvironmentFault, match="trains in it"):
+            typed()

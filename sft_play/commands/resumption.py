@@ -83,7 +83,8 @@ def is_in_place(folder: Path, resume_from: str | None) -> bool:
 def _going_on(call: Call, folder: RunFolder) -> Resumption:
     if not (folder.path / "plan.json").exists():
         return Resumption(call)
-    lock.refuse_if_held(folder.path)
+    if call.invocation.node_rank == 0:  # another machine has a folder of its own beside
+        lock.refuse_if_held(folder.path)
     report = folder.read_report()
     if report.state == "done" and folder.lacks_weights() is None:
         refuse_other_run(call, folder)
