@@ -1,5 +1,5 @@
 """`python -m sft_play`."""
 
-from sft_play.cli import main
+from sft_play.cli import main_of_process
 
-main()
+main_of_process()

@@ -326,6 +326,14 @@ def main(words: Sequence[str] | None = None, launched: Launched | None = None) -
         app(words, prog_name="python -m sft_play", obj=launched)
 
 
+def main_of_process() -> None:
+    """Run the command line of this process; one of several that train is a rank."""
+    if sys.argv[1:2] == ["train"] and launching.is_placed(loader.environment()):
+        main_of_rank(sys.argv[2:])
+    else:
+        main()
+
+
 def main_of_rank(words: Sequence[str]) -> None:
     """Train in the process of a launcher that the user started himself, or of none.
 

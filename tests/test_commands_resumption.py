@@ -1,15 +1,19 @@
 """RESUME: the same command typed again goes on, and a finished run is not trained again."""
 
+import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from run_files import GONE, held_by_another, write_holder
 from safetensors.torch import load_file
 
 from sft_play.commands import call as calls
@@ -19,8 +23,9 @@ from sft_play.config.messages import word
 from sft_play.data import cache
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.process_id import ProcessId
 from sft_play.runs import lock
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, give_up_name
 from sft_play.runs.metrics import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,38 +185,30 @@ def folder(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def hold(folder: RunFolder, **changes) -> None:
-    own = vars(lock.Holder.this_process())
-    (folder.path / lock.NAME).write_text(json.dumps({**own, **changes}))
-
-
 def test_a_folder_in_which_a_run_goes_on_is_refused_with_its_holder(folder):
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        started = psutil.Process(other.pid).create_time()
-        hold(folder, pid=other.pid, started=started)
+    with held_by_another(folder.path) as other:
         with pytest.raises(EnvironmentFault) as caught:
-            lock.take(folder, print)
-        host = socket.gethostname()
-        assert f"process {other.pid} on {host} trains in it; make watch" in str(caught.value)
+            lock.take(folder.path, print)
+        assert f"{other} trains in it; make watch" in str(caught.value)
+        assert str(caught.value).endswith(f"kill {other.pid} stops it")
         assert caught.value.exit_class == 13
-        hold(folder, pid=other.pid, started=started - 100)  # its id was that of another process
-        lock.take(folder, print)
-        hold(folder, pid=other.pid, started=started)
-        other.kill()
+        os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert psutil.Process(other.pid).status() == psutil.STATUS_ZOMBIE
-        lock.take(folder, print)
-    finally:
-        other.kill()
-        other.wait()
+        lock.take(folder.path, print)
+
+
+def test_a_number_that_another_process_had_before_says_nothing(folder):
+    own = ProcessId.read(os.getppid())
+    write_holder(folder.path, replace(own, started=own.started - 100))
+    lock.take(folder.path, print)
 
 
 def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
-    hold(folder, pid=2**22 + 1)
+    write_holder(folder.path)
     said: list[str] = []
-    lock.take(folder, said.append)
-    lock.take(folder, said.append)  # its own
+    lock.take(folder.path, said.append)
+    lock.take(folder.path, said.append)  # its own
     host = socket.gethostname()
     assert said == [
         f"{folder.path / lock.NAME} was process {2**22 + 1} on {host}'s, which is gone; "
@@ -220,25 +217,89 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
     assert json.loads((folder.path / lock.NAME).read_text())["pid"] == os.getpid()
 
 
-def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder):
-    hold(folder, host="elsewhere")
+def test_a_run_before_a_reboot_is_gone(folder):
+    write_holder(folder.path, replace(GONE, boot="another"))
+    lock.take(folder.path, print)
+
+
+def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder, monkeypatch):
+    monkeypatch.setattr(lock, "is_local", lambda path: False)
+    write_holder(folder.path, replace(GONE, host="elsewhere", boot="another"))
     with pytest.raises(EnvironmentFault, match=r"where it is gone for good, rm .*run.lock"):
-        lock.take(folder, print)
+        lock.take(folder.path, print)
     moment = (folder.path / lock.NAME).stat().st_mtime - lock.SILENT_SECONDS - 1
     os.utime(folder.path / lock.NAME, (moment, moment))
-    lock.take(folder, print)
+    lock.take(folder.path, print)
 
 
 def test_ranks_that_outlive_their_launcher_keep_the_folder(folder):
-    hold(folder, pid=2**22 + 1)
-    running = {"status": "running", "pid": os.getpid(), "started_at": "2099-01-01T00:00:00"}
-    (folder.path / "run.json").write_text(json.dumps(running))
-    with pytest.raises(EnvironmentFault, match=f"process {os.getpid()} on None trains in it"):
-        lock.take(folder, print)
+    with held_by_another(folder.path):
+        write_holder(folder.path)
+        with pytest.raises(EnvironmentFault, match="its launcher is gone, and its ranks save"):
+            lock.take(folder.path, print)
 
 
 def test_a_lock_that_was_cut_off_is_nobodys(folder):
     (folder.path / lock.NAME).write_text('{"pid": 1')
-    lock.take(folder, print)
-    text = (folder.path / lock.NAME).read_text()
-    assert lock.Holder.from_text(text) == lock.Holder.this_process()
+    lock.take(folder.path, print)
+    assert lock.read_holder(folder.path) == ProcessId.read()
+
+
+def test_the_lock_of_an_older_version_counts_while_its_run_gives_signs_of_life(folder):
+    path = folder.path / lock.NAME
+    path.write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "started": 1.5}))
+    with pytest.raises(EnvironmentFault, match="trains in it"):
+        lock.take(folder.path, print)
+    moment = path.stat().st_mtime - lock.SILENT_SECONDS - 1
+    os.utime(path, (moment, moment))
+    lock.take(folder.path, print)
+
+
+def test_without_locks_of_the_disk_the_process_counts_and_it_is_said(folder, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    said: list[str] = []
+    write_holder(folder.path, ProcessId.read(os.getppid()))
+    with pytest.raises(EnvironmentFault, match=f"kill {os.getppid()} stops it"):
+        lock.take(folder.path, said.append)
+    write_holder(folder.path, GONE)
+    moment = time.time() - lock.ORPHAN_SECONDS - 1
+    os.utime(folder.path / lock.NAME, (moment, moment))
+    lock.take(folder.path, said.append)
+    assert "its file system has no locks (flock)" in said[-1]
+
+
+def test_a_folder_is_renamed_only_under_its_lock(folder):
+    (folder.path / "run.json").write_text('{"status": "failed"}')
+    with held_by_another(folder.path):
+        assert give_up_name(folder.path.parent, "run") is None
+    assert give_up_name(folder.path.parent, "run").name == "run-untrained-1"
+
+
+def test_a_fork_that_outlives_its_run_does_not_keep_the_folder(folder):
+    code = (
+        "import os, sys, time; from pathlib import Path; from sft_play.runs import lock; "
+        "lock.take(Path(sys.argv[1]), print); child = os.fork(); "
+        "time.sleep(60 if child == 0 else 0); print(child, flush=True)"
+    )
+    command = [sys.executable, "-c", code, str(folder.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as other:
+        child = int(other.stdout.readline())
+        other.wait()
+        try:
+            lock.take(folder.path, print)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_another_machine_of_a_run_is_not_refused_for_the_first_ones_folder(typed, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / "plan.json").write_text("{}")
+    with held_by_another(folder.path):
+        second = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NUM_GPUS": "1"}
+        assert typed(**second).name == "run-node1"
+        with pytest.raises(EnvironmentFault, match="trains in it"):
+            typed()

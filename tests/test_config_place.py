@@ -1,8 +1,21 @@
 """What launchers say of a process, and the make variables that mean the same."""
 
-import pytest
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
-from sft_play.config.place import Place, as_for_make, read, unused, without_launcher
+import pytest
+import torch
+
+from sft_play.config.place import (
+    Place,
+    as_for_make,
+    is_of_launcher,
+    read,
+    remarks,
+    without_launcher,
+)
 from sft_play.errors import ConfigError
 
 # What each launcher sets for the second of two processes on one machine, with versions of
@@ -38,6 +51,13 @@ DEEPSPEED = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
+BY_HAND = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 SECOND = Place(1, 2, 1, 2, "127.0.0.1", 29500)
 
 
@@ -58,6 +78,9 @@ SECOND = Place(1, 2, 1, 2, "127.0.0.1", 29500)
         ({**DEEPSPEED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
          Place(0, 1, 0, 1, "127.0.0.1", 29500, True)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1, 2, "localhost", 12355)),
+        (BY_HAND, Place(1, 2, 1, 2, "localhost", 29500)),
+        ({**BY_HAND, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"LOCAL_RANK": "0"}, None),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4000"},
          Place(1, 2, 1, 2, "localhost", 4000)),
         ({**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
@@ -80,7 +103,10 @@ def test_torch_finds_the_place_by_the_same_variables_whoever_set_them() -> None:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK: set both"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one: write a whole number of at least 0"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: write a number from 0 to 1"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without LOCAL_WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"},
+         "without LOCAL_WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without LOCAL_WORLD_SIZE"),
+        ({"LOCAL_RANK": "1"}, "without LOCAL_WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, "set them to this process's"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0: write a whole"),
         ({**TORCHRUN, "WORLD_SIZE": "3"}, "every machine must run as many processes"),
@@ -111,7 +137,7 @@ def test_the_run_is_that_of_make_with_these_variables(
     environ: dict[str, str], variables: dict[str, str]
 ) -> None:
     users = {"PATH": "/bin", "TRAIN_BATCH_SIZE": "4", "CUDA_VISIBLE_DEVICES": "1,2"}
-    kept = {name: value for name, value in environ.items() if "ELASTIC" in name or "GROUP" in name}
+    kept = {name: value for name, value in environ.items() if "ELASTIC" in name}
     place = read(environ)
     own = without_launcher(environ | users, place)
     assert own == kept | users
@@ -140,7 +166,55 @@ def test_another_strategy_than_accelerates_fsdp_is_refused() -> None:
 
 
 def test_a_number_type_of_accelerate_is_not_dropped_without_a_word() -> None:
-    assert unused(ACCELERATE) == unused({}) == []
-    assert (
-        "mixed precision bf16 does not count" in unused({"ACCELERATE_MIXED_PRECISION": "bf16"})[0]
-    )
+    assert remarks(ACCELERATE, SECOND) == remarks({}, None) == []
+    given = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    for place in (None, SECOND):
+        assert "mixed precision bf16 does not count" in remarks(given, place)[0]
+
+
+def test_what_follows_from_a_place_that_was_set_by_hand_is_said() -> None:
+    assert remarks(BY_HAND, read(BY_HAND)) == [
+        "LOCAL_WORLD_SIZE=2 follows from WORLD_SIZE: RANK and LOCAL_RANK are equal, so all "
+        "processes run on this machine"
+    ]
+
+
+# What launchers and their ranks read that changes no number, no rank and no program
+KEPT = re.compile(
+    r"(NCCL|TORCH_NCCL|TORCH_FR|TORCH_DISTRIBUTED|CUDA|KMP|OMP|UCX|AWS|PYTORCH|PDSH)_.*|PT_HPU_.*|XPU_.*"
+    r"|MASTER_(ADDR|PORT)|NODE_RANK|AZ_BATCH.*|.*_VISIBLE_(DEVICES|CORES|MODULES)|(XDG_CACHE_)?HOME|LOGLEVEL"
+    r"|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|TORCHELASTIC_ERROR_FILE|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|USE_(LIBUV|TORCH_XLA)"
+)
+FILES = (
+    *("accelerate/state.py", "accelerate/accelerator.py", "accelerate/parallelism_config.py"),
+    *("accelerate/commands/launch.py", "accelerate/utils/*.py", "torch/distributed/run.py"),
+    *("torch/distributed/rendezvous.py", "torch/distributed/distributed_c10d.py"),
+    *("torch/distributed/launcher/*.py", "torch/distributed/elastic/**/*.py"),
+    *("deepspeed/constants.py", "deepspeed/comm/*.py", "deepspeed/launcher/*.py"),
+    *("deepspeed/accelerator/*.py", "deepspeed/runtime/*.py", "transformers/training_args.py"),
+)
+READERS = re.compile(r"environ|getenv|_from_env")
+
+
+def variables_in(path: Path) -> Iterator[str]:
+    """Yield the variables of the environment that a module reads by name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        words: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and READERS.search(ast.unparse(node.value)):
+            words = [node.slice]
+        elif isinstance(node, ast.Call) and READERS.search(ast.unparse(node.func)):
+            words = node.args[:1]
+            if words and isinstance(words[0], ast.List):
+                words = words[0].elts
+        for each in words:
+            if isinstance(each, ast.Constant) and str(each.value).isupper():
+                yield each.value
+
+
+def test_every_variable_that_launchers_read_is_the_plans_or_changes_nothing() -> None:
+    packages = Path(torch.__file__).parents[1]
+    files = [path for pattern in FILES for path in packages.glob(pattern)]
+    names = {name for path in files for name in variables_in(path)}
+    assert len(names) > 60 and "ACCELERATE_MIXED_PRECISION" in names
+    unknown = {name for name in names if not is_of_launcher(name) and not KEPT.fullmatch(name)}
+    assert unknown == set(), "say in config/place.py or KEPT what becomes of them"

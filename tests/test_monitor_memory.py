@@ -4,17 +4,23 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_nvml import NO_DRIVER, card
+from run_files import GONE, write_holder
 
 from sft_play.monitor import memory
 from sft_play.monitor.memory import memory_check_lines
 from sft_play.plan.devices import GIB
+from sft_play.process_id import ProcessId
+from sft_play.runs import lock
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
+
+THIS = ProcessId.read()
 
 
 def test_memory_check_names_who_holds_gpu_memory(plant, tmp_path):
@@ -61,7 +67,7 @@ def test_memory_check_shows_power_and_temperature_where_nvml_gives_them(plant, t
 def running(tmp_path):
     """A function that writes down a run that this process trains, and what else its report says."""
 
-    def write(name: str, device: str, **facts: object) -> Path:
+    def write(name: str, device: str, holder=THIS, **facts: object) -> Path:
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
         write_json(folder.path / "plan.json", {})
@@ -74,6 +80,9 @@ def running(tmp_path):
         }
         report = {"status": "running", "peak_bytes": {"predicted": 43 * GIB}, **own, **facts}
         folder.write_report(RunReport.from_json(report))
+        if holder != GONE:
+            lock.take(folder.path, print)
+        write_holder(folder.path, holder)
         return tmp_path
 
     return write
@@ -82,7 +91,8 @@ def running(tmp_path):
 def test_memory_check_shows_what_a_run_holds_beside_what_was_predicted(plant, running):
     plant(card("GPU-a", processes={os.getpid(): 41 * GIB, 1: GIB}), card("GPU-b"))
     running("over", "cuda", status="done")
-    running("died", "cuda", pid=2**22 + 1)
+    running("died", "cuda", GONE)
+    running("in a container", "cuda", replace(THIS, namespace="another"))
     lines = memory_check_lines({}, running("now", "cuda"))
     assert [line for line in lines if line.startswith("run ")] == [
         f"run now: predicted peak 43.0 GiB, 41.0 GiB in use on cuda:0 (pid {os.getpid()})"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from run_files import run_json
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor import tensorboard
 from sft_play.plan.launch import free_port
+from sft_play.process_id import ProcessId
 from sft_play.runs.folder import RunFolder
 
 
@@ -31,10 +33,10 @@ def pid_file(tmp_path: Path):
     tensorboard.stop(path)
 
 
-def _record(pid_file: Path, pid: int, started_at: float) -> None:
+def _record(pid_file: Path, process: ProcessId) -> None:
     pid_file.parent.mkdir(parents=True, exist_ok=True)
     pid_file.write_text(
-        json.dumps({"pid": pid, "port": 6006, "logdir": "/somewhere", "started_at": started_at})
+        json.dumps({"process": asdict(process), "port": 6006, "logdir": "/somewhere"})
     )
 
 
@@ -47,7 +49,8 @@ def _interpreter(path: Path, script: str) -> Path:
 
 def test_a_recycled_pid_is_never_stopped(pid_file):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        _record(pid_file, child.pid, psutil.Process(child.pid).create_time() - 60)
+        own = ProcessId.read(child.pid)
+        _record(pid_file, replace(own, started=own.started - 60))
         assert tensorboard.stop(pid_file) == "no TensorBoard of ours is running"
         assert child.poll() is None
         assert not pid_file.exists()
@@ -69,7 +72,7 @@ def test_a_process_that_ignores_sigterm_is_killed(pid_file):
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"ready\n"
-        _record(pid_file, child.pid, psutil.Process(child.pid).create_time())
+        _record(pid_file, ProcessId.read(child.pid))
         said = tensorboard.stop(pid_file, grace_seconds=0.1)
         survived = psutil.pid_exists(child.pid)
         child.kill()  # or a failure would hang here
@@ -127,7 +130,7 @@ def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path
         first = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
     assert first.port > port
     assert f"port {port} is taken, it uses {first.port}" in first.message
-    assert json.loads(pid_file.read_text())["pid"] == first.pid
+    assert json.loads(pid_file.read_text())["process"]["pid"] == first.pid
     with urllib.request.urlopen(f"{first.url}/data/environment") as answer:
         assert json.load(answer)["data_location"] == str(tmp_path / "logs")
     again = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)

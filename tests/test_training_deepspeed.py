@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from namespaces import in_container, needs_namespaces
 from rank_processes import run_two_workers
 from run_files import plan_json, run_json
 
@@ -18,7 +19,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import deepspeed_start
 from sft_play.training.deepspeed_start import (
     compile_cpu_adam,
-    file_system,
     free_lock,
     free_locks,
     holders,
@@ -66,10 +66,22 @@ def test_a_lock_that_is_held_stays_and_its_holder_is_named(lock, caplog):
 
 
 def test_a_lock_on_a_disk_of_several_machines_is_left_to_the_user(lock, caplog, monkeypatch):
-    assert file_system(lock) not in deepspeed_start.SHARED
-    monkeypatch.setattr(deepspeed_start, "file_system", lambda _: "nfs4")
+    monkeypatch.setattr(deepspeed_start, "is_local", lambda _: False)
     free_lock(lock)
     assert lock.exists() and f"rm {lock}" in caplog.text
+
+
+@needs_namespaces
+def test_a_lock_that_is_held_in_another_container_stays(lock, caplog):
+    code = (
+        "import logging, sys; from pathlib import Path; logging.basicConfig(); "
+        "from sft_play.training.deepspeed_start import free_lock; free_lock(Path(sys.argv[1]))"
+    )
+    with lock.open():
+        done = in_container([sys.executable, "-c", code, str(lock)])
+    assert "another user, container or machine compiles" in done.stderr and lock.exists()
+    done = in_container([sys.executable, "-c", code, str(lock)])
+    assert "was left by a run" in done.stderr and not lock.exists()
 
 
 ALONE = Process.alone(torch.device("cpu"))

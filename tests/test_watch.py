@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from report_folders import DONE, run_folder
+from run_files import GONE, write_holder
 
 from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
@@ -134,10 +135,12 @@ def test_signs_of_life_are_not_kept_but_for_the_last(tmp_path):
 
 
 def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path):
-    there = running(host="elsewhere", pid=2**22 + 1)
-    run = recorded(tmp_path / "run", there)
+    run = recorded(tmp_path / "run", running(host="elsewhere"))
+    write_holder(run.folder.path, replace(GONE, host="elsewhere", boot="another"))
+    run.update()
     assert run.goes_on and frame(run)[0].endswith(", on elsewhere")
-    run.folder.write_report(replace(there, host=socket.gethostname()))
+    write_holder(run.folder.path, GONE)
+    run.folder.write_report(running())
     run.update()
     assert not run.goes_on and frame(run)[0].startswith("run run: died")
 
@@ -201,7 +204,7 @@ def test_without_a_run_it_says_how_to_make_one(tmp_path):
     ],
 )
 def test_a_run_that_has_ended_is_shown_once_with_its_verdict(tmp_path, report, verdict):
-    run_folder(tmp_path / "run", report)
+    write_holder(run_folder(tmp_path / "run", report).path)
     text = watched(tmp_path)
     assert verdict in text.splitlines()
     assert "loss   1.0000 now, 2.0000 first, 1.0000 lowest" in text

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft_play import stops
+from sft_play.commands.nodes import Wait, meet
 from sft_play.config import loader
 from sft_play.config import place as places
 from sft_play.config.invocation import is_single_process_forced
 from sft_play.config.place import Place
+from sft_play.config.targets import GOALS
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan import devices, launch
 from sft_play.plan.launch import Launch
@@ -53,7 +55,12 @@ def read(environ: Mapping[str, str]) -> Launched:
         is_surplus = place is not None and place.rank > 0
         place = None
     own = places.without_launcher(environ, place)
-    return Launched(own, place, is_surplus, tuple(places.unused(environ)))
+    return Launched(own, place, is_surplus, tuple(places.remarks(environ, place)))
+
+
+def is_placed(environ: Mapping[str, str]) -> bool:
+    """Return whether this process says that it is one of several; below make none is."""
+    return bool(environ.get("WORLD_SIZE", "").strip()) and GOALS not in environ
 
 
 def own_words(words: Sequence[str]) -> list[str]:
@@ -114,14 +121,24 @@ def lead(launched: Launched, meeting: "Meeting") -> Launched:
 
 
 def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoReturn:
-    """Tell the others of this machine of the run, and become a worker of it."""
+    """Tell the others of this machine of the run, and become a worker of it.
+
+    Machines whose processes the user started by hand meet before; agents of torchrun have met.
+    """
+    place = launched.place
+    if place.nodes > 1 and f"{places.OF_TORCHRUN}RUN_ID" not in launched.environ:
+        seconds = folder.read_config().train.rendezvous_timeout
+        at = (place.node_rank, place.nodes, place.master_addr, place.master_port)
+        meet(Wait(*at, seconds))
     launched.meeting.announce(folder)
     become_worker(launched, command)
 
 
 def become_worker(launched: Launched, command: Launch) -> NoReturn:
     """Replace this process with a worker at its place."""
-    variables = launched.place.variables()
+    own = launched.environ.items()
+    variables = {name: value for name, value in own if name.startswith(places.OF_TORCHRUN)}
+    variables |= launched.place.variables()
     command = dataclasses.replace(command, env={**command.env, **variables})
     stops.hold()
     launch.execute(command, launched.environ)

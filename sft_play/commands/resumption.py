@@ -83,7 +83,8 @@ def is_in_place(folder: Path, resume_from: str | None) -> bool:
 def _going_on(call: Call, folder: RunFolder) -> Resumption:
     if not (folder.path / "plan.json").exists():
         return Resumption(call)
-    lock.refuse_if_held(folder)
+    if call.invocation.node_rank == 0:  # another machine has a folder of its own beside
+        lock.refuse_if_held(folder.path)
     report = folder.read_report()
     if report.state == "done" and folder.lacks_weights() is None:
         refuse_other_run(call, folder)
@@ -182,8 +183,10 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
     ranks = planned.plan.ranks
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
     run = resumed_run(train.resume_from)
-    if run is not None and run.read_report().state not in ("running", "planned"):
-        checkpoints.remove_leftovers(run.checkpoints, print)
+    if run is not None:
+        with lock.claimed(run.path) as is_ours:
+            if is_ours:
+                checkpoints.remove_leftovers(run.checkpoints, print)
     print(f"resume {checkpoint}")
     if saved["world_size"] != ranks.world_size:
         print(

@@ -26,7 +26,7 @@ from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, r
 from sft_play.reporting.answers import title_of
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import recorded_scores
+from sft_play.runs.report import GOING_ON, recorded_scores
 from sft_play.runs.resumed import AskedRun
 from sft_play.stops import StopSignals
 
@@ -185,7 +185,7 @@ def plan_trials(call: Call, over: str, factor: int | None = None) -> list[Trial]
 def refuse_running(trial: Trial) -> None:
     """Raise ConfigError while a run of this trial is going on, or after too many of them."""
     latest = trial.latest()
-    if latest.read_report().state in ("planned", "running"):
+    if latest.read_report().state in GOING_ON:
         raise ConfigError(f"{latest.path} is running; wait for the sweep that started it")
     if len(trial.runs()) >= ATTEMPTS:
         raise ConfigError(f"{trial.first}: {ATTEMPTS} runs with these settings did not end")

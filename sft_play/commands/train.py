@@ -22,6 +22,7 @@ import yaml
 from sft_play import stops
 from sft_play.commands.call import Call, load_config, pid_file, plan_run
 from sft_play.commands.launched import Launched, start_ranks
+from sft_play.commands.nodes import Wait, meet
 from sft_play.commands.plan import (
     given_variables,
     override_variables,
@@ -35,6 +36,7 @@ from sft_play.commands.resumption import (
     plan_of_resumed,
     resumption,
 )
+from sft_play.config import place as places
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config, env_name
@@ -49,6 +51,7 @@ from sft_play.monitor import packages
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
+from sft_play.plan.launch import DEFAULT_PORT
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.progress import go_on_without_output, visible
@@ -85,6 +88,8 @@ def train(
     go_on_without_output()
     is_rank = launched is not None and launched.place is not None
     with stops.stopped_with(NOT_BEGUN):
+        for sentence in [] if launched else places.remarks(call.environ, None):
+            print(f"warning: {sentence}")
         if call.invocation.gpus:
             raise ConfigError(
                 f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
@@ -110,8 +115,12 @@ def train(
 
 
 def hand_over(folder: RunFolder, planned: PlannedRun, call: Call) -> NoReturn:
-    """Become the launcher of a run, or its only rank."""
+    """Become the launcher of a run, or its only rank, once all its machines have come."""
     command = planned.plan.launch
+    ranks = planned.plan.ranks
+    if ranks.nodes > 1:
+        at = (ranks.node_rank, ranks.nodes, ranks.master_addr, ranks.master_port or DEFAULT_PORT)
+        meet(Wait(*at, planned.config.train.rendezvous_timeout))
     if planned.plan.ranks.strategy != "single":
         command = launch.recorded(command, folder.path)
     stops.hold()
@@ -145,7 +154,7 @@ def prepare_run(
     check_trackers(planned.config, with_tensorboard)
     earlier = plan_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
     folder = new_run(call, loaded, planned.config)
-    lock.take(folder, print)
+    lock.take(folder.path, print)
     command_of = launch.rank_command if is_rank else launch.launch_command
     command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
@@ -241,6 +250,7 @@ def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: st
         folder.write_report(report)
     except OSError as error:  # it must not hide the cause
         print(f"{folder.path / 'run.json'} cannot be written: {error.strerror}")
+    lock.release(folder.path)
     from sft_play.reporting.page import write_report_or_warn  # its templates take a while
 
     write_report_or_warn(folder)
@@ -298,7 +308,7 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
         run_name += of_node
         if is_in_place(output_dir / run_name, config.train.resume_from):
             return RunFolder(output_dir / run_name)
-        given_up = run_folders.give_up_name(output_dir, run_name, lock.is_abandoned)
+        given_up = run_folders.give_up_name(output_dir, run_name)
         if given_up is not None:
             print(f"an earlier run {run_name} kept nothing; it is {given_up.path} now")
     return run_folders.create(output_dir, run_name, run_stem(loaded) + of_node)

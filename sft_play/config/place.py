@@ -16,13 +16,22 @@ DEFAULT_ADDRESS = "localhost"
 DEFAULT_PORT = 12355
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
-# What launchers set. The plan decides all of it anew; accelerate's number types would even win
-OF_LAUNCHERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+# What launchers set, and what they read as if it were typed behind them: the plan decides all of it
+# anew. Left to the ranks, accelerate's number type would win, and torchrun would wait for nodes.
+OF_LAUNCHERS = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK"}
+    | {"CROSS_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
+    | {"PYTHON_EXEC", "NPROC", "FORK_LAUNCHED", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"}
+    | {"TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DIST_INIT_BARRIER", "DEEPSPEED_TIMEOUT"}
+    | {"DEEPSPEED_USE_HPU", "DS_ACCELERATOR", "DS_ALLOW_DEPRECATED_FP16", "DS_ENV_FILE"}
 )
-MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")  # make's too, for several machines
-PREFIXES_OF_ACCELERATE = ("ACCELERATE_", "FSDP_")
+PREFIXES_OF_LAUNCHERS = (
+    *("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "PET_", "TORCHELASTIC_"),
+    *("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCAL", "PALS_LOCAL"),
+    *("DS_SDMA_", "MORI_ENABLE_SDMA"),
+)
+OF_TORCHRUN = "TORCHELASTIC_"  # what its ranks need: who keeps the store, where causes are read
+MEETING_POINT = frozenset({"MASTER_ADDR", "MASTER_PORT"})  # make's too, for several machines
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
 
     Raises: ConfigError that lists every variable that is missing or wrong.
     """
-    words = Words(environ)
+    words = Words({**environ, **_derive(environ)})
     rank, world_size = _pair(words, "RANK", "WORLD_SIZE")
     size_name = "LOCAL_SIZE" if words.text("LOCAL_SIZE") else "LOCAL_WORLD_SIZE"  # deepspeed's
     local_rank, local_world_size = _pair(words, "LOCAL_RANK", size_name)
@@ -112,13 +121,31 @@ def read(environ: Mapping[str, str]) -> Place | None:
 
 
 def without_launcher(environ: Mapping[str, str], place: Place | None) -> dict[str, str]:
-    """Return the environment without what a launcher has set."""
-    names = OF_LAUNCHERS if place is None else OF_LAUNCHERS + MEETING_POINT
+    """Return the environment without what a launcher has set; torchrun's ranks need some of it."""
+    names = MEETING_POINT if place is not None else frozenset()
     return {
         name: value
         for name, value in environ.items()
-        if name not in names and not name.startswith(PREFIXES_OF_ACCELERATE)
+        if name.startswith(OF_TORCHRUN) or not (name in names or is_of_launcher(name))
     }
+
+
+def is_of_launcher(name: str) -> bool:
+    """Return whether a variable says to a launcher or its ranks what the plan decides."""
+    is_named = name in OF_LAUNCHERS or name.startswith(PREFIXES_OF_LAUNCHERS)
+    return is_named and name != "TORCHELASTIC_ERROR_FILE"  # only where a cause is read
+
+
+def _derive(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what follows from a LOCAL_RANK that was set by hand, where one machine is certain."""
+    words = Words(environ)
+    rank, size, local_rank = map(words.text, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if local_rank is None or words.text("LOCAL_WORLD_SIZE") or words.text("LOCAL_SIZE"):
+        return {}
+    if rank is size is None and local_rank == "0":
+        return {"LOCAL_RANK": ""}
+    is_here = size == "1" or (words.text("MASTER_ADDR") or DEFAULT_ADDRESS) in THIS_MACHINE
+    return {"LOCAL_WORLD_SIZE": size} if size and rank == local_rank and is_here else {}
 
 
 def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
@@ -144,15 +171,32 @@ def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     return {**environ, **variables}
 
 
-def unused(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each thing that accelerate was told and that does not count."""
+def remarks(environ: Mapping[str, str], place: Place | None) -> list[str]:
+    """Return a sentence for what was derived, and for what launchers were told and is dropped.
+
+    At a place, the launcher itself has set most of these variables, and read the others.
+    """
+    sentences = []
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision == "no":
-        return []
-    return [
-        f"accelerate's mixed precision {precision} does not count here: train.bf16 and train.fp16 "
-        "do, which are auto unless set"
-    ]
+    if precision != "no":
+        sentences.append(
+            f"accelerate's mixed precision {precision} does not count here: train.bf16 and "
+            "train.fp16 do, which are auto unless set"
+        )
+    dropped = [name for name in sorted(environ) if is_of_launcher(name) and environ[name]]
+    if place is None and dropped:
+        sentences.append(
+            f"{', '.join(dropped)} of the environment: the ranks are started without, because the "
+            "plan decides what launchers read there; settings, NUM_GPUS, NNODES, NODE_RANK, "
+            "MASTER_ADDR and MASTER_PORT say it to the plan"
+        )
+    derived = _derive(environ).get("LOCAL_WORLD_SIZE")
+    if place is not None and derived:
+        sentences.append(
+            f"LOCAL_WORLD_SIZE={derived} follows from WORLD_SIZE: RANK and LOCAL_RANK are equal, "
+            "so all processes run on this machine"
+        )
+    return sentences
 
 
 def _pair(words: Words, rank_name: str, size_name: str) -> tuple[int | None, int | None]:

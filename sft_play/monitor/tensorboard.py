@@ -8,14 +8,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.process_id import ProcessId
 from sft_play.runs.files import read_json, write_json
-from sft_play.runs.report import start_time
 
 HOST = "127.0.0.1"  # loopback: training logs are not for the network
 PORTS_TRIED = 21  # the one that was asked for and the 20 after it
@@ -45,20 +45,17 @@ class _Served(BaseModel):
 class _Record:
     """The content of the pid file."""
 
-    pid: int
+    process: ProcessId
     port: int
     logdir: str
-    started_at: float  # start of the process, in seconds since the epoch
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
-
-    def is_alive(self) -> bool:
-        """Return whether that very process runs, and not another one with its id."""
-        started = start_time(self.pid)
-        # each process reads the boot time that psutil adds by itself, and it may be rounded
-        return started is not None and abs(started - self.started_at) < 1.0
 
 
 def start(
@@ -121,9 +118,10 @@ def _running(pid_file: Path) -> _Record | None:
     """Return the pid file's TensorBoard if that very process is alive."""
     try:
         record = _Record(**read_json(pid_file))
+        process = ProcessId.from_json(record.process)
     except (FileNotFoundError, ValueError, TypeError):  # TypeError: JSON of another shape
         return None
-    return record if record.is_alive() else None
+    return replace(record, process=process) if process and process.is_alive() else None
 
 
 def _spawn(
@@ -146,7 +144,7 @@ def _spawn(
                 f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`"
             ) from None
     child.returncode = 0  # it outlives us on purpose, of which Popen would warn when collected
-    record = _Record(child.pid, port, logdir, start_time(child.pid))
+    record = _Record(ProcessId.read(child.pid), port, logdir)
     # before the wait: a start that Ctrl-C ends can still be stopped
     write_json(pid_file, asdict(record))
     return record
@@ -159,7 +157,7 @@ def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        if not record.is_alive():
+        if not (record.process and record.process.is_alive()):
             pid_file.unlink(missing_ok=True)
             return False
         if _answers(record):

@@ -16,7 +16,14 @@ from sft_play.progress import duration, in_short
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder, listing
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
-from sft_play.runs.report import LoggedStep, RankMemory, RunReport, logged_scores, recorded_scores
+from sft_play.runs.report import (
+    GOING_ON,
+    LoggedStep,
+    RankMemory,
+    RunReport,
+    logged_scores,
+    recorded_scores,
+)
 
 CURVE_WIDTH = 60
 CURVE_HEIGHT = 5
@@ -25,7 +32,6 @@ LOG_TAIL_BYTES = 8192
 # A run says something every 5 s (training.observers). A step may take minutes.
 SILENT_SECONDS = 30.0
 LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
-GOING_ON = ("planned", "running")
 FACTS = {
     "step_seconds": "{:.3g} s a step",
     "mfu": "MFU {:.0%}",

@@ -14,15 +14,15 @@ import yaml
 
 from sft_play import stops
 from sft_play.config.loader import PROJECT_ROOT
+from sft_play.config.place import is_of_launcher
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.ranks import Ranks
 from sft_play.runs.files import write_text
 
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
+DEFAULT_PORT = 29500  # where several machines meet, as torchrun's
 SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them
-# A launcher's to set; left in a shell they would place a single process
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Launch:
 
 def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> Launch:
     """Return the command that starts this node's ranks on a run folder."""
-    port = str(ranks.master_port or (29500 if ranks.nodes > 1 else free_port()))
+    port = str(ranks.master_port or (DEFAULT_PORT if ranks.nodes > 1 else free_port()))
     words = _launcher(ranks, run_folder, port)
     argv = (sys.executable, *words, str(WORKER), str(run_folder))
     return Launch(argv, _environment(ranks, run_folder, environ))
@@ -82,7 +82,7 @@ def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
         "num_processes": ranks.world_size,
         "machine_rank": ranks.node_rank,
         "main_process_ip": ranks.master_addr,
-        "main_process_port": ranks.master_port or 29500,
+        "main_process_port": ranks.master_port or DEFAULT_PORT,
         "mixed_precision": mixed_precision,
         "rdzv_backend": "static",
         "same_network": True,
@@ -99,7 +99,7 @@ def write_accelerate_config(path: Path, config: Mapping[str, object], header: st
 
 def execute(launch: Launch, environ: Mapping[str, str]) -> None:
     """Replace this process with the launcher. Raises EnvironmentFault when it cannot be started."""
-    kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
+    kept = {name: value for name, value in environ.items() if not is_of_launcher(name)}
     try:
         os.execvpe(launch.argv[0], list(launch.argv), {**kept, **launch.env})
     except OSError as error:
@@ -163,7 +163,8 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
     if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
         # gloo takes the address of the host's name, which on many clusters is a loopback's
         defaults["GLOO_SOCKET_IFNAME"] = interface
-    env = {name: value for name, value in defaults.items() if name not in environ} | device
+    given = {name for name in environ if not is_of_launcher(name)}
+    env = {name: value for name, value in defaults.items() if name not in given} | device
     bin_folder = str(Path(sys.executable).parent)
     if bin_folder not in environ.get("PATH", "").split(os.pathsep):
         # ninja lies there, which compiles DeepSpeed's ops

@@ -13,6 +13,7 @@ from typing import Any
 
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and CIFS mounts
 BUSY_SECONDS = 0.5
+LOCAL = ("apfs", "btrfs", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 
 
 def entries(folder: Path) -> list[Path]:
@@ -47,6 +48,15 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def is_local(path: Path) -> bool:
+    """Return whether a path is on a disk that no other machine writes; False where unknown."""
+    import psutil
+
+    places = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    found = next((places[place] for place in path.resolve().parents if place in places), None)
+    return found in LOCAL
 
 
 def rename(source: Path, target: Path) -> None:

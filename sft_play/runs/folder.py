@@ -6,8 +6,8 @@ It is the only path between the front end and the worker. How a run has ended is
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, first_line
+from sft_play.runs import lock
 from sft_play.runs.files import entries, read_json, rename, write_json, write_text
-from sft_play.runs.report import RunReport
+from sft_play.runs.report import GOING_ON, RunReport
 
 WEIGHTS = ("adapter", "model")  # folders of trained weights
 TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
@@ -151,9 +152,11 @@ class RunFolder:
         if not path.exists():
             return RunReport()
         try:
-            return RunReport.from_json(read_json(path))
+            report = RunReport.from_json(read_json(path))
         except (ValueError, TypeError, IsADirectoryError) as error:  # edited, or a disk has failed
             return RunReport(cause=f"{path} cannot be read: {first_line(error)}")
+        is_gone = report.status in GOING_ON and not lock.is_alive(self.path)
+        return replace(report, is_gone=is_gone)
 
     def write_report(self, report: RunReport) -> None:
         """Replace run.json."""
@@ -192,27 +195,22 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
     )
 
 
-def give_up_name(
-    output_dir: Path, run_name: str, is_abandoned: Callable[[RunFolder], bool] = lambda _: False
-) -> RunFolder | None:
+def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
     """Rename the run of this name where it has ended and kept nothing, so that it can be used.
 
-    `is_abandoned` says whether a run without a run.json was killed before it could write it.
     Returns the folder under its new name, None where the name is free or stays taken.
     """
     path = output_dir / run_name
-    folder = RunFolder(path)
-    if (path / "run.json").is_file():
-        if not folder.kept_nothing():
-            return None
-    elif not is_abandoned(folder):
+    has_report = (path / "run.json").is_file()
+    if not (RunFolder(path).kept_nothing() if has_report else lock.is_abandoned(path)):
         return None
-    for number in range(1, 1000):
-        aside = output_dir / f"{run_name}-untrained-{number}"
-        if not aside.exists():
-            rename(path, aside)
-            return RunFolder(aside)
-    return None
+    free = (output_dir / f"{run_name}-untrained-{number}" for number in range(1, 1000))
+    aside = next((place for place in free if not place.exists()), None)
+    with lock.claimed(path) as is_ours:
+        if aside is None or not is_ours:
+            return None
+        rename(path, aside)
+    return RunFolder(aside)
 
 
 def stem_of(source: Path) -> str:

@@ -1,109 +1,220 @@
 """run.lock: one run folder, one run. Loads no torch.
 
-The front end takes it, and becomes the launcher with the same process id. A lock is worth nothing
-once its process is gone, so it is never released: whoever comes next sees that and says so.
+The kernel keeps a lock (flock) on it for the life of the run: the front end takes it, becomes the
+launcher with the same process id, and every rank of the machine shares it. A folder is renamed, or
+something in it removed, only under its lock. What it says, the holder's identity, counts where a
+file system has no locks, and where the holder ran under another kernel.
 """
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
-import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 from sft_play.errors import EnvironmentFault
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import start_time
+from sft_play.process_id import ProcessId
+from sft_play.runs.files import is_local, sync
 
 NAME = "run.lock"
 # What the front end writes before run.json
 EARLY = {NAME, "config.yaml", "plan.json", "asked.json"}
 # A run writes a line to metrics.jsonl every 5 s; before training it may load for long
+SIGNS = (NAME, "metrics.jsonl", "run.json", "logs", "logs/rank-0.log")
 SILENT_SECONDS = 900.0
+# The ranks of a launcher that was killed save a last checkpoint
+ORPHAN_SECONDS = 120.0
+# EBADF: NFS gives locks only to who may write
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+ATTEMPTS = 5  # another command looks at a lock for less than a millisecond
+WAIT_SECONDS = 0.005
+
+_held: dict[int, Path] = {}  # run folders whose locks this process has, by descriptor
 
 
-@dataclass(frozen=True)
-class Holder:
-    """The process that a run folder belongs to."""
-
-    pid: int
-    host: str
-    started: float  # of the process, in seconds since the epoch
-
-    @classmethod
-    def this_process(cls) -> "Holder":
-        """Return the process that calls this."""
-        return cls(os.getpid(), socket.gethostname(), start_time(os.getpid()))
-
-    @classmethod
-    def from_text(cls, text: str) -> "Holder | None":
-        """Return what a lock file says, None where it was cut off."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
-            return None
-
-    def is_alive(self, folder: RunFolder) -> bool:
-        """Return whether the process still runs; on another host, whether its run gives signs."""
-        if self.host != socket.gethostname():
-            signs = (folder.path / NAME, folder.metrics, folder.path / "run.json")
-            last_sign = max(path.stat().st_mtime for path in signs if path.exists())
-            return time.time() - last_sign < SILENT_SECONDS
-        started = start_time(self.pid)
-        return started is not None and abs(started - self.started) < 1
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
-def take(folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Make a run folder this process's own, also where its former holder is gone.
+def take(folder: Path, say: Callable[[str], None]) -> None:
+    """Make a run folder this process's own until it ends, also where its former holder is gone.
 
     Raises: EnvironmentFault where another process has it.
     """
-    own = Holder.this_process()
-    with (folder.path / NAME).open("a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # of two that come at once, one sees the other's name
-        file.seek(0)
-        text = file.read()
-        holder = Holder.from_text(text)
-        if holder != own:
-            refuse_if_held(folder)
+    if folder in _held.values():
+        return
+    descriptor = _open(folder)
+    try:
+        has_lock = _lock(descriptor, fcntl.LOCK_EX)
+        holder = read_holder(folder)
+        own = ProcessId.read()
+        if holder != own and _goes_on(folder, holder, has_lock):
+            raise _refusal(folder, holder)
         if holder not in (None, own):
-            say(f"{folder.path / NAME} was {holder}'s, which is gone; this run takes it over")
-        file.truncate(0)
-        file.write(json.dumps(asdict(own), sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+            say(f"{folder / NAME} was {holder}'s, which is gone; this run takes it over")
+        if has_lock is None:
+            say(
+                f"{folder}: its file system has no locks (flock), so do not start a run twice at "
+                "the same moment; set TRAIN_OUTPUT_DIR to a local disk for that"
+            )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, (json.dumps(asdict(own), sort_keys=True) + "\n").encode())
+        sync(folder / NAME)
+        if _lock(descriptor, fcntl.LOCK_SH) is False:  # another one came in between
+            raise _refusal(folder, read_holder(folder))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.set_inheritable(descriptor, True)  # by the launcher that this process becomes
+    _held[descriptor] = folder
 
 
-def refuse_if_held(folder: RunFolder) -> None:
-    """Raise EnvironmentFault where a run goes on in a folder."""
-    path = folder.path / NAME
-    holder = Holder.from_text(path.read_text(encoding="utf-8")) if path.exists() else None
-    if holder is not None and holder != Holder.this_process() and holder.is_alive(folder):
-        advice = f"make watch RUN={folder.path} follows it, kill {holder.pid} stops it"
-        if holder.host != socket.gethostname():
-            advice = f"where it is gone for good, rm {path}"
-        raise EnvironmentFault(f"{folder.path}: {holder} trains in it; {advice}")
-    report = folder.read_report()
-    # the launcher was killed, and its ranks save a last checkpoint
-    if report.state == "running" and report.is_here and report.is_alive():
-        raise EnvironmentFault(
-            f"{folder.path}: process {report.pid} on {report.host} trains in it; make watch "
-            f"RUN={folder.path} follows it, kill {report.pid} stops it"
-        )
+def release(folder: Path) -> None:
+    """Give up this process's locks of a run folder, whose run has ended."""
+    for descriptor in [number for number, path in _held.items() if path == folder]:
+        del _held[descriptor]
+        os.close(descriptor)
 
 
-def is_abandoned(folder: RunFolder) -> bool:
+@contextlib.contextmanager
+def shared(folder: Path) -> Iterator[None]:
+    """Keep the lock of a run folder as one of its ranks."""
+    descriptor = _find_inherited(folder)
+    if descriptor is None:
+        descriptor = _open(folder)
+        _lock(descriptor, fcntl.LOCK_SH)
+    _held[descriptor] = folder
+    try:
+        yield
+    finally:
+        del _held[descriptor]
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Keep others out of a run folder, to rename or to remove; yields False where a run goes on."""
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDWR)
+    except FileNotFoundError:
+        yield _silent_seconds(folder) > SILENT_SECONDS
+        return
+    except OSError:  # another user's, or on a disk that is read-only
+        yield not _goes_on(folder, read_holder(folder), None)
+        return
+    try:
+        yield not _goes_on(folder, read_holder(folder), _lock(descriptor, fcntl.LOCK_EX))
+    finally:
+        os.close(descriptor)
+
+
+def is_alive(folder: Path) -> bool:
+    """Return whether a run goes on in a folder."""
+    with claimed(folder) as is_free:
+        return not is_free
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Raise EnvironmentFault where a run goes on in a folder, and is not this process's."""
+    holder = read_holder(folder)
+    is_own = folder in _held.values() or holder == ProcessId.read()
+    if not is_own and (folder / NAME).exists() and is_alive(folder):
+        raise _refusal(folder, holder)
+
+
+def is_abandoned(folder: Path) -> bool:
     """Return whether the front end of a run was killed before it had written run.json."""
-    if not (folder.path / NAME).is_file():
+    if not (folder / NAME).is_file():
         return False
-    names = {path.name for path in folder.path.iterdir() if not path.name.startswith(".")}
-    if not names <= EARLY:
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    return names <= EARLY and not is_alive(folder)
+
+
+def read_holder(folder: Path) -> ProcessId | None:
+    """Return the process that a lock names, None where there is none, or it was cut off."""
+    try:
+        return ProcessId.from_json(json.loads((folder / NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _goes_on(folder: Path, holder: ProcessId | None, has_lock: bool | None) -> bool:
+    """Return whether a run goes on.
+
+    `has_lock` says whether its lock could be had, None where there are none. A lock that can be
+    had under the kernel of its holder, or on a local disk, says that it is gone: before a reboot.
+    Another kernel may not know of it.
+    """
+    if has_lock is False:
+        return True
+    if holder is None:
         return False
-    with (folder.path / NAME).open(encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until who takes it now has written its name
-        holder = Holder.from_text(file.read())
-    return holder is None or not holder.is_alive(folder)
+    if has_lock and (holder.is_of_this_boot or (holder.boot and is_local(folder))):
+        return False
+    lives = holder.is_alive()
+    return lives or _silent_seconds(folder) < (SILENT_SECONDS if lives is None else ORPHAN_SECONDS)
+
+
+def _silent_seconds(folder: Path) -> float:
+    """Return the time since the last sign of life of a run."""
+    found = [path.stat().st_mtime for path in (folder / name for name in SIGNS) if path.exists()]
+    return time.time() - max(found, default=0.0)
+
+
+def _refusal(folder: Path, holder: ProcessId | None) -> EnvironmentFault:
+    """Return the error of a folder in which a run goes on."""
+    lives = holder.is_alive() if holder else False
+    advice = f"make watch RUN={folder} follows it"
+    if lives:
+        advice += f", kill {holder.pid} stops it"
+    elif lives is None:
+        advice += (
+            ". Its process cannot be seen from here (another machine, container or user): stop it "
+            "there"
+        )
+        if not holder.is_of_this_boot:
+            advice += f"; where it is gone for good, rm {folder / NAME}"
+    else:
+        advice += "; its launcher is gone, and its ranks save a last checkpoint: wait for them"
+    return EnvironmentFault(f"{folder}: {holder or 'a process'} trains in it; {advice}")
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+
+
+def _lock(descriptor: int, kind: int) -> bool | None:
+    """Return whether this process has got a lock; None on a file system without locks."""
+    for _ in range(ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(WAIT_SECONDS)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return None
+    return False
+
+
+def _find_inherited(folder: Path) -> int | None:
+    """Return the descriptor of a lock that this process has from before it was a rank."""
+    for name in os.listdir("/dev/fd"):
+        try:
+            found = os.stat(int(name))
+            if int(name) not in _held and os.path.samestat(found, os.stat(folder / NAME)):
+                return int(name)
+        except OSError:  # that of the listing itself is closed
+            continue
+    return None
+
+
+def _close_in_child() -> None:
+    """Close the locks in a fork, such as a data loader's, which may outlive its run."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

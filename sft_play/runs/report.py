@@ -3,7 +3,6 @@
 import math
 import re
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
+GOING_ON = ("planned", "running")
 
 # Names that are no score of answers, and the ends of intervals
 NO_SCORES = frozenset(
@@ -201,6 +201,7 @@ class RunReport:
     experts: ExpertsReport | None = None  # None without experts, and while the run goes on
     probe: dict[str, Any] | None = None  # None without train.probe
     out_of_memory: OutOfMemoryReport | None = None
+    is_gone: bool = False  # not in the file: nobody holds the run's lock, nor gives a sign of life
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of run.json."""
@@ -208,7 +209,9 @@ class RunReport:
         if self.pid is not None:
             nullable.add("tokens_per_second")
         values = asdict(self).items()
-        return {name: value for name, value in values if value is not None or name in nullable}
+        known = {name: value for name, value in values if value is not None or name in nullable}
+        del known["is_gone"]
+        return known
 
     @classmethod
     def from_json(cls, values: object) -> "RunReport":
@@ -234,49 +237,18 @@ class RunReport:
 
     @property
     def state(self) -> str:
-        """The status, or `died` for a run that was killed before it could write how it ended.
-
-        On another host, with the same disk, its processes cannot be seen.
-        """
-        is_open = self.status == "running" or (self.status == "planned" and self.launcher_pid)
-        return "died" if is_open and self.is_here and not self.is_alive() else self.status
+        """The status, or `died` for a run that was killed before it could write how it ended."""
+        return "died" if self.is_gone and self.status in GOING_ON else self.status
 
     @property
     def is_here(self) -> bool:
         """Whether the main rank is, or was, on this host."""
         return self.host is None or self.host == socket.gethostname()
 
-    def is_alive(self) -> bool:
-        """Return whether the main rank still runs (on this host, started no later than it says).
-
-        Before it has begun, its launcher.
-        """
-        pid = self.launcher_pid if self.pid is None else self.pid
-        if pid is None or self.started_at is None:
-            return False
-        started = start_time(pid)
-        reported = time.mktime(time.strptime(self.started_at[:19], "%Y-%m-%dT%H:%M:%S"))
-        return started is not None and started <= reported + 1
-
 
 @cache
 def _adapter() -> TypeAdapter[RunReport]:
     return TypeAdapter(RunReport)
-
-
-def start_time(pid: int) -> float | None:
-    """Return when a process of this host started, in seconds since the epoch; None if it is gone.
-
-    With the start time, a process is not taken for an older one that had the same id. A zombie,
-    which was killed and whose parent has not asked for its end, is gone.
-    """
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ file. A process that was killed while it compiled leaves the file, and everyone 
 without a word.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -20,12 +21,11 @@ from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.run_plan import RunPlan
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
+from sft_play.runs.files import is_local
 
 logger = logging.getLogger(__name__)
 
 CPU_ADAM = "cpu_adam"
-# Types of file systems that other machines may hold locks on
-SHARED = ("nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "gpfs", "9p", "fuse.glusterfs")
 
 
 def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
@@ -82,8 +82,8 @@ def free_lock(lock: Path) -> None:
         logger.warning("process %d compiles %s already; waiting for it", holder, lock.parent)
     elif _may_be_held_elsewhere(lock):
         logger.warning(
-            "%s says that another user or machine compiles; waiting for it. Where none does, an "
-            "earlier run was killed: rm %s",
+            "%s says that another user, container or machine compiles; waiting for it. Where none "
+            "does, an earlier run was killed: rm %s",
             lock,
             lock,
         )
@@ -94,8 +94,24 @@ def free_lock(lock: Path) -> None:
 
 def _may_be_held_elsewhere(lock: Path) -> bool:
     """Return whether a lock may have a holder that `holders` does not see."""
-    is_others = lock.stat().st_uid != os.getuid() or file_system(lock) in SHARED
-    return is_others or sys.platform != "linux"
+    is_others = lock.stat().st_uid != os.getuid() or not is_local(lock)
+    return is_others or sys.platform != "linux" or _is_open(lock)
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether any process of this kernel has a file open, or the kernel does not say.
+
+    It leases a file only where nobody else has it open: not in another container either, whose
+    processes /proc does not show.
+    """
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def holders(path: Path) -> Iterator[int]:
@@ -108,12 +124,6 @@ def holders(path: Path) -> Iterator[int]:
                 yield process.pid
         except OSError:  # another user's, or it has ended
             continue
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that holds a path, such as ext4 or nfs4."""
-    places = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((places[place] for place in path.resolve().parents if place in places), "unknown")
 
 
 def _compile() -> str | None:

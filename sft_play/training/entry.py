@@ -13,6 +13,7 @@ from sft_play.errors import SftPlayError
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.progress import go_on_without_output, guard_output
+from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.stops import StopSignals
 from sft_play.training import peers
@@ -38,7 +39,7 @@ def main(path: Path) -> int:
             peers.end_with_launcher()
         recorder = RunRecorder(folder, planned, peers.rank())
         signals.on_first = recorder.interrupt
-        with recorder:
+        with recorder, lock.shared(path):
             signals.release()
             _run(planned, folder, recorder, signals)
     return int(recorder.exit_class)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
-import psutil
 import torch
 from torch import distributed
 from transformers import TrainerCallback
 
 from sft_play.errors import ExitClass
 from sft_play.process import Process
+from sft_play.process_id import ProcessId
 from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
 from sft_play.training.preflight import limited
@@ -122,29 +121,11 @@ class Peer(NamedTuple):
     """Where another rank is."""
 
     rank: int
-    pid: int
-    host: str
-    created: float  # of the process, in seconds since the epoch
-
-    @classmethod
-    def this_process(cls, rank: int) -> "Peer":
-        process = psutil.Process()
-        return cls(rank, process.pid, socket.gethostname(), process.create_time())
-
-    @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
+    process: ProcessId
 
     def is_gone(self) -> bool:
-        """Return whether its process has ended; False on another machine."""
-        if not self.is_here:
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.created) < 1
-            return not is_same or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        """Return whether its process has ended; False where it cannot be seen."""
+        return self.process.is_alive() is False
 
 
 class RankWatch(TrainerCallback):
@@ -168,7 +149,7 @@ class RankWatch(TrainerCallback):
         self.hang_seconds = hang_seconds
         self.give_up = give_up
         self.rank = process.rank
-        own = Peer.this_process(process.rank)
+        own = Peer(process.rank, ProcessId.read())
         self.peers = [peer for peer in map(Peer._make, process.gather(own)) if peer != own]
         self._silent = dict.fromkeys((peer.rank for peer in self.peers), 0.0)
         self._gone = dict(self._silent)
@@ -239,9 +220,7 @@ class RankWatch(TrainerCallback):
         silent = [peer for peer in self.peers if self._silent[peer.rank] > self.hang_seconds]
         if silent:
             self._show_stacks()
-            names = ", ".join(
-                f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in silent
-            )
+            names = ", ".join(f"rank {peer.rank} ({peer.process})" for peer in silent)
             return (
                 f"{names} gave no sign of life for {self.hang_seconds:.0f} s (train.hang_timeout): "
                 "stopped, or cut off; logs/rank-*.stacks say where each one is; resume, or wait "
@@ -262,9 +241,9 @@ class RankWatch(TrainerCallback):
         """Write where each rank of this machine is; one that is stopped has to go on for that."""
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         for peer in self.peers:
-            if peer.is_here and not peer.is_gone():
-                os.kill(peer.pid, SHOW_STACKS)
-                os.kill(peer.pid, signal.SIGCONT)
+            if peer.process.is_alive():
+                os.kill(peer.process.pid, SHOW_STACKS)
+                os.kill(peer.process.pid, signal.SIGCONT)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._in_step = 0.0

@@ -8,19 +8,17 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
+from run_files import held_by_another
 
 from faults.bench import QUIET, Bench, Fault, Guard, Outcome
 from faults.disks import NAMED, called, command_line, start_command_line, train_words
 from faults.files import flip, nothing
 from sft_play.errors import ExitClass
 from sft_play.monitor.watch import run_table
-from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -99,16 +97,8 @@ def renamed(bench: Bench) -> Outcome:
 def held(bench: Bench) -> Outcome:
     """Another process trains in the folder."""
     run = bench.copy()
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        holder = lock.Holder(
-            other.pid, os.uname().nodename, psutil.Process(other.pid).create_time()
-        )
-        (run.path / lock.NAME).write_text(json.dumps(vars(holder)))
+    with held_by_another(run.path):
         return called(bench, {"train.output_dir": bench.folder})
-    finally:
-        other.kill()
-        other.wait()
 
 
 def killed(bench: Bench) -> Outcome:
@@ -331,7 +321,7 @@ OTHERS = (
         held,
         ExitClass.ENVIRONMENT,
         ("trains in it", "make watch RUN="),
-        Guard("sft_play.runs.lock:refuse_if_held", nothing),
+        Guard("sft_play.runs.lock:_lock", lambda *_, **__: True),
         10,
     ),
     Fault(

@@ -215,6 +215,11 @@ class TrainSection(Section):
         None,
         description="Seconds a collective may take; null is NCCL_TIMEOUT where set, else 1800.",
     )
+    rendezvous_timeout: PositiveInt = Field(
+        900,
+        description="Seconds that a machine waits for the others of its run (NNODES) before its "
+        "ranks start.",
+    )
     hang_timeout: PositiveInt | None = Field(
         600,
         description="Seconds without a sign of life of a rank, or without a micro-batch inside a "
