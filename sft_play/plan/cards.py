@@ -104,7 +104,7 @@ def card_of(gpu_names: Sequence[str]) -> Card | None:
 
 
 def parse(words: str) -> Hardware:
-    """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names.
+    """Return the hardware that `2xH200`, `8xA100-80`, `H100:8`, `RTX 4090` or `2x24GiB` names.
 
     All memory of its GPUs is free, and its host has as much RAM free as its GPUs have memory: hosts
     with less are rare, and this host says nothing of that one. The cores are this host's. A size in
@@ -115,22 +115,38 @@ def parse(words: str) -> Hardware:
     if re.search("[+,&]", words):
         hint = "a plan is for GPUs of one kind: count them all as the smallest, such as 3x4090"
         raise ConfigError(f"GPUS={words}: {hint}")
-    match = re.fullmatch(r"\s*([0-9]{1,4})\s*[xX]\s*(\S.*?)\s*", words)
-    count, word = (int(match[1]), match[2]) if match else (1, words.strip())
+    readings = _readings(words.strip())
+    count, gpu = next(((count, gpu) for count, word in readings if (gpu := _gpu(word))), (0, None))
+    if gpu is None:
+        count, word = readings[0]
+        raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
+    if count < 1:
+        raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2xH200")
+    gpus = tuple(replace(gpu, index=index) for index in range(count))
+    return Hardware("cuda", gpus, cpu_count(), count * gpu.total_bytes)
+
+
+def _readings(words: str) -> list[tuple[int, str]]:
+    """Return the counts and names that words may be: `2x4090`, `4090x2`, `H100:4`, `RTX 4090`."""
+    found = []
+    if match := re.fullmatch(r"([0-9]{1,4})\s*[xX]\s*(\S.*)", words):
+        found.append((int(match[1]), match[2]))
+    if match := re.fullmatch(r"(.*\S)\s*[xX:]\s*([0-9]{1,4})", words):
+        found.append((int(match[2]), match[1]))
+    return [*found, (1, words)]
+
+
+def _gpu(word: str) -> Gpu | None:
+    """Return the GPU of a name or a size, None for another word."""
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)GiB", word, re.IGNORECASE)
     if size and float(size[1]) > 0:
         total_bytes = int(float(size[1]) * GIB)
-        gpu = Gpu(0, f"GPU of {size[1]} GiB", total_bytes, total_bytes, BF16_CAPABILITY)
-    elif _card_key(word) in CARDS:
-        card = CARDS[_card_key(word)]
-        total_bytes = int(card.gib * GIB)
-        gpu = Gpu(0, card.name, total_bytes, total_bytes, card.capability)
-    else:
-        raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
-    if not match or count < 1:
-        raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
-    gpus = tuple(replace(gpu, index=index) for index in range(count))
-    return Hardware("cuda", gpus, cpu_count(), count * total_bytes)
+        return Gpu(0, f"GPU of {size[1]} GiB", total_bytes, total_bytes, BF16_CAPABILITY)
+    card = CARDS.get(key_of(word) or _card_key(word))
+    if card is None:
+        return None
+    total_bytes = int(card.gib * GIB)
+    return Gpu(0, card.name, total_bytes, total_bytes, card.capability)
 
 
 def _card_key(word: str) -> str:
@@ -145,7 +161,7 @@ def _card_hint(count: int, word: str) -> str:
         return f"did you mean {count}x{size[1]}GiB?"
     key = _card_key(word)
     near = [name for name in CARDS if name.startswith(f"{key}-")]
-    near = near or difflib.get_close_matches(key, CARDS, n=1)
+    near = near or difflib.get_close_matches(key, CARDS, n=1, cutoff=0.7)
     if near:
         return f"did you mean {' or '.join(f'{count}x{name}' for name in near)}?"
     return f"known are {', '.join(CARDS)}; any other goes by its memory, such as {count}x24GiB"
