@@ -192,7 +192,7 @@ def test_speed_and_hours_are_told_where_they_are_known() -> None:
     expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} a GPU) where rows are full, MFU "
     assert line(planned, "speed").startswith(expected)
     work = (
-        r"38 steps: 1 epoch of 1,200 rows, 65,000 tokens \(counted\); [\d.]+ s of training, "
+        r"38 steps: 1 epoch of 1,200 rows and 65,000 tokens \(counted\); [\d.]+ s of training, "
         r"0\.\d\d GPU-hours, [\d,]+ tokens/s on these rows"
     )
     assert re.match(work, line(planned, "run"))
@@ -202,7 +202,7 @@ def test_where_the_speed_is_not_known_the_text_says_why() -> None:
     unknown = plan_for("1x24GiB")
     expected = "not known: GPU of 24 GiB is no card whose data sheet is known here"
     assert line(unknown, "speed") == expected
-    work = "38 steps: 1 epoch of 1,200 rows, 65,000 tokens (counted)"
+    work = "38 steps: 1 epoch of 1,200 rows and 65,000 tokens (counted)"
     assert line(unknown, "run") == work
     assert line(plan_for(CPU), "speed") == "not known on a CPU"
     assert line(plan_for("1xH200", "train.bf16=false"), "speed") == "not known in float32"

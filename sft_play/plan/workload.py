@@ -211,7 +211,7 @@ def describe_run(workload: Workload | str) -> str:
     plural = "" if workload.epochs == 1 else "s"
     text = (
         f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
-        f"{workload.samples:,} rows, {workload.tokens:,} tokens ({counted})"
+        f"{workload.samples:,} rows and {workload.tokens:,} tokens ({counted})"
     )
     if workload.seconds is None or workload.gpu_hours is None:
         return text

@@ -63,11 +63,13 @@ def log_model(model: torch.nn.Module, context: RunContext) -> None:
     config = context.config
     process = context.process
     trainable, total = count_parameters(model)
+    tuning = config.tuning
+    uses_backend = tuning.mode == "qlora" or tuning.backend != "bnb"
     logger.info(
-        "model %s mode=%s backend=%s parameters=%.2fM trainable=%.2fM (%.2f%%)",
+        "model %s mode=%s%s parameters=%.2fM trainable=%.2fM (%.2f%%)",
         config.model.name,
-        config.tuning.mode,
-        config.tuning.backend,
+        tuning.mode,
+        f" backend={tuning.backend}" if uses_backend else "",
         total / 1e6,
         trainable / 1e6,
         100 * trainable / total,
