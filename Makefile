@@ -39,7 +39,7 @@ override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist works
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
 .PHONY: help install install-unsloth install-gguf install-tasks setup-accelerate gpu-info \
-  memory-check doctor config plan data-check init preview convert-notebook check-notebook \
+  memory-check doctor config schema plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop slurm sweep runs watch compare report eval infer chat merge export serve check-server \
@@ -77,6 +77,8 @@ doctor: $(ENV) ## check versions, GPUs, NCCL, compilers and disk; print a comman
 ## Config and data
 config: $(ENV) ## print every merged setting and where its value comes from
 	@$(SFT) config
+schema: $(ENV) ## print the JSON schema of a config file, for editors and programs
+	@$(SFT) schema
 plan: $(ENV) ## predict memory, speed and hours, here or on GPUS=2xH200; EXACT=1 traces the model
 	@$(SFT) plan
 data-check: $(ENV) ## read and render every row; count what is used and what is dropped

@@ -85,6 +85,14 @@ def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption
 
 
 @app.command()
+def schema() -> None:
+    """Print the JSON schema of a config file."""
+    from sft_play.config import present
+
+    typer.echo(as_text(present.json_schema()))
+
+
+@app.command()
 def plan(
     config: ConfigOption = None,
     set_: SetOption = None,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from sft_play.config import on_resume, present, reference
@@ -380,3 +381,23 @@ def test_every_setting_says_what_it_means_to_a_resumed_run() -> None:
     kinds = (on_resume.MUST_MATCH, on_resume.CONTENT, on_resume.PLANNED, on_resume.FREE)
     names = [name for kind in (*kinds, on_resume.OF_LAUNCH) for name in kind]
     assert len(names) == len(set(names)), "in two classes"
+
+
+def plain(located: Located | object) -> object:
+    """Return what a file says, without where."""
+    value = getattr(located, "value", located)
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_configs_that_ship_follow_the_json_schema(path):
+    jsonschema.validate(plain(Located(read_mapping(path), 0)), present.json_schema())
+
+
+def test_the_json_schema_knows_no_misspelt_name_and_no_wrong_value():
+    for wrong in ({"train": {"epoch": 1}}, {"train": {"batch_size": 0}}, {"include": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, present.json_schema())
+    jsonschema.validate({"include": ["a.yaml"]}, present.json_schema())

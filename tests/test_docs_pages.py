@@ -17,7 +17,12 @@ from sft_play.errors import ExitClass
 from tools.docs import errors, migration, promises, timelines
 from tools.docs.__main__ import DOCS, PAGES, PICTURE, page
 
-EVERY_PAGE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+EVERY_PAGE = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
+    *sorted(DOCS.glob("*.md")),
+)
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPEED = re.compile(r"\b\d{1,3},\d{3}\b")  # tokens a second
 PARSERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load}

@@ -26,7 +26,7 @@ from sft_play.errors import ConfigError
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted(DOCS.glob("*.md")))
 # The pages whose commands a long test types, in this order
 NAMES = ("install", "index", "first-run", "several-gpus", "backends", "using-a-run", "export")
 TRIED = (README, *(DOCS / f"{name}.md" for name in NAMES))

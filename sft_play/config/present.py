@@ -7,7 +7,7 @@ from typing import Any
 
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
-from sft_play.config.schema import settings
+from sft_play.config.schema import Config, settings
 from sft_play.config.yaml_source import YamlValue, dump
 
 VALUE_WIDTH = 32  # a longer value moves its own origin to the right, not everyone's
@@ -17,6 +17,14 @@ LINE_LENGTH = 1000
 def as_json(loaded: LoadedConfig) -> dict[str, Any]:
     """Return `{"values": {"train": {...}}, "origin": {"train.batch_size": "configs/a.yaml:7"}}`."""
     return {"values": loaded.config.model_dump(mode="json"), "origin": dict(loaded.origin)}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, for editors and programs."""
+    schema = Config.model_json_schema()
+    path = {"type": "string"}
+    schema["properties"]["include"] = {"anyOf": [path, {"type": "array", "items": path}]}
+    return schema
 
 
 def as_lines(loaded: LoadedConfig) -> list[str]:

@@ -54,6 +54,7 @@ READS: dict[str, frozenset[str]] = {
     "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
     "sweep": RUN | {"OVER", "HALVING"},
     "config": LOOK,
+    "schema": NOTHING,
     "plan": LOOK | {"EXACT"},
     "data-check": LOOK,
     "preview": LOOK,
