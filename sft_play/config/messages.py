@@ -12,7 +12,7 @@ from sft_play.config.schema import is_structured, kinds, settings
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 
-PROBLEMS_SHOWN = 8
+PROBLEMS_SHOWN = 100
 WORD_LENGTH = 80  # most characters of a value that a message repeats
 # What JSON Schema calls bounds and types: the words for it
 BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
