@@ -83,7 +83,7 @@ plan: $(ENV) ## predict memory, speed and hours, here or on GPUS=2xH200; EXACT=1
 	@$(SFT) plan
 data-check: $(ENV) ## read and render every row; count what is used and what is dropped
 	@$(SFT) data-check
-init: $(ENV) ## write a config for MODEL_NAME, DATA_TRAIN_PATH and this machine to OUT=config.yaml
+init: $(ENV) ## write OUT=config.yaml for MODEL_NAME and DATA_TRAIN_PATH, or FROM another program's config
 	@$(SFT) init
 preview: $(ENV) ## print training samples by token, tokens with loss in colour; write a page too
 	@$(SFT) preview

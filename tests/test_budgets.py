@@ -29,9 +29,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 9_800,
-    "commands": 19_700,
+    "commands": 19_850,
     "compat": 1_300,
-    "config": 21_450,
+    "config": 22_600,
     "data": 58_650,
     "evaluation": 10_550,
     "inference": 16_400,
@@ -43,8 +43,8 @@ TOKENS = {
     "runs": 13_700,
     "training": 42_600,
 }
-FILES = 308
-FUNCTIONS = 3_650
+FILES = 309
+FUNCTIONS = 3_660
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

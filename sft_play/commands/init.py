@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from sft_play.commands.call import Call, hardware_of, look, write_out
-from sft_play.config import loader
+from sft_play.config import foreign, loader
 from sft_play.config.loader import CHOSEN, LoadedConfig
 from sft_play.config.present import Line, commented_yaml
 from sft_play.config.schema import env_name, settings
@@ -48,6 +48,8 @@ def init(call: Call) -> list[str]:
     path = Path(call.environ.get("OUT") or "config.yaml")
     if os.path.lexists(path):
         raise ConfigError(f"OUT={path} is there already; name another file, or move it away")
+    if call.environ.get("FROM"):
+        return _translated(path, call.environ["FROM"])
     loaded = loader.load(str(loader.BASE), call.environ, call.overrides)
     missing = [f"{env_name(name)}=..." for name in NEEDED if not loaded.is_set(name)]
     if missing:
@@ -69,6 +71,26 @@ def init(call: Call) -> list[str]:
     text = commented_yaml(header, _lines(fit, facts))
     write_out(path, text)
     return _told(path, fit)
+
+
+def _translated(path: Path, source: str) -> list[str]:
+    """Write what a config or a command line of another program says; return the lines to print."""
+    said = foreign.translate(source)
+    header = [
+        f"Written by make init from {' '.join(source.split())}.",
+        "docs/configuration.md lists all settings.",
+    ]
+    text = commented_yaml(header, said.lines)
+    if said.left:
+        text += "\n# What no setting here takes:\n" + "".join(f"# {line}\n" for line in said.left)
+    write_out(path, text)
+    told = [f"wrote {path}: {len(said.lines)} settings"]
+    told += [f"left out: {line}" for line in said.left]
+    try:
+        loader.load(str(path))
+    except ConfigError as error:
+        told += [f"to be mended: {line}" for line in str(error).splitlines()]
+    return [*told, f"next make plan CONFIG={path}"]
 
 
 def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:

@@ -67,7 +67,7 @@ READS: dict[str, frozenset[str]] = {
     "gpu-info": NOTHING,
     "memory-check": OUTPUTS,
     "doctor": OUTPUTS | {"NUM_GPUS"},
-    "init": SETTINGS | MACHINE | {"GPUS", "OUT"},
+    "init": SETTINGS | MACHINE | {"GPUS", "OUT", "FROM"},
     "convert-notebook": frozenset({"NB", "OUT", "DATA", "OVERWRITE"}),
     "check-notebook": frozenset({"NB"}),
     "tensorboard": OUTPUTS | {"TB_PORT"},
