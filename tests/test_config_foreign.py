@@ -117,5 +117,7 @@ def test_the_file_that_is_written_loads(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_none_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="FROM=nothing.yml: no such file; write a YAML file, or"):
+    with pytest.raises(
+        ConfigError, match=r"FROM=nothing\.yml: no such file; write a YAML file, or"
+    ):
         translate("nothing.yml")
