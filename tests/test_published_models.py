@@ -95,7 +95,8 @@ def test_the_declared_class_opens_the_folder_as_the_model_that_was_written(model
             logits_of(opened, ids)
         return
     logits = logits_of(opened, ids)
-    assert torch.equal(logits, logits_of(written, ids))
+    # mapped weights lie at other addresses, for which some CPUs sum in another order
+    torch.testing.assert_close(logits, logits_of(written, ids), rtol=1e-5, atol=1e-5)
     assert (logits.shape[1] != ids.shape[1]) == (model_type in OTHER_LOGITS)
     if model_type not in OTHER_LOGITS:
         changed = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
+from run_files import write_holder
 
 from sft_play.commands.call import Call
 from sft_play.commands.runs import write_report_again
@@ -268,6 +269,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path):
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     killed = replace(DONE, status="running", pid=2**22 + 1)  # no such process
     folder = run_folder(tmp_path / "run", killed)
+    write_holder(folder.path)
     assert read_summary(folder).verdict.next is None
     write_text(folder.checkpoints / "checkpoint-20" / "MANIFEST.json", "{}")
     command = f"make train TRAIN_RESUME_FROM={folder.path}"
@@ -276,7 +278,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
 
 def test_a_report_that_is_written_anew_says_that_its_run_was_killed(tmp_path):
     killed = replace(DONE, status="running", exit_class=None, pid=2**22 + 1)  # no such process
-    run_folder(tmp_path / "run", killed, after="")
+    write_holder(run_folder(tmp_path / "run", killed, after="").path)
     call = Call(Invocation(run="run"), {"TRAIN_OUTPUT_DIR": str(tmp_path)}, ())
     page = Path(write_report_again(call))
     assert page == tmp_path / "run" / "report.html"

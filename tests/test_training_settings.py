@@ -91,6 +91,7 @@ ELSEWHERE = {
     "profile_steps": "training.kernel_profile",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "stop.StopAfter",
+    "rendezvous_timeout": "commands.train.hand_over",
     "hang_timeout": "rank_watch.RankWatch",
     "reopen_saved": "training.saved_weights",
     "allow_backend_change": "resume.checkpoint_to_resume",

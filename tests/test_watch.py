@@ -23,7 +23,7 @@ from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
 from sft_play.errors import EnvironmentFault
 from sft_play.monitor.watch import Follower, bar, curve, frame, pipe_line, plain
-from sft_play.runs import metrics
+from sft_play.runs import lock, metrics
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.runs.report import STARTED_AT, RankMemory, RunReport
@@ -134,7 +134,8 @@ def test_signs_of_life_are_not_kept_but_for_the_last(tmp_path):
     assert run.last.time == NOW + 189
 
 
-def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path):
+def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "is_local", lambda path: False)
     run = recorded(tmp_path / "run", running(host="elsewhere"))
     write_holder(run.folder.path, replace(GONE, host="elsewhere", boot="another"))
     run.update()
