@@ -1,18 +1,21 @@
 """sft_play.plan.model_shape: sizes from a config.json, beside real models and published counts."""
 
 import json
+import socket
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from plan_examples import EIGHT_B
 
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.model_shape import (
     KNOWN,
     ModelShape,
+    go_offline_without_network,
     known_model,
     known_models,
     load_shape,
@@ -280,3 +283,19 @@ def test_the_nearest_known_names_are_told_where_the_hub_gives_nothing() -> None:
         load_shape("a/b/llama-3.2-1b-instruct", None, {})
     with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to one of them$"):
         load_shape("a/b/zzz", None, {})
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_hub_whose_name_is_not_known_here_is_not_asked(monkeypatch, is_known):
+    def look_up(host, port):
+        assert host == "huggingface.co"
+        if not is_known:
+            raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    go_offline_without_network()
+    assert constants.HF_HUB_OFFLINE is not is_known

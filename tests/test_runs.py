@@ -161,6 +161,13 @@ def test_find_says_what_to_type_when_there_is_no_run(tmp_path: Path) -> None:
         folders.find(tmp_path, "x")
 
 
+def test_find_names_the_run_that_is_spelled_alike(tmp_path: Path) -> None:
+    folder = folders.create(tmp_path, "first-try", "base")
+    (folder.path / "plan.json").write_text("{}")
+    with pytest.raises(EnvironmentFault, match=r"no such run in .*; did you mean first-try\?"):
+        folders.find(tmp_path, "frist-try")
+
+
 ODD_TEXTS = [
     "no", "1e-4", "0o17", "1_000", "2024-01-01", "12:30:45", "null", "~", "", " x ", "a: b", "a #b", "<<", "=", "*a", "&a", "- a", "\t", "a\nb\n",
     "yes\n\n", "ä\u2028é", "x\ry", "\x7f", "🙂", "'\"", "%", "@x", "! x", "0x10", ".inf", "NaN", "---", "a" * 300,

@@ -26,6 +26,7 @@ from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import BadRow, Columns, Json
 from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
+from sft_play.plan.model_shape import go_offline_without_network
 from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
 
     Raises: DataError where the hub has no such rows, EnvironmentFault where it cannot be reached.
     """
+    go_offline_without_network()
     import datasets
     import httpx
     import pyarrow as pa

@@ -5,11 +5,13 @@ Reads config.json; loads no torch and no weights.
 
 import difflib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
@@ -333,10 +335,28 @@ def find_file(
     return path if path.is_file() else None
 
 
+def go_offline_without_network() -> None:
+    """Let the hub's libraries ask their cache alone where the hub's name is not known here.
+
+    They would try for half a minute.
+    """
+    from urllib.request import getproxies  # 30 ms, and few commands ask the hub
+
+    from huggingface_hub import constants
+
+    if getproxies():
+        return
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    go_offline_without_network()
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError:

@@ -3,6 +3,7 @@
 It is the only path between the front end and the worker. How a run has ended is told from it.
 """
 
+import difflib
 import json
 import re
 import time
@@ -237,9 +238,9 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
                 f"RUN={run}: that folder is no run, it has no plan.json; `make runs` lists the "
                 "runs, and make eval, infer and chat also take a model folder or an adapter"
             )
-        raise EnvironmentFault(
-            f"RUN={run}: no such run in {output_dir}; `make runs` lists the runs"
-        )
+        near = difflib.get_close_matches(run, [folder.name for folder in listing(output_dir)], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`make runs` lists the runs"
+        raise EnvironmentFault(f"RUN={run}: no such run in {output_dir}; {hint}")
     return _some_runs(output_dir)[-1]
 
 
