@@ -38,7 +38,7 @@ TOKENS = {
     "models": 90_650,
     "monitor": 8_450,
     "notebooks": 14_950,
-    "plan": 44_350,
+    "plan": 44_450,
     "reporting": 11_850,
     "runs": 13_700,
     "training": 42_600,

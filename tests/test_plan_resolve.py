@@ -365,3 +365,10 @@ def test_a_number_of_steps_that_no_strategy_reads_is_named(event: str) -> None:
     assert sentence in warnings
     assert not plan_for(CPU, steps, f"{strategy}=steps").plan.warnings
     assert not plan_for(CPU, f"{strategy}=epoch").plan.warnings
+
+
+def test_a_misspelt_layer_is_refused_before_rows_are_read() -> None:
+    setting = "tuning.lora.target_modules=[q_proj,{},lm_head]"
+    with pytest.raises(ConfigError, match=r"no linear layer vv_proj; did you mean v_proj\?"):
+        plan_for("1xH200", setting.format("vv_proj"))
+    plan_for("1xH200", setting.format("layers.0.self_attn.v_proj"))

@@ -1,5 +1,6 @@
 """What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,9 +74,26 @@ def resolve(
     plans = []
     for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
         plans.append(_resolve(loaded, hardware, environ, ranks, engine))
+        refuse_misspelt_targets(plans[-1].plan.step)
         if plans[-1].plan.fits:
             return plans[-1]
     return plans[0]
+
+
+def refuse_misspelt_targets(step: StepSpec) -> None:
+    """Raise ConfigError for a layer to adapt whose name is nearly that of one that the model has.
+
+    Other unknown names are left to the model itself, which has more than the plan knows.
+    """
+    targets = [] if step.is_full or isinstance(step.lora_targets, str) else step.lora_targets
+    known = {kind.name.rpartition(".")[2] for kind in step.model.matrices}
+    for name in targets:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and name not in known:
+            raise ConfigError(
+                f"tuning.lora.target_modules: the model has no linear layer {name}; did you mean "
+                f"{near[0]}? It has {', '.join(sorted(known))}"
+            )
 
 
 def fastest(
