@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play import reading
+
 OF_TEXT = ("rouge1", "rouge2", "rougeL", "exact_match", "json_valid")
 OF_SACREBLEU = ("bleu", "chrf")
 SCHEMA = "json_schema:"  # and a file
@@ -82,20 +84,20 @@ def _problem_with_schema(path: Path) -> str | None:
     if importlib.util.find_spec("jsonschema") is None:
         return "json_schema needs jsonschema, which is not installed: pip install jsonschema"
     try:
-        schema = json.loads(path.read_text(encoding="utf-8"))
+        schema = json.loads(reading.read_bytes(path))
     except OSError as error:
         return f"{path}: the schema cannot be read: {error.strerror}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{path}: the schema is no JSON ({error})"
     return None if isinstance(schema, dict | bool) else f"{path}: a schema is a JSON object"
 
 
 def _problem_with_function(path: Path, name: str) -> str | None:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(reading.read_bytes(path))
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{path}: is no Python: {error}"
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if name in functions:

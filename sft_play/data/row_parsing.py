@@ -19,9 +19,9 @@ from sft_play.data.files import (
     Chunk,
     base_format,
     columns_with_values,
-    format_origin,
     parse_records,
     read_chunks,
+    read_text_lines,
     refuse_bad_rows,
 )
 from sft_play.data.marked_text import find_style
@@ -381,10 +381,8 @@ def _with_last_answer(value: Any, name: str) -> list[Json]:
 def _read_questions(path: Path) -> Iterator[tuple[str, Json | BadRow, str]]:
     """Yield the origin of each question, its record, and its text in the file."""
     if base_format(path) == ".txt":
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield format_origin(path, number), {"prompt": line.strip()}, line
+        for origin, record in read_text_lines(path):
+            yield origin, record, str(record)
         return
     for chunk in read_chunks(path):
         for position, record in enumerate(parse_records(chunk)):
