@@ -17,13 +17,14 @@ ALLOWED = {
     "errors": set(),
     "masking": set(),
     "process": set(),
+    "reading": set(),
     "stops": {"errors"},
     "progress": {"masking"},
     "http_client": {"progress"},
-    "config": {"errors", "masking"},
+    "config": {"errors", "masking", "reading"},
     "runs": {"errors", "config"},
     "plan": {"errors", "stops", "config", "runs"},
-    "data": {"errors", "stops", "progress", "config", "runs", "plan"},
+    "data": {"errors", "reading", "stops", "progress", "config", "runs", "plan"},
     "reporting": {"errors", "config", "runs", "plan", "data"},
     "models": {"errors", "process", "progress", "config", "runs", "plan", "data"},
     "evaluation": {
@@ -67,7 +68,7 @@ ALLOWED = {
         "evaluation",
     },
     "monitor": {"errors", "progress", "http_client", "config", "runs", "plan"},
-    "notebooks": {"errors", "config", "runs"},
+    "notebooks": {"errors", "reading", "config", "runs"},
     "commands": {
         "errors",
         "masking",
@@ -133,6 +134,7 @@ HEAVY = {
 }
 LIGHT_ROOMS = (
     "errors",
+    "reading",
     "stops",
     "config",
     "runs",
