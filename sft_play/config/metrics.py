@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def score_name(metric: str) -> str:
 def find_problems(metrics: Sequence[str]) -> list[str]:
     """Return why metrics cannot be computed, and what to type; [] where all can."""
     problems = [problem for metric in metrics if (problem := _problem(metric))]
-    keys = [score_name(metric) for metric in metrics]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    keys = Counter(map(score_name, metrics))
+    twice = sorted(key for key, times in keys.items() if times > 1)
     return [*problems, *(f"{key} is there twice; its scores have one name" for key in twice)]
 
 
