@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -46,9 +47,9 @@ def of_bytes(data: bytes) -> Callable[[Path], object]:
 
 
 def repeated(path: Path) -> None:
-    """Write one text of 8 MiB, which 1,000 rows have."""
+    """Write one text of 256 KiB, which 1,000 rows have."""
     indices = pa.array([0] * 1000, pa.int32())
-    column = pa.DictionaryArray.from_arrays(indices, ["word " * (8 * MIB // 5)])
+    column = pa.DictionaryArray.from_arrays(indices, ["word " * (MIB // 20)])
     pq.write_table(pa.table({"text": column}), path, compression="zstd")
 
 
@@ -59,25 +60,33 @@ def compressed_arrow(path: Path) -> None:
         file.write_table(table)
 
 
-def tokenised(bench: Bench, rows: list[dict], meanwhile: Callable[[Path], object]) -> Outcome:
-    """Tokenise rows, with something that is done to their file meanwhile."""
+def tokenised(
+    bench: Bench,
+    rows: list[dict],
+    meanwhile: Callable[[Path], object] = nothing,
+    moment: str = "count_processes",
+) -> Outcome:
+    """Tokenise rows; something is done to their file when a function of `tokenize` is called."""
     path = bench.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train_path": str(path), "cache_dir": str(bench.folder / "cache")}
+    settings = {"model": {"max_seq_len": 512}, "data": data}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny_llama")
 
-    def count(_: int) -> int:
+    function = getattr(tokenize, moment)
+
+    def with_fault(*words: Any) -> Any:
         meanwhile(path)
-        return 1
+        return function(*words)
 
     bench.inject_now()
-    with patch.object(tokenize, "count_processes", count):
-        return refused(lambda: build_run_data(Config.model_validate({"data": data}), tokenizer))
+    with patch.object(tokenize, moment, with_fault):
+        return refused(lambda: build_run_data(Config.model_validate(settings), tokenizer))
 
 
-def changed(meanwhile: Callable[[Path], object]) -> Callable[[Bench], Outcome]:
+def changed(meanwhile: Callable[[Path], object], moment: str) -> Callable[[Bench], Outcome]:
     rows = [{"messages": CHAT, "id": number} for number in range(20)]
-    return lambda bench: tokenised(bench, rows, meanwhile)
+    return lambda bench: tokenised(bench, rows, meanwhile, moment)
 
 
 def edit(path: Path) -> None:
@@ -86,11 +95,11 @@ def edit(path: Path) -> None:
 
 def row_with(**values: object) -> Callable[[Bench], Outcome]:
     rows = [{"messages": CHAT}] * 20
-    return lambda bench: tokenised(bench, [*rows, {"messages": CHAT, **values}], nothing)
+    return lambda bench: tokenised(bench, [*rows, {"messages": CHAT, **values}])
 
 
 def marked(bench: Bench) -> Outcome:
-    turns = split_marked_text("Human: q\n\nAssistant: a" + "</s>" * 8000 + "b", "text")
+    turns = split_marked_text("Human: q\n\nAssistant: a" + "</s>" * 5000 + "b", "text")
     assert turns[-1]["content"].endswith("</s>b")
     return Outcome(0, "")
 
@@ -127,7 +136,7 @@ ROWS = (
     ),
     of_data(
         "size-parquet-dictionary",
-        "a Parquet file of some hundred bytes has one text of 8 MiB in 1,000 rows",
+        "a Parquet file of some hundred bytes has one text of 256 KiB in 1,000 rows",
         read("a.parquet", repeated),
         Guard("sft_play.data.arrow:MAX_BATCH_BYTES", 1 << 50, RATIO),
         "a.parquet: cannot be read: ",
@@ -178,7 +187,7 @@ ROWS = (
     of_data(
         "size-changed-file",
         "a data file is edited while it is tokenised",
-        changed(edit),
+        changed(edit, "count_processes"),
         Guard("sft_play.data.sources:Source.refuse_change", nothing),
         "rows.jsonl: written to while it was tokenised",
         "begin anew",
@@ -186,7 +195,7 @@ ROWS = (
     of_data(
         "size-removed-file",
         "a data file is removed while it is tokenised",
-        changed(Path.unlink),
+        changed(lambda path: path.unlink(missing_ok=True), "longest_first"),
         Guard(
             "sft_play.data.sources:Source.states",
             lambda source: [(each.stat().st_size,) for each in source.files],
@@ -211,12 +220,12 @@ ROWS = (
     ),
     Fault(
         "size-marks",
-        "a conversation in one text has 8,000 marks of an end",
+        "a conversation in one text has 5,000 marks of an end",
         marked,
         ExitClass.DONE,
         (),
         Guard(WITHOUT_ENDS, lambda words: OLD_ENDS.sub("", words).strip()),
-        1,
+        0.5,
         is_quick=True,
     ),
     Fault(
