@@ -44,7 +44,9 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
                 share = file_share * part.num_rows / batch.num_rows
                 if part.num_rows < batch.num_rows:
                     # a copy, because a pickled slice carries its entire batch
-                    part = part.take(pa.array(range(part.num_rows)))
+                    part = part.cast(pa.schema(map(_without_view, part.schema))).take(
+                        pa.array(range(part.num_rows))
+                    )
                 yield part, share
             rows += batch.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
@@ -96,6 +98,11 @@ def _split(
             yield from _split(part, max_rows, max_bytes, row + start, path)
     else:
         yield batch
+
+
+def _without_view(field: pa.Field) -> pa.Field:
+    """Return a field of texts that Arrow can copy."""
+    return field.with_type(pa.large_string()) if pa.types.is_string_view(field.type) else field
 
 
 def _decoded_bytes(values: pa.RecordBatch | pa.Array) -> int:
