@@ -99,7 +99,7 @@ def row_with(**values: object) -> Callable[[Bench], Outcome]:
 
 
 def marked(bench: Bench) -> Outcome:
-    turns = split_marked_text("Human: q\n\nAssistant: a" + "</s>" * 5000 + "b", "text")
+    turns = split_marked_text("Human: q\n\nAssistant: a" + "</s>" * 12_000 + "b", "text")
     assert turns[-1]["content"].endswith("</s>b")
     return Outcome(0, "")
 
@@ -220,7 +220,7 @@ ROWS = (
     ),
     Fault(
         "size-marks",
-        "a conversation in one text has 5,000 marks of an end",
+        "a conversation in one text has 12,000 marks of an end",
         marked,
         ExitClass.DONE,
         (),
