@@ -18,8 +18,9 @@ from sft_play.config.yaml_source import parse_flow, read_json, read_mapping
 from sft_play.data import json_files, text_files
 from sft_play.data.files import parse_records, read_chunks
 from sft_play.data.marked_text import split_marked_text
+from sft_play.data.row_formats import parse_message_list
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, read_prompts
-from sft_play.data.rows import shorten
+from sft_play.data.rows import InvalidRowError, shorten
 from sft_play.data.text_files import parse_json
 from sft_play.errors import ConfigError, DataError
 from sft_play.notebooks import code, document
@@ -249,6 +250,12 @@ def test_many_marks_keys_and_calls_take_no_time() -> None:
         parse_json("{" + keys + ', "59999": 1}')
     parsed = code.parse(1, "!pip install x\n" * 20_000)
     assert parsed.tree is None and "line" in parsed.problem
+
+
+def test_a_conversation_of_too_many_turns_is_refused(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 20_000
+    with pytest.raises(InvalidRowError, match="messages has 40,000 turns, and a row has 2,000"):
+        parse_message_list(turns, "messages")
 
 
 def test_special_files_are_named(tmp_path: Path) -> None:

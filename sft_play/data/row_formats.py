@@ -33,6 +33,7 @@ from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
 NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for want of a comma
+MAX_TURNS = 2000  # each is rendered with all before it
 MAX_PYTHON_CHARACTERS = 1 << 20  # its syntax tree takes some 500 times as much
 TURN_KEYS = frozenset(("role", "from"))  # one of them names the speaker of a turn
 # Keys of objects that have a question and its answer each
@@ -126,6 +127,10 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         value = split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
+    if len(value) > MAX_TURNS:
+        raise InvalidRowError(
+            f"{name} has {len(value):,} turns, and a row has {MAX_TURNS:,} at most; split it"
+        )
     kinds = set(map(type, value))
     if str in kinds:
         parsed = [parse_nested(turn) for turn in value]
