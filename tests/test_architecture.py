@@ -18,13 +18,14 @@ ALLOWED = {
     "masking": set(),
     "process": set(),
     "process_id": set(),
+    "reading": set(),
     "stops": {"errors"},
     "progress": {"masking"},
     "http_client": {"progress"},
-    "config": {"errors", "masking"},
+    "config": {"errors", "masking", "reading"},
     "runs": {"errors", "process_id", "config"},
     "plan": {"errors", "stops", "config", "runs"},
-    "data": {"errors", "stops", "progress", "config", "runs", "plan"},
+    "data": {"errors", "reading", "stops", "progress", "config", "runs", "plan"},
     "reporting": {"errors", "config", "runs", "plan", "data"},
     "models": {"errors", "process", "progress", "config", "runs", "plan", "data"},
     "evaluation": {
@@ -69,7 +70,7 @@ ALLOWED = {
         "evaluation",
     },
     "monitor": {"errors", "process_id", "progress", "http_client", "config", "runs", "plan"},
-    "notebooks": {"errors", "config", "runs"},
+    "notebooks": {"errors", "reading", "config", "runs"},
     "commands": {
         "errors",
         "masking",
@@ -135,6 +136,7 @@ HEAVY = {
 }
 LIGHT_ROOMS = (
     "errors",
+    "reading",
     "stops",
     "config",
     "runs",

@@ -128,12 +128,12 @@ def test_an_anchor_with_a_merge_key_may_be_used_twice(folder: Path) -> None:
     assert [mapping[name].value["x"].value for name in "abcd"] == [1, 2, 2, 2]
 
 
-def test_aliases_that_multiply_are_read_in_no_time(folder: Path) -> None:
+def test_aliases_that_multiply_are_refused_in_no_time(folder: Path) -> None:
     lines = ["x0: &x0 [1]"] + [
         f"x{n}: &x{n} {{{', '.join(f'k{i}: *x{n - 1}' for i in range(9))}}}" for n in range(1, 30)
     ]
     (folder / "a.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="unknown setting 'x0'"):
+    with pytest.raises(ConfigError, match=r"a.yaml:5: .*aliases repeat values.*over 20,000"):
         load("a.yaml")
 
 

@@ -239,8 +239,8 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name, words in [
         ("missing.jsonl", "no such data file"),
-        ("folder.jsonl", "a folder or a device, not a file"),
-        ("pipe.jsonl", "a folder or a device, not a file"),
+        ("folder.jsonl", "a folder, not a file"),
+        ("pipe.jsonl", "a FIFO, not a regular file: write what it gives to one"),
         ("x" * 300 + ".jsonl", "cannot be read: File name too long"),
     ]:
         with pytest.raises(DataError, match=words):

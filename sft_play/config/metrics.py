@@ -8,9 +8,12 @@ import difflib
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from sft_play import reading
 
 OF_TEXT = ("rouge1", "rouge2", "rougeL", "exact_match", "json_valid")
 OF_SACREBLEU = ("bleu", "chrf")
@@ -41,8 +44,8 @@ def score_name(metric: str) -> str:
 def find_problems(metrics: Sequence[str]) -> list[str]:
     """Return why metrics cannot be computed, and what to type; [] where all can."""
     problems = [problem for metric in metrics if (problem := _problem(metric))]
-    keys = [score_name(metric) for metric in metrics]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    keys = Counter(map(score_name, metrics))
+    twice = sorted(key for key, times in keys.items() if times > 1)
     return [*problems, *(f"{key} is there twice; its scores have one name" for key in twice)]
 
 
@@ -82,20 +85,20 @@ def _problem_with_schema(path: Path) -> str | None:
     if importlib.util.find_spec("jsonschema") is None:
         return "json_schema needs jsonschema, which is not installed: pip install jsonschema"
     try:
-        schema = json.loads(path.read_text(encoding="utf-8"))
+        schema = json.loads(reading.read_bytes(path))
     except OSError as error:
         return f"{path}: the schema cannot be read: {error.strerror}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{path}: the schema is no JSON ({error})"
     return None if isinstance(schema, dict | bool) else f"{path}: a schema is a JSON object"
 
 
 def _problem_with_function(path: Path, name: str) -> str | None:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(reading.read_bytes(path))
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{path}: is no Python: {error}"
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if name in functions:

@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from sft_play import reading
 from sft_play.errors import ConfigError
 
 TAG = "tag:yaml.org,2002:"
 MOST_DEPTH = 30  # a config has three levels
+MOST_VALUES = 20_000  # with those that aliases repeat; a config has some 300
+MAX_CONFIG_BYTES = 1 << 20
 # What the standard library does not read in JSON: comments, and a comma before a closing bracket.
 # A text in quotes comes first, so that nothing is found inside it; YAML takes no tab between values
-COMMENT = r"//[^\n]*|/\*.*?\*/"
+COMMENT = r"//[^\n]*|/\*.*?(?:\*/|\Z)"
 NOT_JSON = re.compile(
-    rf'(?P<text>"(?:[^"\\]|\\.)*")|{COMMENT}|\t|,(?=(?>\s|{COMMENT})*+[}}\]])', re.DOTALL
+    rf'(?P<text>"(?:[^"\\]|\\.)*+(?:"|\\?\Z))|{COMMENT}|\t|,(?=(?>\s|{COMMENT})*+[}}\]])', re.DOTALL
 )
 # A value of a config file. Inside a mapping each value is a Located.
 YamlValue = None | bool | int | float | str | list[Any] | dict[str, Any]
@@ -57,6 +60,7 @@ ADVICE = {  # a fragment of PyYAML's sentence: what to do about it
     "expected <block end>": "check the indentation",
     "could not find expected ':'": "write name: value, with a space after the colon",
     "found another document": "a config is one document; delete the --- before this line",
+    "aliases repeat": "write out what is needed",
     "undefined alias": "define it with & first, or put a value that begins with * in quotes",
     "cannot start any token": "put the value in quotes",
 }
@@ -72,15 +76,23 @@ class Located:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars above, for values that lie MOST_DEPTH deep at most."""
+    """SafeLoader with the scalars above, for MOST_VALUES that lie MOST_DEPTH deep at most."""
 
-    depth = 0
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth = self.values = 0  # what an alias repeats is counted each time
+        self.values_of: dict[int, int] = {}  # by id(node)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         self.depth += 1
         if self.depth > MOST_DEPTH:  # a scanner takes ever longer, the deeper it is
             raise RecursionError
-        node = super().compose_node(parent, index)
+        before, mark = self.values, self.peek_event().start_mark
+        node = super().compose_node(parent, index)  # of an alias: that of its anchor
+        self.values = before + self.values_of.setdefault(id(node), self.values - before + 1)
+        if self.values > MOST_VALUES:
+            words = f"aliases repeat values, or the file has many: over {MOST_VALUES:,} in all"
+            raise yaml.MarkedYAMLError(problem=words, problem_mark=mark)
         self.depth -= 1
         return node
 
@@ -159,6 +171,8 @@ def read_json(path: Path) -> JsonFile:
 
     def blank(found: re.Match[str]) -> str:
         """Return spaces in place of all but a text, so that lines and columns stay."""
+        if found[0].startswith("/*") and not found[0][2:].endswith("*/"):
+            return found[0]  # it is never closed
         return found["text"] or re.sub(r"[^\n]", " ", found[0])
 
     text = NOT_JSON.sub(blank, _read_text(path, shown))
@@ -218,7 +232,7 @@ def _parse_mapping(text: str, shown: str, with_columns: bool = False) -> dict[st
 
 def _read_text(path: Path, shown: str) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return reading.read_bytes(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
             f"{shown}: no such config file; see configs/ for the ones that ship"

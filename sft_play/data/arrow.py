@@ -3,18 +3,28 @@
 Reads them as record batches, and batches as records. Loads no torch.
 """
 
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sft_play.data.rows import Json, UnreadableRecord
-from sft_play.data.text_files import InvalidJsonError, parse_json
+from sft_play import reading
+from sft_play.data.rows import Json, UnreadableRecord, shorten
+from sft_play.data.text_files import MAX_LINE_BYTES, InvalidJsonError, parse_json
 from sft_play.errors import DataError
 
 BatchOfFile = tuple[pa.RecordBatch, float]  # rows, and the fraction of their file
+MAX_RATIO = 2000  # a text that all rows share is stored once
+ROW_BYTES = 64  # of a row without values; Python takes more
+VIEW_BYTES = 16
+MAX_BATCH_BYTES = 64 << 20
+REWRITE = "write them as JSON lines, compressed with gzip or zstd at most"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -25,13 +35,21 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
     """
     is_parquet = path.suffix.lower() == ".parquet"
     batches = _read_parquet(path, max_rows) if is_parquet else _read_arrow(path)
+    file_bytes = path.stat().st_size
+    rows = decoded_bytes = 0
     try:
         for batch, file_share in batches:
-            if not batch.num_rows:
-                continue
-            rows = min(max_rows, batch.num_rows * max_bytes // max(1, batch.nbytes))
-            for part in _split(batch, max(1, rows)):
-                yield part, file_share * part.num_rows / batch.num_rows
+            decoded_bytes += max(_decoded_bytes(batch), batch.num_rows * ROW_BYTES)
+            reading.refuse_bomb(file_bytes, decoded_bytes, REWRITE, MAX_RATIO)
+            for part in _split(batch, max_rows, max_bytes, rows, path):
+                share = file_share * part.num_rows / batch.num_rows
+                if part.num_rows < batch.num_rows:
+                    # a copy, because a pickled slice carries its entire batch
+                    part = part.cast(pa.schema(map(_without_view, part.schema))).take(
+                        pa.array(range(part.num_rows))
+                    )
+                yield part, share
+            rows += batch.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -65,20 +83,86 @@ def batch_records(
         yield record
 
 
-def _split(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
-    if rows >= batch.num_rows:
+def _split(
+    batch: pa.RecordBatch, max_rows: int, max_bytes: int, row: int, path: Path
+) -> Iterator[pa.RecordBatch]:
+    """Yield the parts of a batch that begins with row number `row`. Raises DataError."""
+    size = _decoded_bytes(batch)
+    if batch.num_rows == 1 and size > MAX_LINE_BYTES:
+        raise DataError(
+            f"{path}[{row}]: a row of {size:,} bytes, more than {MAX_LINE_BYTES >> 20} MiB; "
+            "split it, or leave it out"
+        )
+    if batch.num_rows > 1 and (batch.num_rows > max_rows or size > max_bytes):
+        half = batch.num_rows // 2
+        for start, part in ((0, batch.slice(0, half)), (half, batch.slice(half))):
+            yield from _split(part, max_rows, max_bytes, row + start, path)
+    else:
         yield batch
-        return
-    for start in range(0, batch.num_rows, rows):
-        # a copy, because a pickled slice carries its entire batch
-        yield batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
+
+
+def _without_view(field: pa.Field) -> pa.Field:
+    """Return a field of texts that Arrow can copy."""
+    return field.with_type(pa.large_string()) if pa.types.is_string_view(field.type) else field
+
+
+def _decoded_bytes(values: pa.RecordBatch | pa.Array) -> int:
+    """Return the bytes of values where each is stored by itself."""
+    if isinstance(values, pa.RecordBatch):
+        return sum(map(_decoded_bytes, values.columns))
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        sizes = pc.binary_length(values.dictionary).take(values.indices)
+        return pc.sum(sizes).as_py() or 0
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        views = np.frombuffer(values.buffers()[1], np.int32)[:: VIEW_BYTES // 4]
+        return int(views[values.offset : values.offset + len(values)].sum())
+    if pa.types.is_struct(kind):
+        return sum(map(_decoded_bytes, values.flatten()))
+    if pa.types.is_nested(kind) and not pa.types.is_map(kind) and not pa.types.is_union(kind):
+        return _decoded_bytes(values.flatten())
+    return values.nbytes
 
 
 def _read_parquet(path: Path, max_rows: int) -> Iterator[BatchOfFile]:
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+    options = {"page_checksum_verification": True}
+    with pq.ParquetFile(path, **options) as file:
+        metadata = file.metadata
         _check_names(path, file.schema_arrow.names)
-        for batch in file.iter_batches(max_rows):
-            yield batch, batch.num_rows / file.metadata.num_rows
+        groups = list(map(metadata.row_group, range(metadata.num_row_groups)))
+        chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
+        size = sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in chunks)
+        reading.refuse_bomb(path.stat().st_size, size, REWRITE, MAX_RATIO)
+        texts = [
+            column.path
+            for column in map(file.schema.column, range(len(file.schema)))
+            if column.physical_type == "BYTE_ARRAY"
+        ]
+        with pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, **options) as coded:
+            for number, group in enumerate(groups):
+                reader = coded if _may_explode(coded, number, group, max_rows) else file
+                for batch in reader.iter_batches(max_rows, row_groups=[number]):
+                    yield batch, batch.num_rows / metadata.num_rows
+
+
+def _may_explode(
+    coded: pq.ParquetFile, number: int, group: pq.RowGroupMetaData, max_rows: int
+) -> bool:
+    """Return whether texts that a row group has once may be in a batch too often for memory."""
+    for column in map(group.column, range(group.num_columns)):
+        longest = column.total_uncompressed_size
+        in_batch = column.num_values * max_rows // max(1, group.num_rows)
+        if column.physical_type != "BYTE_ARRAY" or longest * in_batch < MAX_BATCH_BYTES:
+            continue
+        path = column.path_in_schema
+        values = next(coded.iter_batches(1, row_groups=[number], columns=[path])).column(0)
+        while pa.types.is_nested(values.type):
+            is_struct = pa.types.is_struct(values.type)
+            values = values.field(0) if is_struct else values.values
+        longest = pc.max(pc.binary_length(values.dictionary)).as_py() or longest
+        if longest * in_batch > MAX_BATCH_BYTES:
+            return True
+    return False
 
 
 def _read_arrow(path: Path) -> Iterator[BatchOfFile]:
@@ -90,6 +174,9 @@ def _read_arrow(path: Path) -> Iterator[BatchOfFile]:
             raise DataError(
                 f"{path}: no Arrow stream, or one that breaks off; fetch or write it anew"
             )
+        source.seek(8 if is_file else 0)
+        messages = pa.ipc.MessageReader.open_stream(source)
+        reading.refuse_bomb(source.size(), sum(map(_stated_bytes, messages)), REWRITE, MAX_RATIO)
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _check_names(path, reader.schema.names)
@@ -99,10 +186,42 @@ def _read_arrow(path: Path) -> Iterator[BatchOfFile]:
             yield batch, min(1.0, batch.nbytes / source.size())
 
 
+def _stated_bytes(message: pa.ipc.Message) -> int:
+    """Return how many bytes a message's compressed buffers become, 0 if none is compressed.
+
+    Arrow's Message.fbs has the numbers of the fields.
+    """
+    data = message.metadata
+
+    def field(table: int, number: int) -> int:
+        """Return where a field of a flatbuffers table is, 0 if it has none."""
+        fields = table - struct.unpack_from("<i", data, table)[0]
+        offset = 0
+        if 4 + 2 * number < struct.unpack_from("<H", data, fields)[0]:
+            (offset,) = struct.unpack_from("<H", data, fields + 4 + 2 * number)
+        return table + offset if offset else 0
+
+    def follow(place: int) -> int:
+        return place + struct.unpack_from("<I", data, place)[0]
+
+    batch = follow(field(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(field(batch, 1))
+    if message.type == "schema" or not field(batch, 3):
+        return 0
+    buffers = follow(field(batch, 2))
+    total = 0
+    for number in range(struct.unpack_from("<I", data, buffers)[0]):
+        start, size = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
+        if size:
+            total += max(size, struct.unpack_from("<q", message.body, start)[0])
+    return total
+
+
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise DataError(f"{path}: two columns are named {repeated[0]!r}; rename one")
+    repeated = next((name for name, times in Counter(names).items() if times > 1), None)
+    if repeated is not None:
+        raise DataError(f"{path}: two columns are named {shorten(repeated)!r}; rename one")
 
 
 def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | None:

@@ -50,8 +50,12 @@ def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:
     return _digest(files_digest, tokenizer_digest, policy_text, _digest_code())[:32]
 
 
-def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
+def get_or_build(
+    root: Path, key: str, build: Callable[[Path], None], check: Callable[[], None] = lambda: None
+) -> Path:
     """Return the folder of an entry; `build` fills it where it does not exist yet or is damaged.
+
+    `check` raises where what was built is not to be kept.
 
     If two processes want the same entry at once, the second waits for the first. An entry is built
     under another name, sealed and then renamed, so it is whole or absent. Raises EnvironmentFault.
@@ -77,6 +81,7 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
         unfinished = root / f".{key}.{secrets.token_hex(4)}"
         try:
             build(unfinished)
+            check()
             seal.seal(unfinished)
             shutil.rmtree(folder, ignore_errors=True)
             rename(unfinished, folder)

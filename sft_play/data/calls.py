@@ -30,6 +30,7 @@ TEXT_KEYS = frozenset(
 )
 JSON_IN_TEXT = re.compile(r'": "[\[{]')
 FILLED = re.compile(r'(?<!"default)(?<!"const)(?<!\\)": null')  # a null that only tables write
+MAX_DEPTH = 100  # of JSON
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # what Mistral's template wants
 
 
@@ -47,16 +48,27 @@ def parse_objects(value: Any, name: str) -> list[Json]:
     items = [parse_nested(item) for item in (value if isinstance(value, list) else [value])]
     if not all(isinstance(item, dict) for item in items):
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of objects")
-    _check_json(items, name)
+    check_json(items, name)
     return items
 
 
-def _check_json(value: Any, name: str) -> None:
+def check_json(value: Any, name: str) -> None:
+    """Raise InvalidRowError for what no template writes as JSON, in keys or values."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        held = [each for each in level if isinstance(each, dict | list)]
+        level = [
+            inner for each in held for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            break
+    else:
+        raise InvalidRowError(f"{name} is nested more than {MAX_DEPTH} deep; write it flatter")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRowError(f"{name} cannot be written as JSON: {error}") from None
-    check_encodable(text, name)
+    check_encodable(text.replace(r"\\", "").replace(r"\u0000", "\0"), name)
 
 
 def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
@@ -142,7 +154,7 @@ def _parse_call(call: Json, name: str) -> Json:
         arguments = {}
     if isinstance(arguments, str):
         arguments = parse_json_text(arguments, f"{name}.arguments")
-        _check_json(arguments, f"{name}.arguments")
+        check_json(arguments, f"{name}.arguments")
         arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise InvalidRowError(f"{name}.arguments is {shorten(arguments)}, not an object")

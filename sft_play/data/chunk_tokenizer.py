@@ -6,6 +6,7 @@ Legend: T tokens of a sample.
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -17,7 +18,7 @@ from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Row
+from sft_play.data.rows import MAX_COLUMNS_CHARACTERS, MAX_LISTED_ROWS, BadRow, Row, shorten
 from sft_play.data.store import LongRow, RowHashes, SampleArrays, StoredSample, to_arrays
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
@@ -191,6 +192,8 @@ class ChunkTokenizer:
                     is_kept = rows[index] is row
                     tally.untrained["greeting" if is_kept else "greeting_left_out"] += 1
             records[number] = rows
+        named = ((shorten(key, MAX_COLUMNS_CHARACTERS), key) for key in tally.unused)
+        tally.unused = Counter({shown: tally.unused[key] for shown, key in named})
         return records
 
     def _fit(

@@ -1,7 +1,7 @@
 """Data files (JSONL, JSON, CSV, TSV, Parquet, Arrow) as chunks of records.
 
-Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json,
-whose text is read at once. Parsing is slow, so `parse_records` does it in any process: chunks have
+Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json
+files that are one object. Parsing is slow, so `parse_records` does it in any process: chunks have
 JSONL lines undecoded, and Parquet and Arrow rows as Arrow batches.
 """
 
@@ -20,7 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sft_play.data import text_files
+from sft_play import reading
+from sft_play.data import json_files, text_files
 from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Json, NumberedRecord, UnreadableRecord
 from sft_play.data.tables import DELIMITERS, read_sheet, read_table
 from sft_play.errors import DataError
@@ -39,6 +40,8 @@ FORMATS = (
     *COLUMNAR_FORMATS,
     SHEET,
 )
+UNPACK = "unpack it first with gzip -dk or zstd -d"
+UNPACKED_BYTES = 256 << 10  # at once
 ROWS_PER_CHUNK = 2000
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
 # Of the rows that were read. The others are no reason to list a cause row by row.
@@ -119,7 +122,7 @@ def _encoding_hint(path: Path) -> str:
     if base_format(path) not in TEXT_FORMATS:
         return ""
     with path.open("rb") as raw:
-        return text_files.conversion_hint(path, _decompressed(raw, path))
+        return text_files.conversion_hint(path, open_decompressed(raw, path))
 
 
 def format_origin(path: Path, number: int) -> str:
@@ -146,9 +149,9 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
     if suffix is None:
         raise DataError(f"{path}: a data file ends in {', '.join(FORMATS)}")
     with _errors_naming(path):
-        path.stat()
-        if not path.is_file():
-            raise DataError(f"{path}: a folder or a device, not a file")
+        reading.refuse_special(path)
+        if path.is_dir():
+            raise DataError(f"{path}: a folder, not a file")
         if suffix in COLUMNAR_FORMATS:
             yield from _columnar_chunks(path, rows_per_chunk)
         elif suffix == SHEET:
@@ -156,6 +159,23 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
             yield from _group(path, read_sheet(path), lambda: size, rows_per_chunk)
         else:
             yield from _text_chunks(path, rows_per_chunk)
+
+
+def read_text_lines(path: Path) -> Iterator[tuple[str, Json | BadRow]]:
+    """Yield the origin of each line of a text file that is not blank, and {"text": its words}.
+
+    Raises: DataError.
+    """
+    with _errors_naming(path):
+        reading.refuse_special(path)
+        with path.open("rb") as raw:
+            stream = open_decompressed(raw, path)
+            for number, line, _ in text_files.read_lines(path, stream, is_json=False):
+                record = text_files.read_document(line.strip(), number)
+                origin = format_origin(path, number)
+                if isinstance(record, UnreadableRecord):
+                    record = BadRow(origin, *record)
+                yield origin, record
 
 
 def parse_records(chunk: Chunk, columns: Iterable[str] | None = None) -> Iterator[Json | BadRow]:
@@ -225,24 +245,44 @@ def _columnar_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
         first += batch.num_rows
 
 
-def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
+class _Decompressed(io.RawIOBase):
+    """What a compressed stream gives. Raises OSError where that is a bomb."""
+
+    def __init__(self, raw: io.BufferedReader, stream: Any):
+        self._raw, self._stream = raw, stream
+        self._bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        read = self._stream.readinto(buffer)
+        self._bytes += read
+        reading.refuse_bomb(self._raw.tell(), self._bytes, UNPACK)
+        return read
+
+
+def open_decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
+    """Return the stream of a file's bytes without its compression."""
     name = path.name.lower()
     if name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if not name.endswith(".zst"):
-        return raw
-    import pyarrow as pa
+        stream: Any = gzip.GzipFile(fileobj=raw)
+    elif name.endswith(".zst"):
+        import pyarrow as pa
 
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+    else:
+        return raw
+    return io.BufferedReader(_Decompressed(raw, stream), UNPACKED_BYTES)
 
 
 def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
     suffix = base_format(path)
     with path.open("rb") as raw:
-        stream = _decompressed(raw, path)
+        stream = open_decompressed(raw, path)
         text_files.refuse_wide_encoding(path, stream.peek(4)[:4])
         if suffix == ".json":
-            records = text_files.read_json(path, stream.read())
+            records = json_files.read_json(path, stream)
         elif suffix in DELIMITERS:
             # bytes that are no UTF-8 become surrogates, so that an error can name their row
             text = io.TextIOWrapper(
@@ -250,7 +290,7 @@ def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
             )
             records = read_table(path, text, DELIMITERS[suffix])
         elif suffix == ".txt":
-            records = text_files.read_documents(stream)
+            records = text_files.read_documents(path, stream)
         else:
             records = text_files.read_lines(path, stream)
         yield from _group(path, records, raw.tell, rows_per_chunk)

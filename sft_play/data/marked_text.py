@@ -29,10 +29,13 @@ SYSTEM_MARKS = re.compile(r"<<SYS>>(.*?)<</SYS>>", re.DOTALL)
 BEGINNINGS = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|<BOS_TOKEN>|\[gMASK\]<sop>)*\s*"
 )
-ENDS = re.compile(
-    r"(?:\s|</?s>|<eos>|<\|(?:im_end|eot_id|eom_id|eot|end|endoftext|end_of_text|return)\|>|<end_of_turn>"
-    r"|<turn\|>|<｜end▁of▁sentence｜>|<\|END_OF_TURN_TOKEN\|>)+$"
+END_MARKS = (
+    *("<s>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<end_of_turn>", "<turn|>"),
+    *("<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
 )
+# Of a text that is read from its end: a search for it would begin anew at each mark
+ENDS = re.compile(rf"(?:\s|{'|'.join(re.escape(mark[::-1]) for mark in END_MARKS)})*+")
 ALPACA_HINT = "### Response:"
 MAX_PREAMBLE_CHARACTERS = 1000  # of Vicuna and Alpaca, before the first mark
 
@@ -77,7 +80,7 @@ STYLES = (
     Style(
         "Human: and Assistant:",
         # a mark begins a paragraph, or stands after ###
-        r"(?:^|\n\n|\s*###) ?(System|Human|User|Assistant): ?",
+        r"(?:^|\n\n|###) ?(System|Human|User|Assistant): ?",
         "Assistant:",
     ),
 )
@@ -113,7 +116,11 @@ def find_style(text: str) -> str | None:
     found = find_marks(text)
     if found is None or ROLES[found.parts[-2].lower()] != "assistant":
         return None
-    return found.style.name if ENDS.sub("", found.parts[-1]).strip() else None
+    return found.style.name if _without_ends(found.parts[-1]) else None
+
+
+def _without_ends(words: str) -> str:
+    return words[: len(words) - ENDS.match(words[::-1]).end()].lstrip()
 
 
 def split_marked_text(text: str, name: str) -> list[Json] | None:
@@ -130,7 +137,7 @@ def split_marked_text(text: str, name: str) -> list[Json] | None:
     if found.before and not is_alpaca:
         turns.append({"role": "system", "content": found.before})
     for speaker, words in zip(found.parts[::2], found.parts[1::2], strict=True):
-        role, content = ROLES[speaker.lower()], ENDS.sub("", words).strip()
+        role, content = ROLES[speaker.lower()], _without_ends(words)
         system = SYSTEM_MARKS.match(content) if speaker == "[INST]" else None
         if system:
             turns.append({"role": "system", "content": system[1].strip()})

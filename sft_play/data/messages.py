@@ -73,7 +73,7 @@ def parse_conversation(lists: Mapping[str, Any]) -> tuple[Message, ...]:
 
     Raises InvalidRowError, which names the message.
     """
-    messages: list[Message] = []
+    answers: list[list[Message]] = []  # of one message each, but for answers in parts
     names: list[str] = []
     before: Json = {}  # the last record
     has_calls_in_text = False  # ShareGPT's, which cannot be recognised
@@ -88,18 +88,19 @@ def parse_conversation(lists: Mapping[str, Any]) -> tuple[Message, ...]:
                 raise InvalidRowError(f"{where}{error}") from None
             has_calls_in_text = has_calls_in_text or "from" in record
             for message in parsed:
-                last = messages[-1] if messages else None
+                last = answers[-1][-1] if answers else None
                 if (
                     last is not None
                     and last.role == message.role == "assistant"
                     and goes_on(record, before)
                     and (last.is_trained, last.weight) == (message.is_trained, message.weight)
                 ):
-                    messages[-1] = join_answers(last, message)
+                    answers[-1].append(message)
                 else:
-                    messages.append(message)
+                    answers.append([message])
                     names.append(where)
             before = record
+    messages = list(map(join_answers, answers))
     _check_order(messages, names, has_calls_in_text)
     for index, message in enumerate(messages):
         if message.role == "user":

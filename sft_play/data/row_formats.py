@@ -33,6 +33,8 @@ from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
 NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for want of a comma
+MAX_TURNS = 2000  # each is rendered with all before it
+MAX_PYTHON_CHARACTERS = 1 << 20  # its syntax tree takes some 500 times as much
 TURN_KEYS = frozenset(("role", "from"))  # one of them names the speaker of a turn
 # Keys of objects that have a question and its answer each
 PAIRS = (
@@ -125,6 +127,10 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         value = split_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
+    if len(value) > MAX_TURNS:
+        raise InvalidRowError(
+            f"{name} has {len(value):,} turns, and a row has {MAX_TURNS:,} at most; split it"
+        )
     kinds = set(map(type, value))
     if str in kinds:
         parsed = [parse_nested(turn) for turn in value]
@@ -181,7 +187,7 @@ def parse_json_text(text: str, name: str) -> Any:
     try:
         return parse_json(text)
     except InvalidJsonError as error:
-        if PYTHON_START.match(text):
+        if len(text) < MAX_PYTHON_CHARACTERS and PYTHON_START.match(text):
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 return ast.literal_eval(NUMPY_BREAK.sub("}, {", text.strip()))
         raise InvalidRowError(
@@ -293,7 +299,8 @@ def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
     """
     keys = set(chain.from_iterable(records))
     flags = {key for key in keys if all(_is_flag(record.get(key)) for record in records)}
-    column_of = {name: _name_columns(name, columns, keys, flags) for name in ROW_FORMATS}
+    cases = {key.lower(): key for key in keys} | dict(zip(keys, keys, strict=True))
+    column_of = {name: _name_columns(name, columns, cases, flags) for name in ROW_FORMATS}
     for record in records:
         for name, required in ROW_FORMATS.items():
             named = column_of[name]
@@ -317,10 +324,9 @@ def _is_flag(value: Any) -> bool:
 
 
 def _name_columns(
-    name: str, columns: Columns, keys: Collection[str], flags: Collection[str]
+    name: str, columns: Columns, cases: Columns, flags: Collection[str]
 ) -> dict[str, str]:
-    """Return the column of each field of a format, whose case may be another."""
-    cases = {key.lower(): key for key in keys} | dict(zip(keys, keys, strict=True))
+    """Return the column of each field of a format; `cases` has those of the file in any case."""
     column_of = {}
     for field in (*ROW_FORMATS[name], *OPTIONAL_FIELDS[name]):
         names = (field, *OTHER_NAMES.get(field, ()))

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from sft_play.config.schema import Config
-from sft_play.data.calls import drop_filled, has_null_arguments, parse_tools
+from sft_play.data.calls import check_json, drop_filled, has_null_arguments, parse_tools
 from sft_play.data.files import (
     Chunk,
     base_format,
     columns_with_values,
-    format_origin,
     parse_records,
     read_chunks,
+    read_text_lines,
     refuse_bad_rows,
 )
 from sft_play.data.marked_text import find_style
@@ -79,6 +79,7 @@ TURN_PREFIX = "messages[]."
 IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
 MAX_LISTED = 12  # keys without a meaning of their own
+TOO_DEEP = "nested too deeply; write it flatter"
 NOT_CHOSEN = "no row is chosen or left out by it"
 THOUGHTS = ("cot", "rationale", "thought", "thoughts")
 MEANINGS = {
@@ -195,8 +196,9 @@ def parse_record_rows(
                         f"DATA_SPLIT_BY=prompt, or to one of {list_columns(record)}"
                     )
                 rows = [replace(row, group=group) for row in rows]
-        except InvalidRowError as error:
-            yield BadRow(origin, str(error), chunk.raw(position))
+        except (InvalidRowError, RecursionError) as error:
+            is_row = isinstance(error, InvalidRowError)
+            yield BadRow(origin, str(error) if is_row else TOO_DEEP, chunk.raw(position))
             continue
         if unused is not None and any(has_null_arguments(row.messages) for row in rows):
             unused[NULL_ARGUMENTS] += 1
@@ -288,7 +290,9 @@ def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
     several = given.pop(VARIABLES, None) or {}
     if not isinstance(several, dict):
         raise InvalidRowError(f"{columns[VARIABLES]} is {shorten(several)}, not an object")
-    found = {name: value for name, value in {**several, **given}.items() if value is not None}
+    values = {**several, **given}
+    found = {name: value for name, value in values.items() if value is not None and value == value}
+    check_json(found, columns[VARIABLES])
     return found or None
 
 
@@ -381,10 +385,8 @@ def _with_last_answer(value: Any, name: str) -> list[Json]:
 def _read_questions(path: Path) -> Iterator[tuple[str, Json | BadRow, str]]:
     """Yield the origin of each question, its record, and its text in the file."""
     if base_format(path) == ".txt":
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield format_origin(path, number), {"prompt": line.strip()}, line
+        for origin, record in read_text_lines(path):
+            yield origin, record, str(record)
         return
     for chunk in read_chunks(path):
         for position, record in enumerate(parse_records(chunk)):

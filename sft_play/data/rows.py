@@ -99,7 +99,7 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
     if not isinstance(value, str):
         text = json.dumps(value, default=str, ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
+    return make_visible(text if len(text) <= max_characters else f"{text[:max_characters]}...")
 
 
 def is_blank(value: Any) -> bool:

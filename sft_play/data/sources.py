@@ -98,8 +98,7 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
         ) from None
     except (ConnectionError, httpx.HTTPError) as error:
         raise EnvironmentFault(
-            f"{where}: no such path{hint} "
-            f"The hub cannot be asked: {_sentence(error)} "
+            f"{where}: no such path{hint} The hub cannot be asked: {_sentence(error)} "
             "Check the network and HF_HUB_OFFLINE, "
             "or fetch the data set elsewhere and name its folder"
         ) from None
@@ -134,7 +133,25 @@ class Source:
 
     @property
     def file_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+        return sum(size for size, *_ in self.states())
+
+    def states(self) -> list[tuple[int, ...]]:
+        """Return the size of each file, and what a write to it changes. Raises DataError."""
+        try:
+            found = [file.stat() for file in self.files]
+        except FileNotFoundError as error:
+            words = f"{error.filename}: removed meanwhile; put it back, and begin anew"
+            raise DataError(words) from None
+        return [(each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns) for each in found]
+
+    def refuse_change(self, before: list[tuple[int, ...]]) -> None:
+        """Raise DataError where a file is not what it was when `before` was its state."""
+        for file, then, now in zip(self.files, before, self.states(), strict=True):
+            if now != then:
+                raise DataError(
+                    f"{file}: written to while it was tokenised ({then[0]:,} bytes, now "
+                    f"{now[0]:,}); nothing is kept: begin anew once it is complete"
+                )
 
 
 def _bound(text: str, rows: int) -> int:
@@ -246,7 +263,11 @@ def digest_source(source: Source) -> str:
     """Return the SHA-256 of the contents of a source's files."""
     size = f"{source.file_bytes / 1e9:.1f} GB"
     with watched(Stage(f"reading {source.name}", measure=lambda: size)):
-        return cache.digest_files(source.files, source.section.choice)
+        try:
+            return cache.digest_files(source.files, source.section.choice)
+        except FileNotFoundError:
+            source.states()  # which says so
+            raise
 
 
 def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:

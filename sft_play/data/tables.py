@@ -1,21 +1,29 @@
 """The records of CSV, TSV and Excel files. The first row names the columns."""
 
+import contextlib
 import csv
+import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
+from sft_play import reading
+from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
+from sft_play.data.text_files import MAX_LINE_BYTES
 from sft_play.errors import DataError, EnvironmentFault
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = (";", "\t", "|")  # of .csv files
 EXCEL_HINTS = ("sep=,", "sep=;", "sep=|", "sep=")  # a line that Excel reads, before the first
 PANDAS_INDEX = "Unnamed: 0"
-# Characters. A quote that is never closed takes in everything after it. The csv module's own limit
-# is 128 KiB, shorter than some documents.
-MAX_FIELD_CHARACTERS = 64 << 20
+# Characters, of a row. A quote that is never closed takes in everything after it. The csv module's
+# own limit is 128 KiB, shorter than some documents.
+MAX_FIELD_CHARACTERS = MAX_LINE_BYTES
+MAX_SHEET_ROWS = 1 << 20  # Excel's
+AS_CSV = "save the sheet as CSV UTF-8"
 
 
 def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
@@ -25,23 +33,28 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
     has, if it has more of them than commas. Raises DataError.
     """
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
-    first_line = text.readline()
+    first_line = text.readline(MAX_FIELD_CHARACTERS)
     lines_before = 0
     if first_line.strip().lower() in EXCEL_HINTS:
-        first_line = text.readline()
+        first_line = text.readline(MAX_FIELD_CHARACTERS)
         lines_before = 1
     if delimiter == ",":
         delimiter = _find_delimiter(first_line)
-    reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
+    lines = _Lines(first_line, text)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
         line = reader.line_num + 1 + lines_before
+        lines.row_characters = 0
         try:
             fields = next(reader, None)
         except csv.Error as error:  # nobody can tell where the next row begins
             reason = f"not valid CSV: {error}"
-            if "field larger" in str(error) or "unexpected end" in str(error):
+            is_long = "larger" in str(error)
+            if is_long or "unexpected end" in str(error):
                 reason = "a quote is opened in this row and never closed"
+            if is_long:
+                reason += f", or it has more than {MAX_FIELD_CHARACTERS >> 20} MiB: split it"
             raise DataError(f"{path}:{line}: {reason}; quotes inside a field are doubled") from None
         if fields is None:
             return
@@ -54,6 +67,21 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
             continue
         row_text = delimiter.join(fields)
         yield NumberedRecord(line, _parse_row(header, fields, row_text), len(row_text))
+
+
+class _Lines(Iterator[str]):
+    """The lines of a table. Raises csv.Error for a row that is too long."""
+
+    def __init__(self, first: str, text: IO[str]):
+        self._lines = chain([first], iter(partial(text.readline, MAX_FIELD_CHARACTERS), ""))
+        self.row_characters = 0
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.row_characters += len(line)
+        if self.row_characters >= MAX_FIELD_CHARACTERS:
+            raise csv.Error("row larger than the limit")
+        return line
 
 
 def _find_delimiter(first_line: str) -> str:
@@ -79,9 +107,9 @@ def name_columns(where: str, names: list[str]) -> list[str]:
     for number, name in enumerate(names, 1):
         if not name.strip():
             raise DataError(f"{where}, and number {number} of {len(names)} has no name")
-    for name in names:
-        if names.count(name) > 1:
-            raise DataError(f"{where}, and {name!r} stands there twice")
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise DataError(f"{where}, and {shorten(name)!r} stands there twice")
     return names
 
 
@@ -123,9 +151,13 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
         from openpyxl import load_workbook
     except ImportError:
         raise EnvironmentFault(
-            f"{path}: reading Excel files needs a package: pip install openpyxl; "
-            "or save the sheet as CSV UTF-8"
+            f"{path}: reading Excel files needs a package: pip install openpyxl; or {AS_CSV}"
         ) from None
+    file_bytes = path.stat().st_size
+    unpacked = 0
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as parts:
+        unpacked = sum(part.file_size for part in parts.infolist())
+    reading.refuse_bomb(file_bytes, unpacked, AS_CSV)
     try:
         book = load_workbook(path, read_only=True, data_only=True)
     except (OSError, ValueError, KeyError) as error:  # no zip file, or one without a workbook
@@ -136,19 +168,28 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
             "keep one, or save the one with the rows as CSV UTF-8"
         )
     header: list[str] = []
-    for number, cells in enumerate(book.worksheets[0].iter_rows(values_only=True), 1):
+    characters = 0
+    sheet = book.worksheets[0]
+    sheet.reset_dimensions()  # which may name more cells than there are
+    for number, cells in enumerate(sheet.iter_rows(values_only=True), 1):
+        if number > MAX_SHEET_ROWS:
+            raise DataError(f"{path}:{number}: no sheet has so many rows; save it anew")
         if all(cell is None for cell in cells):
             continue
         if not header:
             names = ["" if cell is None else str(cell) for cell in cells]
             header = name_columns(f"{path}:{number}: the first line names the columns", names)
             continue
+        cells += (None,) * (len(header) - len(cells))
         record: Json | UnreadableRecord = dict(zip(header, map(_as_text, cells), strict=False))
         if any(cell is not None for cell in cells[len(header) :]):
             record = UnreadableRecord(
                 f"a cell behind the {len(header)} columns that the first line names", repr(cells)
             )
-        yield NumberedRecord(number, record, sum(len(str(cell)) for cell in cells))
+        size = sum(len(str(cell)) for cell in cells)
+        characters += size
+        reading.refuse_bomb(file_bytes, characters, AS_CSV)
+        yield NumberedRecord(number, record, size)
     book.close()
 
 

@@ -14,6 +14,7 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
+from sft_play import reading
 from sft_play.config.sections.model import NAMED_TEMPLATE, ModelSection
 from sft_play.data.templates import DEFAULT_TEMPLATE, compile_template
 from sft_play.errors import ConfigError, EnvironmentFault
@@ -181,7 +182,7 @@ def _say_without_template(name: str) -> None:
 def _read_text(path: str) -> str:
     """Return a user's template. Raises: ConfigError for an unreadable file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return reading.read_bytes(Path(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(

@@ -5,19 +5,21 @@ is refused with the encoding that it has and the command that converts it.
 """
 
 import codecs
-import io
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
+from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
 from sft_play.errors import DataError
 
-MAX_LINE_BYTES = 256 << 20  # a file without line breaks is not read into memory whole
+MAX_LINE_BYTES = 16 << 20  # some four million tokens; parsed, it may take 30 times as much
+SAMPLED_BYTES = 64 << 10  # of a line
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 END_OF_DOCUMENT = b"<|endoftext|>"  # alone on a line of a .txt file, as in TinyStories
 TYPE_NAMES = {
@@ -58,31 +60,29 @@ class InvalidJsonError(ValueError):
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     record = dict(pairs)
     if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise InvalidJsonError(f"the key {repeated!r} stands twice in one object")
+        keys = Counter(key for key, _ in pairs)
+        repeated = next(key for key in keys if keys[key] > 1)
+        raise InvalidJsonError(f"the key {shorten(repeated)!r} stands twice in one object")
     return record
 
 
-_strict_decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
-_lenient_decoder = json.JSONDecoder(parse_int=str)
-_whitespace = re.compile(r"[ \t\n\r]*")
+strict_decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def parse_json(data: bytes | str) -> Any:
     """Return the value of a JSON text. Raises InvalidJsonError."""
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        return _strict_decoder.decode(text)
+        return strict_decoder.decode(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidJsonError(_explain(error)) from None
+        raise InvalidJsonError(explain(error)) from None
 
 
 def parse_json_line(line: bytes) -> Json | UnreadableRecord:
     """Return the object that a line of JSONL has, or why it has none."""
     raw = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
     try:
-        return _require_object(parse_json(line.rstrip(b"\r\n")), raw)
+        return require_object(parse_json(line.rstrip(b"\r\n")), raw)
     except InvalidJsonError as error:
         reason = str(error)
         if line.strip() in (b"{", b"["):
@@ -102,9 +102,9 @@ def split_of(name: str) -> str | None:
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
-def read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
-    """Yield the lines of a JSONL file, undecoded. Raises DataError."""
-    is_first = True
+def read_lines(path: Path, stream: IO[bytes], is_json: bool = True) -> Iterator[NumberedRecord]:
+    """Yield the lines of a file, undecoded, but for blank ones. Raises DataError."""
+    is_first = is_json
     for number in count(1):
         line = stream.readline(MAX_LINE_BYTES)
         if number == 1:
@@ -121,147 +121,57 @@ def read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
         if len(line) == MAX_LINE_BYTES:
             raise DataError(
                 f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB; "
-                "rows are one JSON object a line"
+                f"rows are one JSON object a line; {without_long_lines(path)}"
             )
         is_first = False
         yield NumberedRecord(number, line, len(line))
 
 
-def read_documents(stream: IO[bytes]) -> Iterator[NumberedRecord]:
-    """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone."""
+def without_long_lines(path: Path) -> str:
+    """Return how to split a file's long lines, or to leave them out."""
+    reader, source = READERS.get(path.suffix, "cat"), shlex.quote(str(path))
+    command = f"{reader} {source} | LC_ALL=C awk 'length < {MAX_LINE_BYTES}' > shorter.jsonl"
+    return f"split longer ones, or leave them out: {command}"
+
+
+def read_documents(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
+    """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone.
+
+    One of more than MAX_LINE_BYTES is several. Raises DataError.
+    """
     lines: list[bytes] = []
-    first_line = 1
-    for number, line in enumerate(chain(stream, [END_OF_DOCUMENT]), 1):
+    first_line, size = 1, 0
+    bounded = iter(partial(stream.readline, MAX_LINE_BYTES), b"")
+    for number, line in enumerate(chain(bounded, [END_OF_DOCUMENT]), 1):
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
+        if len(line) == MAX_LINE_BYTES:
+            source = shlex.quote(str(path))
+            raise DataError(
+                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB; cut the file, "
+                f"and name the folder: mkdir texts; {READERS.get(path.suffix, 'cat')} {source} | "
+                "split -C 8m --additional-suffix=.txt - texts/"
+            )
         if line.strip() != END_OF_DOCUMENT:
             lines.append(line)
-            continue
+            size += len(line)
+            if size < MAX_LINE_BYTES:  # a longer text is read in parts
+                continue
         data = b"".join(lines)
         if data.strip():
-            yield NumberedRecord(first_line, _read_document(data, first_line), len(data))
-        lines = []
+            yield NumberedRecord(first_line, read_document(data, first_line), len(data))
+        lines, size = [], 0
         first_line = number + 1
 
 
-def _read_document(data: bytes, first_line: int) -> Json | UnreadableRecord:
+def read_document(data: bytes, first_line: int) -> Json | UnreadableRecord:
+    """Return a record of a text, or why there is none."""
     try:
         return {"text": data.decode("utf-8")}
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raw = data.decode("utf-8", "backslashreplace")
         return UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
-
-
-def read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:
-    """Yield the elements of the list that a .json file has. Raises DataError."""
-    try:
-        text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
-    except UnicodeDecodeError as error:
-        hint = conversion_hint(path, io.BytesIO(data))
-        raise DataError(
-            f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8; {hint}"
-        ) from None
-    if text.lstrip().startswith("["):
-        yield from _read_list(path, text)
-    elif text.strip():
-        yield from _read_object(path, text)
-
-
-def _read_list(path: Path, text: str) -> Iterator[NumberedRecord]:
-    """Yield the elements of a JSON list one by one, each parsed when it is asked for."""
-    index = 0
-    position = _skip_whitespace(text, _skip_whitespace(text, 0) + 1)
-    while not text.startswith("]", position):
-        start = position
-        try:
-            record, end = _strict_decoder.raw_decode(text, start)
-            record = _require_object(record, text[start:end])
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{path}[{index}]: {_explain(error)}") from None
-        except ValueError as error:  # Python's own decoder accepts the text and tells where it ends
-            _, end = _lenient_decoder.raw_decode(text, start)
-            record = UnreadableRecord(_explain(error), text[start:end])
-        yield NumberedRecord(index, record, end - start)
-        index += 1
-        position = _skip_whitespace(text, end)
-        following = _skip_whitespace(text, position + 1)
-        if text.startswith(",", position) and not text.startswith("]", following):
-            position = following
-        elif position == len(text):
-            raise DataError(
-                f"{path}[{index}]: not valid JSON: the list has no end; the file is perhaps cut off"
-            )
-        elif not text.startswith("]", position):
-            where = _line_and_column(text, position)
-            raise DataError(f"{path}[{index}]: not valid JSON: no comma before this row, {where}")
-    if _skip_whitespace(text, position + 1) != len(text):
-        raise DataError(
-            f"{path}[{index}]: more text behind the end of the list, "
-            f"{_line_and_column(text, position + 1)}; a .json file holds one list of rows"
-        )
-
-
-def _read_object(path: Path, text: str) -> Iterator[NumberedRecord]:
-    """Yield the rows of one object, or of an object a line.
-
-    One object is `{"data": [...]}`, or has the columns, as pandas and datasets write a table.
-    """
-    first, _, rest = text.strip().partition("\n")
-    if first.startswith("{") and first.rstrip().endswith("}") and rest.lstrip().startswith("{"):
-        lines = io.BytesIO(text.encode())  # which break at \n alone, unlike str.splitlines
-        for index, line in enumerate(filter(bytes.strip, lines)):
-            yield NumberedRecord(index, parse_json_line(line), len(line))
-        return
-    try:
-        value = parse_json(text)
-    except InvalidJsonError as error:
-        raise DataError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{path}: a .json data file holds a list of rows, not {TYPE_NAMES[type(value)]}"
-        )
-    is_line = not rest and text.endswith("\n")  # as Spark writes one row
-    for index, record in enumerate(_find_rows(path, value, is_line)):
-        yield NumberedRecord(index, _require_object(record, json.dumps(record)), characters=0)
-
-
-def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
-    """Return the rows that one object has. Raises DataError."""
-    lists = [key for key, held in value.items() if isinstance(held, list)]
-    if lists == ["data"]:
-        return value["data"]
-    if lists == ["columns", "index", "data"]:  # pandas, orient="split"
-        return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
-    splits = [key for key in lists if split_of(key)]
-    if splits:
-        commands = (
-            shlex.join(["jq", "-c", f".{split}[]", str(path)]) + f" > {split}.jsonl"
-            for split in splits
-        )
-        raise DataError(
-            f"{path}: one object with the splits {', '.join(splits)}; "
-            f"write each as a file of its own: {'; '.join(commands)}"
-        )
-    held = list(value.values())
-    if held and all(isinstance(column, dict) and column for column in held):
-        if all(key.isdecimal() for key in value):  # pandas, orient="index"
-            return held
-        if all(column.keys() == held[0].keys() for column in held):  # pandas, orient="columns"
-            value = {key: list(column.values()) for key, column in value.items()}
-            lists = list(value)
-    rows = split_columns(value)
-    if rows is not value:
-        return rows
-    if is_line:
-        return [value]
-    found = f"the keys {', '.join(value) or 'none'}"
-    if lists:
-        found = f"the lists {', '.join(lists)}"
-    raise DataError(
-        f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
-        f"and no other list; this is one object with {found}"
-    )
 
 
 def split_columns(value: Json) -> Any:
@@ -274,23 +184,15 @@ def split_columns(value: Json) -> Any:
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _require_object(record: Any, raw: str) -> Json | UnreadableRecord:
+def require_object(record: Any, raw: str) -> Json | UnreadableRecord:
+    """Return a record that is an object, or why it cannot be used; `raw` is its text."""
     if isinstance(record, dict):
         return record
     return UnreadableRecord(f"a row is a JSON object, not {TYPE_NAMES[type(record)]}", raw)
 
 
-def _skip_whitespace(text: str, position: int) -> int:
-    return _whitespace.match(text, position).end()
-
-
-def _line_and_column(text: str, position: int) -> str:
-    line = text.count("\n", 0, position) + 1
-    column = position - text.rfind("\n", 0, position)
-    return f"at line {line} column {column}"
-
-
-def _explain(error: ValueError | RecursionError) -> str:
+def explain(error: ValueError | RecursionError) -> str:
+    """Return why a text is no JSON."""
     match error:
         case UnicodeDecodeError():
             return f"not UTF-8 at byte {error.start}; save the file as UTF-8"
@@ -322,7 +224,8 @@ def refuse_wide_encoding(path: Path, first_bytes: bytes) -> None:
 
 def conversion_hint(path: Path, stream: IO[bytes]) -> str:
     """Return which encoding a text has that is not UTF-8, and how to convert it; "" if unknown."""
-    lines = list(islice((line for line in stream if not line.isascii()), SAMPLED_LINES))
+    every = iter(partial(stream.readline, SAMPLED_BYTES), b"")
+    lines = list(islice((line for line in every if not line.isascii()), SAMPLED_LINES))
     in_utf8 = sum(line.decode("utf-8", "ignore").encode() == line for line in lines)
     if in_utf8 > CHANCE_SHARE * len(lines):
         return (

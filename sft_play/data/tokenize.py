@@ -76,6 +76,7 @@ def tokenize_sources(
             section = source.section
             tally = Tally()
             account.record(split, source.name, len(source.files), tally)  # grows with what is read
+            before = source.states()
             files_digest = digest_source(source)
             key_facts = {
                 **config.data.model_dump(include=ROW_SETTINGS),
@@ -89,6 +90,7 @@ def tokenize_sources(
                 cache_folder(config),
                 cache.entry_key(files_digest, tokenizer_digest, key_facts),
                 partial(build_store, source, config, tokenizer, tally, group_by),
+                partial(source.refuse_change, before),
             )
             done = TokenizedSource(
                 source.name,
@@ -96,7 +98,7 @@ def tokenize_sources(
                 section.weight,
                 files_digest,
                 str(folder),
-                source.file_bytes,
+                sum(size for size, *_ in before),
                 section.choice,
                 section.name,
             )

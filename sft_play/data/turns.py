@@ -7,8 +7,9 @@ the name of the turn, as in "messages[3]" + ".content is empty".
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
@@ -93,15 +94,15 @@ def goes_on(record: Json, before: Json) -> bool:
     return ROLES[speaker.lower()] == CALL or before.get("channel") in OPEN_CHANNELS
 
 
-def join_answers(first: Message, second: Message) -> Message:
-    """Return one answer of two of its parts."""
-    contents = filter(None, (first.content, second.content))
-    reasoning = filter(None, (first.reasoning, second.reasoning))
+def join_answers(parts: Sequence[Message]) -> Message:
+    """Return one answer of its parts."""
+    if len(parts) == 1:
+        return parts[0]
     return replace(
-        second,
-        content="\n\n".join(contents),
-        reasoning="\n\n".join(reasoning) or None,
-        tool_calls=(*first.tool_calls, *second.tool_calls),
+        parts[-1],
+        content="\n\n".join(part.content for part in parts if part.content),
+        reasoning="\n\n".join(part.reasoning for part in parts if part.reasoning) or None,
+        tool_calls=tuple(chain.from_iterable(part.tool_calls for part in parts)),
     )
 
 

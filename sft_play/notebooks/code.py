@@ -6,6 +6,7 @@ the text itself is never rewritten. Pure.
 """
 
 import ast
+import functools
 import itertools
 import re
 import warnings
@@ -19,6 +20,7 @@ from sft_play.notebooks.document import LINE
 PYTHON_CELL_MAGICS = ("capture", "time", "timeit", "prun", "memit", "mprun")
 CELL_MAGIC = re.compile(r"\s*%%(\w*)")
 TIMED = re.compile(r"\s*(%time(?:it)?[ \t]+)(?=[^-\s])")  # what follows is Python
+MAX_MAGICS = 300  # of a cell, which is parsed anew after each
 # A magic, a shell line or one of IPython's calls; either assigned; help; and the magics that
 # IPython takes without a %, where no variable has the name
 MAGIC = re.compile(
@@ -120,7 +122,9 @@ def parse(number: int, source: str) -> Code:
             starts[index] += len(indent)
     masked: set[int] = set()
     tree, problem, failed = _parse_lines(lines)
-    while failed and _mask_magic(lines, starts, masked, failed):
+    for _ in range(MAX_MAGICS):
+        if not failed or not _mask_magic(lines, starts, masked, failed):
+            break
         tree, problem, failed = _parse_lines(lines)
     return Code(number, source, tree, problem, frozenset(masked), tuple(starts), tuple(lines))
 
@@ -169,13 +173,18 @@ def _first_line(statement: ast.stmt) -> int:
 
 
 def path_to(tree: ast.AST, node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements that hold a node, from the outermost to the innermost."""
-    holder = tree
-    while holder is not node:
-        children = ast.iter_child_nodes(holder)
-        holder = next(part for part in children if any(inner is node for inner in ast.walk(part)))
-        if isinstance(holder, ast.stmt):
-            yield holder
+    """Return the statements that hold a node, from the outermost to the innermost."""
+    path, holders = [], _holders(tree)
+    while node is not tree:
+        path.append(node)
+        node = holders[node]
+    return (part for part in reversed(path) if isinstance(part, ast.stmt))
+
+
+@functools.lru_cache(maxsize=8)
+def _holders(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    """Return the node in which each node of a tree is."""
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
 def nodes_without(tree: ast.AST, left_out: Container[ast.AST]) -> Iterator[ast.AST]:

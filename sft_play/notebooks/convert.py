@@ -127,8 +127,9 @@ def convert_cells(notebook: Notebook, changes: Changes) -> None:
     if notebook.kind in (Kind.NOTHING, Kind.EMBEDDINGS):
         return
     _look_at_devices(notebook, changes)
+    trained = set(map(id, notebook.training_loads))
     for load in notebook.loads:
-        if load in notebook.training_loads:
+        if id(load) in trained:
             _add_device_map(load, changes)
         elif load.keyword("device_map") is None:
             said = "loads a model after training, for inference; left as it is"

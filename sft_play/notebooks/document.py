@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play import reading
 from sft_play.errors import ConfigError
 from sft_play.runs.files import write_text
 
@@ -22,6 +23,7 @@ BYTE_ORDER_MARK = "\ufeff"
 # The first newline and indent, and what separates a name from its value
 LAYOUT = re.compile(r'\{(?:(\r?\n)([ \t]*))?\s*"[^"]*"(\s*:\s*)')
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
+MAX_NOTEBOOK_BYTES = 32 << 20
 SHOWN = 60  # characters of a wrong value in a message
 
 
@@ -106,7 +108,7 @@ def _read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"NB={path} is a folder; name a notebook in it")
     try:
-        return path.read_bytes().decode("utf-8")
+        return reading.read_bytes(path, MAX_NOTEBOOK_BYTES).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"NB={path}: {error.strerror}; name a notebook") from None
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
 """All rows of the fault matrix."""
 
-from faults import disks, files, front, kills, numbers, others, processes
+from faults import disks, files, front, kills, numbers, others, processes, sizes
 
 FAULTS = (
     *files.ROWS,
@@ -10,4 +10,5 @@ FAULTS = (
     *kills.ROWS,
     *front.ROWS,
     *others.ROWS,
+    *sizes.ROWS,
 )

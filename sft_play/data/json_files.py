@@ -1,0 +1,249 @@
+"""The rows of .json files: a list, which is read in parts, one object, or an object a line."""
+
+import codecs
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from sft_play.data import text_files
+from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
+from sft_play.data.text_files import (
+    BYTE_ORDER_MARK,
+    TYPE_NAMES,
+    InvalidJsonError,
+    conversion_hint,
+    explain,
+    parse_json,
+    require_object,
+    split_columns,
+    split_of,
+    strict_decoder,
+    without_long_lines,
+)
+from sft_play.errors import DataError
+
+MAX_OBJECT_BYTES = 128 << 20  # of a file that is one object: it is parsed at once
+READ_BYTES = 1 << 20  # at once, of a list
+LITERAL = len("\\udead\\udead")  # characters: the longest that JSON has; others end it elsewhere
+LENIENT_DECODER = json.JSONDecoder(parse_int=str)
+WHITESPACE = re.compile(r"[ \t\n\r]*")
+
+
+class JsonText:
+    """What was read of a JSON text; it grows while it is parsed, and forgets what was parsed."""
+
+    def __init__(self, path: Path, begun: bytes, line: int, stream: IO[bytes]):
+        self.path = path
+        self.text = ""
+        self.position = 0  # in the text
+        self.row = ""  # [index] of the row there
+        self.max_characters = text_files.MAX_LINE_BYTES
+        self._begun, self._stream = begun, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._bytes = 0  # that were decoded
+        self._line, self._column = line, 1  # where the text begins, in the file
+
+    def grow(self) -> bool:
+        """Read on, and return whether there was more. Raises DataError."""
+        held = len(self.text) - self.position
+        if held >= self.max_characters:
+            raise DataError(
+                f"{self.path}{self.row}: more than {self.max_characters >> 20} MiB without an end; "
+                "split this row, or write one row a line, as a .jsonl file"
+            )
+        data = self._begun + self._stream.read(max(READ_BYTES, held))
+        self._begun = b""
+        self._line, self._column = self.place(self.position)
+        pending = len(self._decoder.getstate()[0])
+        try:
+            more = self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            hint = conversion_hint(self.path, io.BytesIO(data))
+            raise DataError(
+                f"{self.path}: not UTF-8 at byte {self._bytes - pending + error.start}; "
+                f"save the file as UTF-8; {hint}"
+            ) from None
+        self._bytes += len(data)
+        self.text = self.text[self.position :] + more
+        self.position = 0
+        return bool(data)
+
+    def show_place(self, count: int) -> str:
+        """Return the line and the column so many characters from here, in words."""
+        return "at line {} column {}".format(*self.place(self.position + count))
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the line and the column of a position."""
+        lines = self.text.count("\n", 0, position)
+        column = position - self.text.rfind("\n", 0, position)
+        return self._line + lines, column if lines else self._column + position
+
+    def skip(self, count: int) -> int:
+        """Return where the text goes on after so many characters and whitespace."""
+        while True:
+            found = WHITESPACE.match(self.text, self.position + count).end()
+            if not count:
+                self.position = found
+            if found < len(self.text):
+                return found
+            if not self.grow():
+                return len(self.text)
+
+    def decode(self) -> tuple[Json | UnreadableRecord, int]:
+        """Return the row at the position, and its length; go behind it. Raises DataError."""
+        while True:
+            try:
+                record, end = _decode_row(self.text, self.position)
+            except RecursionError as error:
+                raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
+            except json.JSONDecodeError as error:
+                error.lineno, error.colno = self.place(error.pos)
+                is_cut = (
+                    error.msg.startswith("Unterminated") or error.pos > len(error.doc) - LITERAL
+                )
+                if is_cut and self.grow():
+                    continue
+                raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
+            text = self.text[self.position : end]
+            if end < len(self.text) or not self.grow():  # the digits of a number may go on
+                self.position += len(text)
+                return record, len(text)
+
+
+def _decode_row(text: str, start: int) -> tuple[Json | UnreadableRecord, int]:
+    """Return a row, or why it cannot be used, and where it ends. Raises JSONDecodeError."""
+    try:
+        value, end = strict_decoder.raw_decode(text, start)
+        return require_object(value, text[start:end]), end
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python's own decoder accepts the text and tells where it ends
+        _, end = LENIENT_DECODER.raw_decode(text, start)
+        return UnreadableRecord(explain(error), text[start:end]), end
+
+
+def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
+    """Yield the rows of a .json file: of a list, of one object, or of an object a line.
+
+    Raises DataError.
+    """
+    lines = iter(partial(stream.readline, text_files.MAX_LINE_BYTES), b"")
+    begun = next(lines, b"").removeprefix(BYTE_ORDER_MARK)
+    first_line = 1
+    while begun.isspace():
+        begun = next(lines, b"")
+        first_line += 1
+    first = begun.strip()
+    if first.startswith(b"{") and first.endswith(b"}"):
+        second = next(filter(bytes.strip, lines), b"")
+        if second.lstrip().startswith(b"{"):
+            for index, line in enumerate(filter(bytes.strip, chain((begun, second), lines))):
+                if len(line) == text_files.MAX_LINE_BYTES:
+                    size = f"a line of more than {len(line) >> 20} MiB"
+                    raise DataError(f"{path}[{index}]: {size}; {without_long_lines(path)}")
+                yield NumberedRecord(index, line, len(line))
+            return
+        begun += second
+    text = JsonText(path, begun, first_line, stream)
+    text.skip(0)
+    if text.text.startswith("[", text.position):
+        yield from _read_list(text)
+    elif text.text:
+        yield from _read_object(text)
+
+
+def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
+    """Yield the elements of a JSON list one by one, each parsed when it is asked for."""
+    index = 0
+    text.position = text.skip(1)
+    while not text.text.startswith("]", text.position):
+        text.row = f"[{index}]"
+        yield NumberedRecord(index, *text.decode())
+        index += 1
+        text.row = f"[{index}]"
+        text.skip(0)
+        following = text.skip(1)
+        found = text.text[text.position : text.position + 1]
+        if found == "," and not text.text.startswith("]", following):
+            text.position = following
+        elif not found:
+            raise DataError(
+                f"{text.path}{text.row}: not valid JSON: the list has no end; the file is perhaps "
+                "cut off"
+            )
+        elif found != "]":
+            raise DataError(
+                f"{text.path}{text.row}: not valid JSON: no comma before this row, "
+                f"{text.show_place(0)}"
+            )
+    if text.skip(1) < len(text.text):
+        raise DataError(
+            f"{text.path}[{index}]: more text behind the end of the list, {text.show_place(1)}; "
+            "a .json file holds one list of rows"
+        )
+
+
+def _read_object(text: JsonText) -> Iterator[NumberedRecord]:
+    """Yield the rows of one object.
+
+    It is `{"data": [...]}`, or has the columns, as pandas and datasets write a table.
+    """
+    text.max_characters = MAX_OBJECT_BYTES
+    while text.grow():
+        pass
+    path, whole = text.path, text.text
+    try:
+        value = parse_json(whole)
+    except InvalidJsonError as error:
+        raise DataError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path}: a .json data file holds a list of rows, not {TYPE_NAMES[type(value)]}"
+        )
+    is_line = whole.endswith("\n") and "\n" not in whole.strip()  # as Spark writes one row
+    for index, record in enumerate(_find_rows(path, value, is_line)):
+        yield NumberedRecord(index, require_object(record, json.dumps(record)), characters=0)
+
+
+def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
+    """Return the rows that one object has. Raises DataError."""
+    lists = [key for key, held in value.items() if isinstance(held, list)]
+    if lists == ["data"]:
+        return value["data"]
+    if lists == ["columns", "index", "data"]:  # pandas, orient="split"
+        return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
+    splits = [key for key in lists if split_of(key)]
+    if splits:
+        commands = (
+            shlex.join(["jq", "-c", f".{split}[]", str(path)]) + f" > {split}.jsonl"
+            for split in splits
+        )
+        raise DataError(
+            f"{path}: one object with the splits {', '.join(splits)}; "
+            f"write each as a file of its own: {'; '.join(commands)}"
+        )
+    held = list(value.values())
+    if held and all(isinstance(column, dict) and column for column in held):
+        if all(key.isdecimal() for key in value):  # pandas, orient="index"
+            return held
+        if all(column.keys() == held[0].keys() for column in held):  # pandas, orient="columns"
+            value = {key: list(column.values()) for key, column in value.items()}
+            lists = list(value)
+    rows = split_columns(value)
+    if rows is not value:
+        return rows
+    if is_line:
+        return [value]
+    found = f"the keys {', '.join(value) or 'none'}"
+    if lists:
+        found = f"the lists {', '.join(lists)}"
+    raise DataError(
+        f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
+        f"and no other list; this is one object with {found}"
+    )
