@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 18_800,
     "compat": 1_300,
     "config": 21_050,
-    "data": 59_250,
+    "data": 59_300,
     "evaluation": 10_550,
     "inference": 16_400,
     "models": 90_650,
@@ -40,7 +40,7 @@ TOKENS = {
     "notebooks": 14_950,
     "plan": 44_600,
     "reporting": 11_850,
-    "runs": 13_550,
+    "runs": 13_600,
     "training": 42_900,
 }
 FILES = 308

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from sft_play.data.limits import encode
+from sft_play.data.limits import allocating_little, encode
 from sft_play.data.rows import Json, Message, Notes, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
@@ -99,7 +99,8 @@ class Renderer:
         tokenized one by one, and bring their special tokens. A row that trains nothing has no
         sample.
         """
-        prepared = [self._prepare(row) for row in rows]
+        with allocating_little():
+            prepared = [self._prepare(row) for row in rows]
         texts: list[TrainingText] = []
         for row in prepared:
             if not isinstance(row, RenderError):

@@ -27,6 +27,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_JSON_BYTES = 32 << 20  # the largest index of a known model has 12 MiB
 MAX_TEXT_BYTES = 256 << 20  # the largest tokenizer.json has 34 MiB
+ADDED = b'"single_word"'  # each added token has it
+MAX_ADDED = 1 << 16  # models that speak have 30,000
 TEXTS = (".json", ".jinja", ".txt", ".model")
 OBJECTS = (
     *("config.json", "generation_config.json", "tokenizer_config.json"),
@@ -186,6 +188,10 @@ def refuse_odd_files(folder: Path) -> None:
             what = "a pipe or a device"
         elif path.suffix in TEXTS and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
             what = f"of more than {MAX_TEXT_BYTES >> 20} MiB"
+        elif path.name != TOKENIZER_FILES[0] or not path.is_file():
+            continue
+        elif path.read_bytes().count(ADDED) > MAX_ADDED:
+            what = f"a tokenizer with more than {MAX_ADDED} added tokens"
         else:
             continue
         raise EnvironmentFault(f"{path} is {what}; move it away, or get the model again")

@@ -109,7 +109,7 @@ ROWS = (
         "hostile-memory",
         "one call of the chat template asks for 1 GB",
         template("{{ 'a'|center(10**9) }}"),
-        Guard("sft_play.data.limits:_most_data", lambda _, allowed: allowed),
+        Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
         "asks for 512 MiB of memory or more",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
