@@ -43,6 +43,7 @@ from sft_play.errors import (
 from sft_play.masking import mask_secrets
 from sft_play.progress import guard_output, log_to_stderr, visible
 
+MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -373,7 +374,9 @@ def _errors_as_messages() -> Iterator[None]:
     except SftPlayError as error:
         code = int(error.exit_class)
         text = visible(
-            mask_secrets(f"{error}\nexit class {code} ({error.exit_class.name.lower()})")
+            mask_secrets(
+                f"{str(error)[:MAX_SHOWN]}\nexit class {code} ({error.exit_class.name.lower()})"
+            )
         )
         launching.tell_launcher(text)
         with contextlib.suppress(OSError):  # the exit code says it, too

@@ -1,4 +1,4 @@
-"""sft_play.data.templates: a template that does not end is stopped, with words."""
+"""sft_play.data.limits: a template that does not end is stopped, with words."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 from families import tokenizer
 from renderings import row
 
-from sft_play.data import templates
+from sft_play.data import limits
 from sft_play.data.render import Renderer, RenderError, render_prompt
 from sft_play.data.row_estimates import TokenCounter
 from sft_play.data.rows import Message
@@ -20,7 +20,7 @@ DOUBLING = (
 
 
 def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch) -> None:
-    monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.3)
     tok = tokenizer(NESTED)
     begin = time.process_time()
     with pytest.raises(DataError, match="has not ended after 0 s; correct its loops") as error:
@@ -32,7 +32,7 @@ def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch) -> None:
 
 
 def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch) -> None:
-    monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.3)
     tok = tokenizer("x")
     counter = TokenCounter(tok.backend_tokenizer, NESTED, {})
     with pytest.raises(DataError, match="has not ended"):
@@ -40,7 +40,7 @@ def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch) -> None:
 
 
 def test_a_text_that_doubles_is_stopped_before_the_memory_is_full(monkeypatch) -> None:
-    monkeypatch.setattr(templates, "MAX_GROWN_BYTES", 64 << 20)
-    monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 60.0)  # memory is what stops it
-    with pytest.raises(DataError, match="GiB of memory"):
+    monkeypatch.setattr(limits, "MAX_GROWN_BYTES", 64 << 20)
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 60.0)  # memory is what stops it
+    with pytest.raises(DataError, match="iB of memory"):
         Renderer(tokenizer(DOUBLING)).render([row("q", "a")])

@@ -9,8 +9,8 @@ import pytest
 from run_files import run_json
 from tiny_models import tiny_model
 
-from sft_play.errors import CheckpointError, ConfigError
-from sft_play.runs import seal, stamp
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.runs import earlier_adapter, seal, stamp
 
 SHAPE = {
     "tuning.lora.r": 4,
@@ -128,3 +128,10 @@ def test_a_resumed_run_needs_the_earlier_adapter_no_more(plan_run, run_worker, e
     )
     assert run_worker(resumed) == 0
     assert loss(resumed, "after") == loss(whole, "after")
+
+
+def test_an_adapter_whose_config_is_nested_without_end_is_refused_in_words(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(EnvironmentFault, match="nested too deeply; get the model again"):
+        earlier_adapter.settings_of_adapter(str(tmp_path), tmp_path)

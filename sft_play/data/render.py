@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from sft_play.data.limits import allocating_little, encode
 from sft_play.data.rows import Json, Message, Notes, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
@@ -73,8 +74,6 @@ class Renderer:
     ):
         self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
         self._tokenizer = tokenizer.backend_tokenizer
-        self._tokenizer.no_truncation()  # earlier code may have set these two
-        self._tokenizer.no_padding()
         self._special = special_text(tokenizer, tokens_in_text)
         self._stop_ids = stop_ids(tokenizer)
         self._bos = tokenizer.bos_token_id
@@ -85,9 +84,9 @@ class Renderer:
             if token.content.strip()
         }
         self._added_token = match_any(self._added_tokens)
-        with_special = self._tokenizer.encode("a", add_special_tokens=True).ids
-        without = self._tokenizer.encode("a", add_special_tokens=False).ids
-        adds_bos = with_special[:1] == [self._bos] != without[:1]
+        (with_special,) = encode(self._tokenizer, ["a"], add_special_tokens=True)
+        (without,) = encode(self._tokenizer, ["a"])
+        adds_bos = with_special.ids[:1] == [self._bos] != without.ids[:1]
         self._text_prefix = [self._bos] if adds_bos else []
 
     def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
@@ -100,7 +99,8 @@ class Renderer:
         tokenized one by one, and bring their special tokens. A row that trains nothing has no
         sample.
         """
-        prepared = [self._prepare(row) for row in rows]
+        with allocating_little():
+            prepared = [self._prepare(row) for row in rows]
         texts: list[TrainingText] = []
         for row in prepared:
             if not isinstance(row, RenderError):
@@ -342,6 +342,4 @@ def render_prompt(
     asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
     row = special.escape(asked)
     text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
-    if row is asked:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
     return special.encode([text])[0].ids

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.files import Chunk, read_chunks
+from sft_play.data.limits import encode
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Columns, Row
 from sft_play.data.sources import SETTINGS, Source, find_source, source_sections
-from sft_play.data.template_sources import Template, find_template, read_object
+from sft_play.data.template_sources import Template, find_template, read_text
 from sft_play.data.templates import DEFAULT_TEMPLATE, Render, compile_template, template_messages
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.plan import sources
@@ -33,6 +34,7 @@ from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, estimated, estimated_tokens
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import cache_folder
+from sft_play.runs.model_folder import read_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -76,7 +78,7 @@ class TokenCounter:
         template_path = find("chat_template.jinja")
         if template_path is not None:
             files["default"] = template_path
-        named = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        named = {name: read_text(file) for name, file in files.items()}
         template = find_template(named, find, model, special_tokens)
         return cls(_load(path), _choose_default(template), special_tokens)
 
@@ -91,7 +93,7 @@ class TokenCounter:
         texts = {
             index: text for index, text in enumerate(map(self._text, rows)) if text is not None
         }
-        encodings = self.tokenizer.encode_batch_fast(list(texts.values()), add_special_tokens=False)
+        encodings = encode(self.tokenizer, list(texts.values()))
         return {index: len(encoding.ids) for index, encoding in zip(texts, encodings, strict=True)}
 
     def _text(self, row: Row) -> str | None:
@@ -109,12 +111,9 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises no other class
         raise EnvironmentFault(f"{path}: no tokenizer: {error}; download the model again") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _choose_default(template: Template | None) -> str:

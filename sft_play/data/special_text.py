@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
+from sft_play.data.limits import encode
 from sft_play.data.rows import Message, Row
 from sft_play.data.templates import (
     ChatTemplate,
@@ -99,16 +100,18 @@ class SpecialText:
 
     def encode(self, texts: list[str], with_offsets: bool = False) -> list[Any]:
         """Return the encodings of rendered texts; placeholders are read as plain text."""
-        if not any(map(self._placeholder.search, texts)):
-            return _encode(self._backend, texts, with_offsets)
-        encodings = []
-        for text in texts:
-            tokenizer = self._backend
-            if self._placeholder.search(text):
-                tokenizer = self._renamed
-                text = self._exchange(self._either, text)
-            encodings += _encode(tokenizer, [text], with_offsets)
-        return encodings
+        exchanged = [bool(self._placeholder.search(text)) for text in texts]
+        if not any(exchanged):
+            return encode(self._backend, texts, with_offsets)
+        plain, named = [], []
+        for text, is_exchanged in zip(texts, exchanged, strict=True):
+            if is_exchanged:
+                named.append(self._exchange(self._either, text))
+            else:
+                plain.append(text)
+        plain = iter(encode(self._backend, plain, with_offsets))
+        named = iter(encode(self._renamed, named, with_offsets))
+        return [next(named if is_exchanged else plain) for is_exchanged in exchanged]
 
     @cached_property
     def _renamed(self) -> Any:
@@ -180,11 +183,6 @@ def match_any(words: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds each of the words, the longest that fits."""
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
-
-
-def _encode(tokenizer: Any, texts: list[str], with_offsets: bool) -> list[Any]:
-    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
-    return encode(texts, add_special_tokens=False)
 
 
 def _between_turns(tokenizer: Any) -> str:

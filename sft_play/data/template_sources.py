@@ -18,6 +18,7 @@ from sft_play import reading
 from sft_play.config.sections.model import NAMED_TEMPLATE, ModelSection
 from sft_play.data.templates import DEFAULT_TEMPLATE, compile_template
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.runs.model_folder import read_object
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What the template writes of the date: strftime_now("%d %b %Y")
@@ -113,25 +114,12 @@ def find_template(
     return with_variables(_taking_strings(template, special_tokens), model)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file. Raises: EnvironmentFault if it has none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EnvironmentFault(
-            f"{path}: not valid JSON: {error}; download the model again"
-        ) from None
-    if not isinstance(value, dict):
-        raise EnvironmentFault(f"{path}: holds no object; download the model again")
-    return value
-
-
 def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
     setting = model.chat_template
     if setting == "default":
         return DEFAULT_TEMPLATE
     if model.has_template_file:
-        return _read_text(model.chat_template)
+        return read_text(Path(model.chat_template))
     wanted = "default" if setting is None else setting.removeprefix(NAMED_TEMPLATE)
     named = _by_name(own)
     for file in FILES:
@@ -179,10 +167,10 @@ def _say_without_template(name: str) -> None:
     )
 
 
-def _read_text(path: str) -> str:
-    """Return a user's template. Raises: ConfigError for an unreadable file."""
+def read_text(path: Path) -> str:
+    """Return the template in a file. Raises: ConfigError for an unreadable one."""
     try:
-        return reading.read_bytes(Path(path)).decode("utf-8")
+        return reading.read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(

@@ -1,34 +1,24 @@
 """What a tokenizer's chat template writes, and which tokens end an answer.
 
-Templates are also compiled here without transformers, whose import takes seconds, and stopped where
-they do not end or fill the memory. Loads no torch; tokenizes nothing.
+Templates are also compiled here without transformers, whose import takes seconds. Loads no torch;
+tokenizes nothing.
 """
 
-import contextlib
 import copy
 import functools
 import json
 import re
-import resource
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.calls import with_short_ids
+from sft_play.data.limits import REMEDY, limited
 from sft_play.data.rows import Json, Message
 from sft_play.errors import DataError
 
-# A template writes a long conversation in some milliseconds
-MAX_CPU_SECONDS = 3.0
-MAX_GROWN_BYTES = 1 << 30
-TICK_SECONDS = 0.05  # of CPU time between two checks
-PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
-REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
+MAX_REFUSED = 1000  # characters of what a template says of a row
+MAX_CHARACTERS = 1 << 16  # the longest of a known model has 20,000
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
 TURN_ENDS = tuple(
@@ -64,58 +54,6 @@ MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 Render = Callable[..., str | None]
-_began = (0.0, 0)  # CPU seconds and peak of memory before what is rendered
-
-
-class _Stopped(BaseException):
-    """Raised inside a template: no error of a row, which whoever renders it would catch."""
-
-
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Stop what is rendered inside after MAX_CPU_SECONDS, or MAX_GROWN_BYTES more memory.
-
-    It is not one row's error: the next row would take as long. Only the main thread is watched,
-    as signals reach no other. Raises: DataError.
-    """
-    global _began
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _watch_timer()
-    _began = time.process_time(), _peak_bytes()
-    signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
-    try:
-        yield
-    except _Stopped as error:
-        raise DataError(str(error)) from None
-    except MemoryError:
-        raise DataError(f"the chat template asks for more memory than there is; {REMEDY}") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-@functools.cache  # a third of the time of a rendering, if it were done for each
-def _watch_timer() -> None:
-    signal.signal(signal.SIGVTALRM, _check_limits)
-
-
-def _check_limits(number: int, frame: FrameType | None) -> None:
-    """Stop a template that takes too long or too much memory."""
-    seconds = time.process_time() - _began[0]
-    grown = _peak_bytes() - _began[1]
-    if seconds > MAX_CPU_SECONDS:
-        found = f"has not ended after {seconds:.0f} s"
-    elif grown > MAX_GROWN_BYTES:
-        found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
-    else:
-        return
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    raise _Stopped(f"the chat template {found}; {REMEDY}")
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
 
 
 class RenderError(DataError):
@@ -152,7 +90,7 @@ def _names_read(jinja: str) -> frozenset[str]:
     environment = _environment()
     try:
         tree = environment.parse(_without_marks(jinja))
-    except TemplateError:  # rendering says what is wrong
+    except (TemplateError, RecursionError):  # rendering says what is wrong
         return frozenset()
     read: set[str] = set()
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
@@ -278,7 +216,8 @@ class ChatTemplate:
                     **self._variables,
                 )
             except _template_errors() as error:
-                raise RenderError(f"the chat template refuses the conversation: {error}") from error
+                refused = f"the chat template refuses the conversation: {error}"
+                raise RenderError(refused[:MAX_REFUSED]) from error
         spans = [Span(*span) for span in marks[0]] if has_marks else None
         return TemplateText(texts[0], spans)
 
@@ -346,12 +285,21 @@ def _with_json_arguments(message: Json) -> Json:
 
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
     """Return a function of messages and tools: the text of a conversation, None if refused."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
 
-    try:
-        compiled = _environment().from_string(_without_marks(source))
-    except TemplateError:  # the run names the line and stops
-        return lambda messages, tools=(): None
+    environment = _environment()
+    if len(source) > MAX_CHARACTERS:
+        raise DataError(
+            f"the chat template has {len(source)} characters, more than {MAX_CHARACTERS}; {REMEDY}"
+        )
+    with limited():
+        try:
+            tree = environment.parse(_without_marks(source))
+            compiled = environment.from_string(tree)
+        except TemplateError:  # the run names the line and stops
+            return lambda messages, tools=(): None
+    if next(tree.find_all(nodes.Pow), None) is not None:
+        raise DataError(f"the chat template has a power (**), which may take for ever; {REMEDY}")
 
     def render(messages: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
         """Return the text of a conversation, None if the template refuses it."""
@@ -397,4 +345,4 @@ def _template_errors() -> tuple[type[Exception], ...]:
     """Return the ways in which a template may fail."""
     from jinja2 import TemplateError
 
-    return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+    return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)

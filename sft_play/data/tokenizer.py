@@ -17,10 +17,11 @@ from transformers.utils import cached_file
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
-from sft_play.data.template_sources import FindFile, find_template, read_object
+from sft_play.data.template_sources import FindFile, find_template
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
+from sft_play.runs.model_folder import read_object
 
 # Files that have a vocabulary, of some models alone and of others next to tokenizer_config.json
 FILES = (

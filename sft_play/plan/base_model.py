@@ -5,7 +5,6 @@ model types are read from its files: they are tables of words, and its import wo
 """
 
 import ast
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.model_shape import ModelConfigJson, find_file, known_model, load_model_config
 from sft_play.plan.stored_as import refuse_untrainable, stored_as
-from sft_play.runs.model_folder import Header, read_headers
+from sft_play.runs.model_folder import Header, read_headers, read_object, refuse_odd_files
 
 FILES = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
 TABLE = "_MAPPING_NAMES"  # at the end of a table's name
@@ -131,7 +130,15 @@ def weight_files(folder: Path) -> list[str]:
     """Return the safetensors files that transformers reads. As there, a single one comes first."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return [SINGLE] if (folder / SINGLE).is_file() else []
-    return sorted(set((_read(folder / INDEX).get("weight_map") or {}).values()))
+    files = read_object(folder / INDEX).get("weight_map") or {}
+    names = list(files.values()) if isinstance(files, dict) else [files]
+    for file in names:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise EnvironmentFault(
+                f"{folder / INDEX}: its weight_map names {str(file)[:100]!r}, which is no file of "
+                "the folder; get the model again"
+            )
+    return sorted(set(names))
 
 
 def has_weights(folder: Path) -> bool:
@@ -172,7 +179,7 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
 def _adapter(folder: Path) -> str:
     if has_weights(folder):  # to which transformers would add it without a word
         return f"a model with an adapter beside it; move {ADAPTER} out of the folder"
-    base = _read(folder / ADAPTER).get("base_model_name_or_path")
+    base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return f"an adapter whose {ADAPTER} names no base; set MODEL_NAME to its base"
     is_path = base.startswith((".", "/", "~")) or base.count("/") > 1
@@ -198,15 +205,6 @@ def _refuse_pointers(folder: Path, name: str) -> None:
 def _is_pointer(path: Path) -> bool:
     is_small = path.is_file() and path.stat().st_size <= POINTER_BYTES
     return is_small and path.read_bytes().startswith(POINTER)
-
-
-def _read(path: Path) -> ModelConfigJson:
-    """Return a JSON object. Raises: EnvironmentFault for a damaged file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EnvironmentFault(f"{path}: not valid JSON: {error}; get the model again") from None
-    return found if isinstance(found, dict) else {}
 
 
 ENCODER_DECODERS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
@@ -238,8 +236,11 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
             "packed for llama.cpp: set MODEL_NAME to the 16-bit model that it was made from"
         )
     if path.is_dir():
+        refuse_odd_files(path)
         refuse_other_folder(path, model.name)
-    elif find_file(model.name, "config.json", model.revision, environ) is None:
+    elif (found := find_file(model.name, "config.json", model.revision, environ)) is not None:
+        refuse_odd_files(found.parent)
+    else:
         other = find_file(model.name, ADAPTER, model.revision, environ)
         if other is not None:
             refuse_other_folder(other.parent, model.name)
@@ -252,7 +253,14 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
     _refuse_class(config, declared)
     found = find_file(model.name, "config.json", model.revision, environ)
     headers = read_weight_headers(found.parent, model.name) if found else []
-    refuse_untrainable(config, stored_as(declared, headers))
+    try:
+        stored = stored_as(declared, headers)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise EnvironmentFault(
+            f"model.name={model.name}: its config.json says how it is quantised in no form that "
+            f"is known ({error}); get the model again"
+        ) from None
+    refuse_untrainable(config, stored)
 
 
 def _refuse_class(config: Config, declared: ModelConfigJson) -> None:

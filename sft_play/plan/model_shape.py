@@ -6,15 +6,16 @@ Reads config.json; loads no torch and no weights.
 import difflib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.plan.config_json import ModelConfigJson, read_config_json, read_typed
 from sft_play.plan.rope import stretch
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_from_json
 
@@ -26,9 +27,8 @@ OPTIONAL = (
     "intermediate_size",
     "num_key_value_heads",
     "head_dim",
-    "tie_word_embeddings",
-    "model_type",
 )
+READ = (*REQUIRED, *OPTIONAL, "tie_word_embeddings", "model_type")
 # what config.json has beside a language model's sizes where the model also reads something else
 TOWERS = ("vision_config", "audio_config", "speech_config")
 # Architectures like Llama, for which the sizes in config.json are the structure
@@ -37,8 +37,6 @@ LLAMA_LIKE = frozenset(
 )
 # their config.json on the hub leaves tie_word_embeddings to the class
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
-
-ModelConfigJson = Mapping[str, Any]  # a transformers config.json
 
 
 @dataclass(frozen=True)
@@ -120,26 +118,34 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
 
     Raises: EnvironmentFault with the keys that it lacks.
     """
-    text = config.get("text_config") or config  # multimodal models nest their language model
-    if any(text.get(key) is None for key in REQUIRED):
+    text = _text_part(config)
+    if not all(map(text.get, REQUIRED)):
         text = _completed_by_class(config)
-    missing = [key for key in REQUIRED if text.get(key) is None]
+    read = read_typed(text, name)
+    sizes = {key: _widest(getattr(read, key)) for key in (*REQUIRED, *OPTIONAL)}
+    missing = [key for key in REQUIRED if not sizes[key]]
     if missing:
         raise EnvironmentFault(
             f"model.name={name}: its config.json names no {', '.join(missing)}; "
             "is it a language model? Set MODEL_NAME to one that is"
         )
-    heads = text["num_attention_heads"]
+    heads = sizes["num_attention_heads"]
+    head_dim = sizes["head_dim"] or sizes["hidden_size"] // heads
+    if head_dim == 0:
+        raise EnvironmentFault(
+            f"model.name={name}: its config.json says num_attention_heads={heads}, and "
+            f"hidden_size={sizes['hidden_size']} is less; get the model again"
+        )
     tied_by_default = text.get("model_type") in TIED_BY_DEFAULT
     is_tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))
     return ModelShape(
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        intermediate=_widest(text.get("intermediate_size")) or 4 * text["hidden_size"],
-        layers=text["num_hidden_layers"],
+        vocab=sizes["vocab_size"],
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["intermediate_size"] or 4 * sizes["hidden_size"],
+        layers=sizes["num_hidden_layers"],
         heads=heads,
-        kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        kv_heads=sizes["num_key_value_heads"] or heads,
+        head_dim=head_dim,
         model_type=text.get("model_type") or config.get("model_type") or "",
         composite=(config.get("architectures") or [""])[0] if is_composite(config) else None,
         is_tied=bool(is_tied),
@@ -151,9 +157,9 @@ def is_composite(config: ModelConfigJson) -> bool:
     return any(isinstance(config.get(key), Mapping) for key in TOWERS)
 
 
-def _widest(sizes: int | Sequence[int] | None) -> int | None:
+def _widest(sizes: int | list[int] | None) -> int | None:
     """Return a size of all layers; the largest where each has another, as in Gemma 3n."""
-    return max(sizes, default=None) if isinstance(sizes, Sequence) else sizes
+    return max(sizes, default=None) if isinstance(sizes, list) else sizes
 
 
 def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
@@ -161,13 +167,21 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
 
     The class knows what config.json leaves out (Gemma 3) or names differently (GPT-2).
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # seconds, so only for such files
 
     try:
         text = AutoConfig.for_model(**config).get_text_config()
-    except (TypeError, ValueError, KeyError):  # no model_type, or an unknown one
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        StrictDataclassError,
+    ):  # no model_type, an unknown one, or values that its class refuses
         return {}
-    return {key: getattr(text, key, None) for key in (*REQUIRED, *OPTIONAL)}
+    return {key: getattr(text, key, None) for key in READ}
 
 
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
@@ -191,9 +205,9 @@ def load_model_config(
     Raises: EnvironmentFault when it is in none of these places.
     """
     if Path(name).is_dir():
-        return _read(Path(name) / "config.json", name)
+        return read_config_json(Path(name) / "config.json", name)
     path = find_file(name, "config.json", revision, environ) or _download(name, revision)
-    return _read(path, name)
+    return read_config_json(path, name)
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
@@ -211,7 +225,7 @@ def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: b
         path = _download(model.name, model.revision)
     if path is None:
         return None
-    config = _read(path, model.name)
+    config = read_config_json(path, model.name)
     longest = _longest(_text_part(config))
     if model.rope_scaling.rope_type is None or longest is None:
         return positions_of(config)
@@ -241,7 +255,8 @@ def _text_part(config: ModelConfigJson) -> ModelConfigJson:
 
 def _longest(text: ModelConfigJson) -> int | None:
     """Return the positions that a config.json names, None if it names none."""
-    return next((text[key] for key in POSITIONS if isinstance(text.get(key), int)), None)
+    found = (text.get(key) for key in POSITIONS)
+    return next((value for value in found if type(value) is int and value > 0), None)
 
 
 def _read_rope(text: ModelConfigJson) -> ModelConfigJson:
@@ -288,30 +303,6 @@ def _similar_names(name: str) -> str:
     names = {known.rpartition("/")[2].lower(): known for known in known_models()}
     near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=2)
     return f"; known without the hub: {', '.join(names[found] for found in near)}" if near else ""
-
-
-def _read(path: Path, name: str) -> ModelConfigJson:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain_number)
-    except FileNotFoundError:
-        raise EnvironmentFault(
-            f"model.name={name}: the folder has no config.json, so it is no transformers model; "
-            f"see what is in it with ls {name}"
-        ) from None
-    except ValueError as error:
-        raise EnvironmentFault(
-            f"{path}: not valid JSON: {error}; download the model again"
-        ) from None
-    if not isinstance(config, dict):
-        raise EnvironmentFault(
-            f"{path}: holds {type(config).__name__} rather than an object; download the model again"
-        )
-    return config
-
-
-def _plain_number(item: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as {"__float__": "Infinity"}, or the item."""
-    return float(item["__float__"]) if item.keys() == {"__float__"} else item
 
 
 def find_file(

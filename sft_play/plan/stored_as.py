@@ -6,7 +6,7 @@ from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.plan.model_shape import ModelConfigJson
+from sft_play.plan.config_json import ModelConfigJson
 from sft_play.runs.model_folder import Header
 
 Block = tuple[int, int]

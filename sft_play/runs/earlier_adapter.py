@@ -12,8 +12,7 @@ from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.runs import stamp
-from sft_play.runs.files import read_json
-from sft_play.runs.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder
+from sft_play.runs.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder, read_object
 
 SETTING = "model.adapter"
 # Settings that make an adapter what it is, and their names in PEFT's config
@@ -76,7 +75,7 @@ def _of_stamp(folder: Path) -> dict[str, Any]:
 
 
 def _of_config(folder: Path) -> dict[str, Any]:
-    config = read_json(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG)
     others = [name for name in OTHERS if config.get(name)]
     if config.get("peft_type") != "LORA":
         others.append("another peft_type than LORA")

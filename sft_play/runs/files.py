@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,11 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, as_text(value))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """Return the value of a JSON file. Raises FileNotFoundError, ValueError."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    if not path.is_file() and not path.is_dir() and path.exists():
+        raise ValueError("it is a pipe or a device")  # whose end may never come
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=object_hook)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.runs import seal, stamp
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -24,6 +25,15 @@ MODELS = "models"  # the folder of what was asked of such weights, beside the ru
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_JSON_BYTES = 32 << 20  # the largest index of a known model has 12 MiB
+MAX_TEXT_BYTES = 256 << 20  # the largest tokenizer.json has 34 MiB
+ADDED = b'"single_word"'  # each added token has it
+MAX_ADDED = 1 << 16  # models that speak have 30,000
+TEXTS = (".json", ".jinja", ".txt", ".model")
+OBJECTS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "processor_config.json"),
+)
 NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 
 
@@ -70,12 +80,12 @@ class ModelFolder(RunFolder):
     def was_packed(self) -> bool:
         """Return whether it is the adapter of a run over 4-bit weights."""
         path = self.path / stamp.NAME
-        return path.is_file() and _read(path).get("mode") == "qlora"
+        return path.is_file() and read_object(path).get("mode") == "qlora"
 
     def refuse_damage(self) -> None:
         """Raise CheckpointError where files are not what they were sealed as."""
         manifest = self.path / seal.NAME
-        if not manifest.is_file() or "sha256_of_files" not in _read(manifest):
+        if not manifest.is_file() or "sha256_of_files" not in read_object(manifest):
             return  # not sealed by this project
         damage = seal.find_damage(self.path, allows_more=True)
         if damage is not None:
@@ -126,7 +136,7 @@ def _refuse_incomplete(model: Path) -> None:
 
 def _adapter(path: Path, output_dir: Path) -> ModelFolder:
     """Return an adapter and its base. Raises EnvironmentFault where either is not there."""
-    config = _read(path / ADAPTER_CONFIG)
+    config = read_object(path / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise EnvironmentFault(
@@ -146,15 +156,48 @@ def _adapter(path: Path, output_dir: Path) -> ModelFolder:
     return ModelFolder(path, output_dir, base, revision if isinstance(revision, str) else None)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises EnvironmentFault where the file holds none."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file of a model. Raises EnvironmentFault where it has none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
+        found = read_json(path, _plain_number)
     except (OSError, ValueError) as error:
-        raise EnvironmentFault(f"{path}: cannot be read ({error}); copy it anew") from None
+        raise EnvironmentFault(
+            f"{path}: not valid JSON: {first_line(error)}; get the model again"
+        ) from None
     if not isinstance(found, dict):
-        raise EnvironmentFault(f"{path}: holds no JSON object; copy it anew")
+        raise EnvironmentFault(
+            f"{path}: holds {type(found).__name__} rather than an object; get the model again"
+        )
     return found
+
+
+def _plain_number(item: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, or the item."""
+    return float(str(item["__float__"])) if item.keys() == {"__float__"} else item
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """Refuse what no file of a model is, before a library opens it: a pipe may never end.
+
+    Raises: EnvironmentFault.
+    """
+    for path in folder.rglob("*"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            what = "a pipe or a device"
+        elif path.suffix in TEXTS and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
+            what = f"of more than {MAX_TEXT_BYTES >> 20} MiB"
+        elif path.name != TOKENIZER_FILES[0] or not path.is_file():
+            continue
+        elif path.read_bytes().count(ADDED) > MAX_ADDED:
+            what = f"a tokenizer with more than {MAX_ADDED} added tokens"
+        else:
+            continue
+        raise EnvironmentFault(f"{path} is {what}; move it away, or get the model again")
+    for name in OBJECTS:
+        if (folder / name).exists():
+            read_object(folder / name)
 
 
 def refuse_unsafe_base(config: Config) -> None:
@@ -197,20 +240,25 @@ class Header(NamedTuple):
 
 
 def read_headers(files: Iterable[Path]) -> Iterator[Header]:
-    """Yield the tensors of safetensors files. Raises: ValueError for one that ends too early."""
+    """Yield the tensors of safetensors files. Raises: ValueError for a damaged one."""
     for path in files:
-        damage = ValueError(f"{path.name} is damaged, or ends too early")
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            if not 0 < length < path.stat().st_size:
-                raise damage
-            try:
-                described = json.loads(file.read(length))
-            except ValueError:
-                raise damage from None
-        described.pop("__metadata__", None)
-        ends = (facts["data_offsets"][1] for facts in described.values())
-        if 8 + length + max(ends, default=0) > path.stat().st_size:
-            raise damage
-        for name, facts in described.items():
-            yield Header(name, facts["dtype"])
+        try:
+            yield from _headers(path)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise ValueError(f"{path.name} is damaged, or ends too early") from None
+
+
+def _headers(path: Path) -> list[Header]:
+    """Return the tensors of a file, which follow each other without a gap, as its library asks."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if length > min(size - 8, MAX_JSON_BYTES):
+            raise ValueError
+        described = json.loads(file.read(length))
+    described.pop("__metadata__", None)
+    spans = sorted(tuple(facts["data_offsets"]) for facts in described.values())
+    ends = [0, *(end for _, end in spans)]
+    if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size - 8 - length:
+        raise ValueError
+    return [Header(name, facts["dtype"].upper()) for name, facts in described.items()]

@@ -6,6 +6,7 @@ load something else is refused.
 
 import hashlib
 import json
+import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ REQUIRED = (
 
 def versions() -> dict[str, str]:
     """Return the installed versions of the packages that shape a run."""
-    found = {}
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from transformers.integrations import deepspeed_load_checkpoint, is_deepspeed_ze
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from sft_play.config.schema import TrainSection
-from sft_play.errors import SftPlayError
+from sft_play.errors import CheckpointError, SftPlayError
 from sft_play.models.load import load_trained
 from sft_play.models.sharding import whole_state_dict
 from sft_play.process import Process
@@ -114,14 +115,36 @@ def write_weights(trainer: "SftTrainer", folder: str) -> None:
     trainer.processing_class.save_pretrained(folder)
 
 
+@contextmanager
+def loading_plain(checkpoint: Path) -> Iterator[None]:
+    """Let torch.load run no code of pickles, as DeepSpeed would. Raises: CheckpointError."""
+    load = torch.load
+    torch.load = lambda *args, **options: load(*args, **{**options, "weights_only": True})
+    try:
+        yield
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{checkpoint}: a file of it is a pickle that could run any code, and is not loaded "
+            f"({' '.join(str(error).split())[:300]}); choose another checkpoint"
+        ) from error
+    finally:
+        torch.load = load
+
+
 def load_weights(trainer: "SftTrainer", checkpoint: Path) -> None:
     """Put the trained weights of a checkpoint into the model."""
     model = trainer.model
     if trainer.is_deepspeed_enabled:
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        classes = [LossScaler, ZeroStageEnum, fragment_address]
         is_strict = not isinstance(model, PeftModel)
-        deepspeed_load_checkpoint(
-            trainer.model_wrapped, str(checkpoint), load_module_strict=is_strict
-        )
+        with loading_plain(checkpoint), torch.serialization.safe_globals(classes):
+            deepspeed_load_checkpoint(
+                trainer.model_wrapped, str(checkpoint), load_module_strict=is_strict
+            )
     elif isinstance(model, PeftModel):
         model.load_adapter(str(checkpoint), model.active_adapters[0], is_trainable=True)
     elif not trainer.trains_divided:  # else the model was loaded from there
@@ -138,7 +161,8 @@ def load_optimizer(trainer: "SftTrainer", checkpoint: Path) -> None:
         state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
         trainer.lr_scheduler.load_state_dict(state)
     else:
-        trainer._load_optimizer_and_scheduler(str(checkpoint))
+        with loading_plain(checkpoint):
+            trainer._load_optimizer_and_scheduler(str(checkpoint))
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # in a wrapper
     if isinstance(schedule, LambdaLR):  # that of the checkpoint, which train.extend makes longer
         apply_schedule(schedule)
@@ -147,7 +171,8 @@ def load_optimizer(trainer: "SftTrainer", checkpoint: Path) -> None:
 
 def load_random_state(trainer: "SftTrainer", checkpoint: Path) -> None:
     """Restore the random generators of this rank, on all of its devices."""
-    trainer._load_rng_state(str(checkpoint))
+    with loading_plain(checkpoint):
+        trainer._load_rng_state(str(checkpoint))
     devices = trainer.process.devices
     path = checkpoint / RANDOM_STATES
     if len(devices) > 1 and path.is_file():

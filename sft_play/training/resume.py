@@ -79,6 +79,13 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
     refuse_other_steps(checkpoint, saved, run_stamp)
     if process.is_main:
         logger.info("resume from=%s", checkpoint)
+        then = saved["versions"]
+        for name, version in run_stamp["versions"].items():
+            if then.get(name) != version:
+                logger.warning(
+                    "%s is %s, and was %s when the checkpoint was saved: sums may round otherwise",
+                    *(name, version, then.get(name, "not recorded")),
+                )
     return checkpoint
 
 

@@ -1,6 +1,6 @@
 """All rows of the fault matrix."""
 
-from faults import disks, files, front, kills, numbers, others, processes, sizes
+from faults import disks, files, front, hostile, kills, numbers, others, processes, sizes
 
 FAULTS = (
     *files.ROWS,
@@ -11,4 +11,5 @@ FAULTS = (
     *front.ROWS,
     *others.ROWS,
     *sizes.ROWS,
+    *hostile.ROWS,
 )

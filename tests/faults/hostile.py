@@ -1,0 +1,127 @@
+"""Faults of model folders that anyone may have made, and of checkpoints with code in their pickles."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hostile_folders import Damage, config, copied, sparse, weights
+from hostile_tokenizers import template, tokenizer
+
+from faults.bench import Bench, Fault, Guard, Outcome
+from faults.disks import command_line
+from faults.files import nothing
+from sft_play.errors import ExitClass
+from sft_play.runs import seal
+
+RECIPE = {"TRAIN_LEARNING_RATE": "auto", "TRAIN_EPOCHS": "auto"}  # so that rows are tokenised
+
+
+def planned(damage: Damage) -> Callable[[Bench], Outcome]:
+    """Return an injection: `make plan` of a damaged copy of the tiny model."""
+
+    def inject(bench: Bench) -> Outcome:
+        folder = bench.folder / "base"
+        shutil.rmtree(folder, ignore_errors=True)
+        damage(copied(folder))
+        environ = {"CONFIG": "configs/tiny.yaml", "MODEL_NAME": str(folder), **RECIPE}
+        return command_line(bench, ["plan"], environ)
+
+    return inject
+
+
+class Pickled:
+    """An object whose pickle runs a command."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def pickled_state(bench: Bench) -> Outcome:
+    """optimizer.pt is another pickle, and the checkpoint sealed again; the run goes on."""
+    run = bench.copy()
+    shutil.rmtree(run.checkpoints / "checkpoint-3")
+    checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"
+    torch.save(Pickled(str(ran)), checkpoint / "optimizer.pt")
+    seal.seal(checkpoint)
+    outcome = bench.run({"train.max_steps": 3, "train.resume_from": str(run.path)})
+    assert not ran.exists(), "code of the checkpoint was run"
+    return outcome
+
+
+def folder(name: str, injected: str, damage: Damage, guard: Guard, *says: str) -> Fault:
+    """Return a row: a model folder is refused."""
+    inject = planned(damage)
+    return Fault(name, injected, inject, ExitClass.ENVIRONMENT, says, guard, 10, None, True)
+
+
+BAD_TYPES = config(architectures=[5])
+RECURSION = template("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}")
+WORDPIECE = tokenizer(model={"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"a": 0},
+                             "continuing_subword_prefix": "##", "max_input_chars_per_word": 9})  # fmt: skip
+ROWS = (
+    folder(
+        "hostile-config",
+        "config.json has values of other types",
+        BAD_TYPES,
+        Guard("sft_play.plan.config_json:read_typed", nothing),
+        "its config.json says architectures=5",
+        "get the model again",
+    ),
+    folder(
+        "hostile-size",
+        "tokenizer.json has 1 GiB",
+        sparse("tokenizer.json", 1 << 30),
+        Guard("sft_play.plan.base_model:refuse_odd_files", nothing),
+        "tokenizer.json is of more than 256 MiB",
+        "get the model again",
+    ),
+    folder(
+        "hostile-header",
+        "the header of the weights is no object",
+        weights("[1]"),
+        Guard("sft_play.runs.model_folder:_headers", lambda _: []),
+        "model.safetensors is damaged",
+        "get the model again",
+    ),
+    folder(
+        "hostile-tokenizer",
+        "the tokenizer fails on every row",
+        WORDPIECE,
+        Guard("sft_play.data.row_estimates:encode", lambda one, texts: one.encode_batch(texts)),
+        "the tokenizer fails",
+        "get the model again",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-recursion",
+        "a macro of the chat template calls itself",
+        RECURSION,
+        Guard("sft_play.data.templates:limited", contextlib.nullcontext),
+        "or calls itself",
+        "choose another with MODEL_CHAT_TEMPLATE",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-memory",
+        "one call of the chat template asks for 1 GB",
+        template("{{ 'a'|center(10**9) }}"),
+        Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
+        "asks for 512 MiB of memory or more",
+        "choose another with MODEL_CHAT_TEMPLATE",
+    )._replace(exit_class=ExitClass.DATA),
+    Fault(
+        "pickled-optimizer",
+        "optimizer.pt is a pickle that runs a command, and its folder sealed again",
+        pickled_state,
+        ExitClass.CHECKPOINT,
+        ("is a pickle that could run any code", "choose another checkpoint"),
+        Guard("sft_play.training.checkpoints:loading_plain", contextlib.nullcontext),
+        30,
+        None,
+        True,
+    ),
+)

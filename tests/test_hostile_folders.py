@@ -1,0 +1,95 @@
+"""Model folders that anyone may have made: each is read, or refused in one sentence."""
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import hostile_folders as hostile
+import pytest
+from hostile_tokenizers import templates, tokenizers
+
+from sft_play.config.schema import Config
+from sft_play.data import limits
+from sft_play.data.row_estimates import TokenCounter
+from sft_play.data.rows import Message, Row
+from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_errors_in_words
+from sft_play.plan.base_model import require_base
+from sft_play.plan.model_shape import load_positions, load_shape
+
+FOLDERS = hostile.configs() | hostile.files() | hostile.headers() | hostile.indexes()
+ROW = Row((Message("user", "a" * 40 + "!"), Message("assistant", "b c")), "row 1")
+SECONDS, GIB = 10, 1.0
+# that end with an error, or with a limit; the others may be read
+STOPPED = ("recursion", "caller", "times", "center", "format", "indent", "power", "tojson", "loops")
+FAILING = ("split-catastrophic", "explode-30", "wordpiece")
+
+
+def config_of(folder: Path) -> Config:
+    return Config.model_validate({"model": {"name": str(folder)}})
+
+
+def said_in_child(call: Callable[[], None], path: Path) -> str:
+    """Return what a call says in a process of its own, "" if nothing; it stays in its limits."""
+    child = os.fork()
+    if child == 0:
+        text = ""
+        try:
+            with disk_errors_in_words():
+                call()
+        except (ConfigError, DataError, EnvironmentFault) as error:
+            text = str(error)
+        except BaseException as error:  # noqa: BLE001 - panics of tokenizers, too
+            text = f"Traceback {type(error)} {error}"
+        path.write_text(text, errors="backslashreplace")
+        os._exit(0)
+    began = time.monotonic()
+    _, status, usage = os.wait4(child, 0)
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert status == 0
+    assert time.monotonic() - began < SECONDS
+    assert usage.ru_maxrss - own < GIB * 2**20
+    text = path.read_text()
+    assert "Traceback" not in text, text
+    return text
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_read_or_refused_in_words(name: str, tmp_path: Path) -> None:
+    folder = hostile.copied(tmp_path / "model")
+    FOLDERS[name](folder)
+    config = config_of(folder)
+    try:
+        with disk_errors_in_words():
+            require_base(config, {})
+            assert load_shape(str(folder), None, {}).parameters > 0
+            load_positions(config.model, {}, may_fetch=False)
+    except (ConfigError, EnvironmentFault) as error:
+        assert str(folder) in str(error)
+
+
+def count(folder: Path) -> None:
+    require_base(config_of(folder), {})
+    TokenCounter.find(config_of(folder), {}).count([ROW])
+
+
+@pytest.mark.parametrize("name", [name for name in templates() if name.startswith(STOPPED)])
+def test_a_template_is_stopped_in_words(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.5)
+    folder = hostile.copied(tmp_path / "model")
+    templates()[name](folder)
+    said = said_in_child(lambda: count(folder), tmp_path / "said")
+    if name not in ("center-9", "recursive-loop", "power-string"):
+        assert "the chat template" in said or said == ""
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_tokenizer_that_does_not_end_is_left_in_words(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.5)
+    folder = hostile.copied(tmp_path / "model")
+    tokenizers()[name](folder)
+    said = said_in_child(lambda: count(folder), tmp_path / "said")
+    assert "get the model again" in said
