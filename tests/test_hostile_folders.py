@@ -1,5 +1,6 @@
 """Model folders that anyone may have made: each is read, or refused in one sentence."""
 
+import json
 import os
 import resource
 import time
@@ -9,14 +10,17 @@ from pathlib import Path
 import hostile_folders as hostile
 import pytest
 from hostile_tokenizers import templates, tokenizers
+from tiny_models import tiny_model
 
 from sft_play.config.schema import Config
 from sft_play.data import limits
 from sft_play.data.row_estimates import TokenCounter
 from sft_play.data.rows import Message, Row
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_errors_in_words
+from sft_play.models.expert_adapters import load_adapter
 from sft_play.plan.base_model import require_base
 from sft_play.plan.model_shape import load_positions, load_shape
+from sft_play.runs.model_folder import find_model, read_adapter_config
 
 FOLDERS = hostile.configs() | hostile.files() | hostile.headers() | hostile.indexes()
 ROW = Row((Message("user", "a" * 40 + "!"), Message("assistant", "b c")), "row 1")
@@ -93,3 +97,35 @@ def test_a_tokenizer_that_does_not_end_is_left_in_words(
     tokenizers()[name](folder)
     said = said_in_child(lambda: count(folder), tmp_path / "said")
     assert "get the model again" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", 10**9),
+        ("r", 0),
+        ("r", "8"),
+        ("target_modules", {"q_proj": 1}),
+        ("target_modules", [1]),
+        ("modules_to_save", ".*"),
+    ],
+)
+def test_an_adapter_whose_config_has_other_values_is_refused(key, value, tmp_path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", key: value}))
+    with pytest.raises(EnvironmentFault, match=rf"adapter_config.json: {key}=.*get the adapter"):
+        read_adapter_config(tmp_path)
+
+
+def test_an_adapter_that_is_a_pickle_is_refused(tmp_path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": "owner/name"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.bin").write_bytes(b"any")
+    with pytest.raises(EnvironmentFault, match=r"save a pickle \(\.bin\), which can run any code"):
+        find_model(str(tmp_path), tmp_path)
+
+
+def test_a_pattern_of_layers_that_never_ends_is_refused(tmp_path) -> None:
+    config = {"peft_type": "LORA", "r": 4, "target_modules": "((?:[a-z_0-9.]+)+)+!"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"has not ended after 3 s; write the names of the layers"):
+        load_adapter(tiny_model("llama"), tmp_path)

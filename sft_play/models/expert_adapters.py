@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
+from sft_play.data.limits import limited
 from sft_play.errors import ConfigError, first_line
 from sft_play.models.architecture import towers_of
 from sft_play.models.bnb import unpack_with_adapter
@@ -134,12 +135,22 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     """Return the base model with the adapter of a folder, frozen, also over a 4-bit base."""
     config = LoraConfig.from_pretrained(folder)
+    if isinstance(config.target_modules, str):
+        _refuse_endless(config.target_modules, base)
     if not config.target_parameters:
         return PeftModel.from_pretrained(base, folder)
     config.inference_mode = True
     adapted = add_adapters(base, config)
     adapted.load_adapter(folder, ADAPTER)
     return adapted.eval()
+
+
+def _refuse_endless(pattern: str, base: PreTrainedModel) -> None:
+    """Raise DataError for a pattern of layers that backtracks without end on a model's names."""
+    remedy = "write the names of the layers there, as a list"
+    with limited(f"target_modules={pattern[:100]} of adapter_config.json", remedy):
+        for name, _ in base.named_modules():
+            re.fullmatch(pattern, name)
 
 
 def load_weights(adapted: PeftModel, folder: str) -> None:

@@ -12,7 +12,12 @@ from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.runs import stamp
-from sft_play.runs.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelFolder, read_object
+from sft_play.runs.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ModelFolder,
+    read_adapter_config,
+)
 
 SETTING = "model.adapter"
 # Settings that make an adapter what it is, and their names in PEFT's config
@@ -45,9 +50,9 @@ def find_adapter(named: str, output_dir: Path) -> Path:
     for folder in (Path(named), Path(named) / "adapter", output_dir / named / "adapter"):
         if not (folder / ADAPTER_CONFIG).is_file():
             continue
-        if not (folder / ADAPTER_WEIGHTS[0]).is_file():
+        if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ConfigError(
-                f"{SETTING}={named}: has no {ADAPTER_WEIGHTS[0]}; copy the whole adapter, and save "
+                f"{SETTING}={named}: has no {ADAPTER_WEIGHTS}; copy the whole adapter, and save "
                 "a pickle (.bin), which can run any code when it is loaded, as safetensors"
             )
         ModelFolder(folder, output_dir, None).refuse_damage()
@@ -75,7 +80,7 @@ def _of_stamp(folder: Path) -> dict[str, Any]:
 
 
 def _of_config(folder: Path) -> dict[str, Any]:
-    config = read_object(folder / ADAPTER_CONFIG)
+    config = read_adapter_config(folder)
     others = [name for name in OTHERS if config.get(name)]
     if config.get("peft_type") != "LORA":
         others.append("another peft_type than LORA")

@@ -10,7 +10,9 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
@@ -20,7 +22,7 @@ from sft_play.runs.folder import RunFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODELS = "models"  # the folder of what was asked of such weights, beside the runs
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -136,7 +138,7 @@ def _refuse_incomplete(model: Path) -> None:
 
 def _adapter(path: Path, output_dir: Path) -> ModelFolder:
     """Return an adapter and its base. Raises EnvironmentFault where either is not there."""
-    config = read_object(path / ADAPTER_CONFIG)
+    config = read_adapter_config(path)
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise EnvironmentFault(
@@ -150,10 +152,36 @@ def _adapter(path: Path, output_dir: Path) -> ModelFolder:
             f"{path / ADAPTER_CONFIG}: its base {base} is not here; write the folder where it "
             "is, or its hub name, as base_model_name_or_path"
         )
-    if not any((path / name).is_file() for name in ADAPTER_WEIGHTS):
-        raise EnvironmentFault(f"{path}: has no {ADAPTER_WEIGHTS[0]}; copy the whole adapter")
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        raise EnvironmentFault(
+            f"{path}: has no {ADAPTER_WEIGHTS}; copy the whole adapter, and save a pickle "
+            "(.bin), which can run any code when it is loaded, as safetensors"
+        )
     revision = config.get("revision")
     return ModelFolder(path, output_dir, base, revision if isinstance(revision, str) else None)
+
+
+class AdapterConfig(BaseModel):
+    """What is read of an adapter_config.json, with its types."""
+
+    r: Annotated[int, Field(strict=True, ge=1, le=1 << 14)] | None = None
+    target_modules: str | list[str] | None = None
+    modules_to_save: list[str] | None = None
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return a PEFT adapter's config. Raises EnvironmentFault for values of other types."""
+    path = folder / ADAPTER_CONFIG
+    config = read_object(path)
+    try:
+        AdapterConfig.model_validate(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise EnvironmentFault(
+            f"{path}: {first['loc'][0]}={repr(first['input'])[:100]} ({first['msg']}); get the "
+            "adapter again"
+        ) from None
+    return config
 
 
 def read_object(path: Path) -> dict[str, Any]:
