@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import FORKS, run_two_workers, start_rank, wait_for, work
+from rank_processes import run_two_workers, start_rank, wait_for, work
 
 from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
