@@ -39,12 +39,12 @@ TOKENS = {
     "monitor": 8_400,
     "notebooks": 14_950,
     "plan": 44_150,
-    "reporting": 11_850,
+    "reporting": 11_950,
     "runs": 13_200,
     "training": 42_800,
 }
 FILES = 306
-FUNCTIONS = 3_620
+FUNCTIONS = 3_621
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

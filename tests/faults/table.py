@@ -1,5 +1,13 @@
 """All rows of the fault matrix."""
 
-from faults import disks, files, front, kills, numbers, processes
+from faults import disks, files, front, host, kills, numbers, processes
 
-FAULTS = (*files.ROWS, *numbers.ROWS, *disks.ROWS, *processes.ROWS, *kills.ROWS, *front.ROWS)
+FAULTS = (
+    *files.ROWS,
+    *numbers.ROWS,
+    *disks.ROWS,
+    *processes.ROWS,
+    *kills.ROWS,
+    *front.ROWS,
+    *host.ROWS,
+)
