@@ -28,7 +28,7 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 9_200,
+    ".": 9_300,
     "commands": 18_800,
     "compat": 1_300,
     "config": 21_050,
@@ -44,7 +44,7 @@ TOKENS = {
     "training": 42_800,
 }
 FILES = 306
-FUNCTIONS = 3_621
+FUNCTIONS = 3_622
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

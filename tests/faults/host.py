@@ -1,8 +1,11 @@
 """Faults of what is around a run: the folder of the call, names of files, shared memory, HOME."""
 
+import errno
 import re
+import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import markdown
 
@@ -14,6 +17,7 @@ from sft_play.reporting.card_facts import CardFacts, ChosenSetting
 from sft_play.reporting.model_card import card_text
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
+from sft_play.training.classify import classify
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +48,44 @@ def hostile_names(bench: Bench) -> Outcome:
     return Outcome(len(obeyed), f"{len(obeyed)} of {page.count('onerror')} names were obeyed")
 
 
+# as torch's data loader and NCCL say it
+FULL = (
+    "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
+    "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+    "workers are out of shared memory. Please try to raise your shared memory limit.",
+    "NCCL error: Error while creating shared memory segment /dev/shm/nccl-a (size 9): No space",
+)
+
+
+def no_shared_memory(_: Bench) -> Outcome:
+    """What libraries say of a full /dev/shm, and a lock, whose error names no file."""
+    errors: list[BaseException] = [RuntimeError(text) for text in FULL]
+    errors.append(OSError(errno.ENOSPC, "No space left on device"))
+    full = shutil.disk_usage("/")._replace(free=0)
+    with patch("shutil.disk_usage", lambda _: full):
+        found = {classify(error).exit_class: classify(error).cause for error in errors}
+    gpu = classify(RuntimeError("out of resource: shared memory, Required: 147456"))
+    assert "/dev/shm" not in gpu.cause, "that of a GPU"
+    (exit_class,) = found
+    return Outcome(exit_class, found[exit_class])
+
+
 ROWS = (
+    Fault(
+        "full-shared-memory",
+        "/dev/shm, 64 MiB in a container, is full: a data loader, NCCL and a lock fail",
+        no_shared_memory,
+        ExitClass.ENVIRONMENT,
+        ("/dev/shm has no room", "--shm-size=8g", "TRAIN_DATALOADER_NUM_WORKERS=0"),
+        Guard(
+            "sft_play.training.classify:lacks_shared_memory",
+            lambda _: False,
+            Guard("sft_play.errors:lacks_shared_memory", lambda _: False),
+        ),
+        5,
+        None,
+        True,
+    ),
     Fault(
         "other-folder",
         "make -f names the Makefile from another folder",
