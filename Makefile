@@ -12,6 +12,10 @@ $(error make $(or $(MAKECMDGOALS),help) reads no variable, such as $(filter-out 
 endif
 endif
 
+ifeq ($(wildcard sft_play/cli.py),)
+$(error this is not the folder of the Makefile: type make -C '$(patsubst %Makefile,%,$(MAKEFILE_LIST))' $(MAKECMDGOALS); paths in variables start there, too)
+endif
+
 override SHELL := /bin/bash
 override .SHELLFLAGS := -c
 .DEFAULT_GOAL := help

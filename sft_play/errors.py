@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import re
+import shutil
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -53,6 +54,13 @@ NEEDS_PATH = {number for number, said in OF_PATH.items() if said in (OTHER_DISK,
 # RuntimeErrors of torch's allocators, and of CUDA outside of them
 NO_HOST_MEMORY = re.compile(r"can't allocate memory", re.IGNORECASE)
 NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
+SHARED_MEMORY = Path("/dev/shm")
+# of torch's data loader and of NCCL; Triton's "shared memory" is a GPU's
+NO_SHARED_MEMORY = re.compile(r"shared memory ?\(shm\)|out of shared memory|/dev/shm")
+MORE_SHARED_MEMORY = (
+    "/dev/shm has no room for what processes pass on: start the container with --shm-size=8g or "
+    "--ipc=host, or set TRAIN_DATALOADER_NUM_WORKERS=0"
+)
 SHOWN_PATH = 100  # characters of a path in a message
 
 
@@ -133,6 +141,8 @@ def of_os_error(error: OSError) -> SftPlayError | None:
     """Return what a disk has refused, in words; None for an error of another kind."""
     path = str(error.filename or "a file of the run")
     place = path if len(path) <= SHOWN_PATH else f"{path[:SHOWN_PATH]}..."
+    if lacks_shared_memory(error):
+        return EnvironmentFault(f"{error.strerror}: {MORE_SHARED_MEMORY}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)
@@ -143,6 +153,16 @@ def of_os_error(error: OSError) -> SftPlayError | None:
             f"{error.strerror}: {place}; its folder was removed meanwhile: start the run anew"
         )
     return None
+
+
+def lacks_shared_memory(error: BaseException) -> bool:
+    """Return whether /dev/shm is full: its errors say so, or name no file, as those of locks."""
+    if NO_SHARED_MEMORY.search(str(error)):
+        return True
+    is_nameless = isinstance(error, OSError) and not error.filename
+    if not is_nameless or error.errno != errno.ENOSPC or not SHARED_MEMORY.exists():
+        return False
+    return shutil.disk_usage(SHARED_MEMORY).free == 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

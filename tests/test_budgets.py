@@ -28,23 +28,23 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_050,
+    ".": 10_150,
     "commands": 19_850,
     "compat": 1_300,
     "config": 22_750,
     "data": 62_100,
     "evaluation": 10_550,
     "inference": 16_400,
-    "models": 90_650,
+    "models": 90_700,
     "monitor": 8_450,
     "notebooks": 15_050,
     "plan": 44_900,
-    "reporting": 11_850,
-    "runs": 14_100,
-    "training": 42_800,
+    "reporting": 11_950,
+    "runs": 14_250,
+    "training": 42_950,
 }
 FILES = 313
-FUNCTIONS = 3_695
+FUNCTIONS = 3_700
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -1,8 +1,10 @@
 """The model card: what was measured, by the run's folder and the base's, and nothing else."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import markdown
 import pytest
 
 from sft_play.config.schema import Config, ModelSection
@@ -87,8 +89,33 @@ def test_a_chosen_setting_has_its_origin_and_no_private_folder():
         ChosenSetting("tuning.lora.r", "8", "environment TUNING_LORA_R"),
     ]
     text = card(facts=replace(NOTHING, chosen=chosen))
-    assert "| `data.train_path` | rows.jsonl | own.yaml:3 |" in text
-    assert "| `tuning.lora.r` | 8 | environment TUNING_LORA_R |" in text
+    assert "| `data.train_path` | `rows.jsonl` | `own.yaml:3` |" in text
+    assert "| `tuning.lora.r` | `8` | `environment TUNING_LORA_R` |" in text
+
+
+def test_neither_html_nor_a_link_in_a_name_means_anything():
+    hostile = "<img src=x onerror=alert(1)> ![](http://a.b/c) |`` \n</script>.jsonl"
+    report = RunReport(
+        run="a",
+        global_step=3,
+        data={
+            "train": {
+                "rows_in": 9,
+                "rows_used": 9,
+                "tokens": 9,
+                "trained_tokens": 9,
+                "sources": [{"name": hostile}],
+            }
+        },
+    )
+    config = {"model": {"name": hostile, "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
+    changed = Config.model_validate({**config, "data": {"system_prompt": hostile}})
+    facts = replace(NOTHING, licence=hostile, chosen=[ChosenSetting("model.name", hostile, "x")])
+    text = card_text(changed, report, SavedStops((hostile,), (7,)), Path(f"a/{hostile}"), facts)
+    page = markdown.markdown(text, extensions=["tables", "fenced_code"])
+    assert "onerror" in page
+    assert not re.search("<(img|script|/script|a )", page)
+    assert page.count("<table>") == text.count("| --- |\n"), "a cell ends where it is to end"
 
 
 def test_the_licence_is_what_the_base_says(tmp_path):

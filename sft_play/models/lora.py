@@ -58,6 +58,8 @@ def add_adapters(
         adapters.ensure_weight_tying = _is_tied(model) and _trains_a_matrix(model, adapters)
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
+    # PEFT draws on the CPU: no strategy, no GPU and no earlier draw changes what a seed begins with
+    torch.default_generator.manual_seed(config.train.seed)
     adapted = expert_adapters.add_adapters(model, adapters)
     if config.model.adapter and not config.train.resume_from:
         expert_adapters.load_weights(adapted, config.model.adapter)

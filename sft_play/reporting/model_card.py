@@ -10,7 +10,7 @@ from pathlib import Path
 from sft_play.config.schema import Config
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import CardFacts
-from sft_play.reporting.page import GIB, render
+from sft_play.reporting.page import GIB, code, render
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
 
@@ -108,7 +108,7 @@ def _split_rows(ledger: dict) -> list[Row]:
     """Return the rows and tokens of each split; files by name, as folders may be private."""
     rows = []
     for split, facts in ledger.items():
-        sources = ", ".join(_public_name(source["name"]) for source in facts.get("sources", ()))
+        sources = ", ".join(code(_public_name(each["name"])) for each in facts.get("sources", ()))
         counts = [f"{facts[name]:,}" for name in ("rows_used", "tokens", "trained_tokens")]
         rows.append((split, sources or "held out of train", *counts))
     return rows
@@ -134,11 +134,10 @@ def _chosen_rows(facts: CardFacts) -> list[Row]:
     """Return the settings that were chosen, each with its origin; folders may be private."""
     rows = []
     for setting in facts.chosen:
-        value = setting.value.replace("|", "\\|")
-        if setting.name in PLACES:
-            value = _public_name(value)
+        value = _public_name(setting.value) if setting.name in PLACES else setting.value
         first, *others = setting.origin.split(" ")
-        rows.append((f"`{setting.name}`", value, " ".join([_public_name(first), *others])))
+        origin = " ".join([_public_name(first), *others])
+        rows.append((code(setting.name), code(value), code(origin)))
     return rows
 
 

@@ -4,6 +4,8 @@ In HTML text is escaped, no script runs and no other file is loaded.
 """
 
 import logging
+import re
+import shlex
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -50,6 +52,8 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         visible=lambda text: make_visible(str(text)),
+        code=code,
+        quoted=shlex.quote,
         gib=gib,
         count=count,
         seconds=seconds,
@@ -59,6 +63,14 @@ def _environment() -> Environment:
     )
     environment.globals["tones"] = TONES
     return environment
+
+
+def code(text: object) -> str:
+    """Return a text as a code span of Markdown, in which neither HTML nor a link means anything."""
+    visible = make_visible(" ".join(str(text).splitlines()))
+    ticks = "`" * (1 + max(map(len, re.findall("`+", visible)), default=0))
+    space = " " if "`" in visible else ""
+    return f"{ticks}{space}{visible}{space}{ticks}"
 
 
 def gib(size: int | None) -> str:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import sft_play
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.runs.files import read_json, write_json
@@ -74,6 +75,15 @@ REQUIRED = (
     "versions",
     "world_size",
 )
+
+
+def own_version() -> str:
+    """Return the version of SFT-Play, with the beginning of the SHA-256 of its sources."""
+    package = Path(sft_play.__file__).parent
+    total = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        total.update(path.read_bytes())
+    return f"{sft_play.__version__}+{total.hexdigest()[:8]}"
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 import torch
 
-from sft_play.errors import ExitClass, SftPlayError, first_line, is_out_of_memory, of_os_error
+from sft_play.errors import (
+    MORE_SHARED_MEMORY,
+    ExitClass,
+    SftPlayError,
+    first_line,
+    is_out_of_memory,
+    lacks_shared_memory,
+    of_os_error,
+)
 
 # Messages of gloo and NCCL when a peer is gone or a collective timed out; gloo raises plain
 # RuntimeErrors.
@@ -32,6 +40,8 @@ def classify(error: BaseException) -> Failure:
     first = first_line(error)
     if isinstance(error, SftPlayError):
         return Failure(error.exit_class, str(error))
+    if lacks_shared_memory(error):
+        return Failure(ExitClass.ENVIRONMENT, f"{MORE_SHARED_MEMORY} ({first})")
     if is_out_of_memory(error):
         return Failure(
             ExitClass.OUT_OF_MEMORY,

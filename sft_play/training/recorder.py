@@ -374,7 +374,7 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
         host=socket.gethostname(),
         launcher_pid=os.getppid(),
         started_at=time.strftime(STARTED_AT),
-        versions=stamp.versions(),
+        versions={"sft-play": stamp.own_version(), **stamp.versions()},
         seconds={},
         peak_bytes=PeakBytes(predicted=plan.memory.predicted_peak),
         memory=PhasePeaks(predicted=plan.memory.totals()),

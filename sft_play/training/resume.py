@@ -45,7 +45,7 @@ def make_stamp(
         "strategy": plan.ranks.strategy,
         "deepspeed_digest": plan.deepspeed.source_digest if plan.deepspeed else None,
         "effective_batch": plan.layout.rows_per_step,
-        "versions": stamp.versions(),
+        "versions": {"sft-play": stamp.own_version(), **stamp.versions()},
     }
 
 

@@ -222,6 +222,12 @@ class SftTrainer(Trainer):
             raise_learning_rate_of_b(optimizer, model or self.model, self.loraplus_lr_ratio)
         return optimizer
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return what decays; Trainer knows norms by their names, and not Mamba's norm_f."""
+        decayed = super().get_decay_parameter_names(model)
+        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        return [name for name in decayed if not kinds[name.rpartition(".")[0]].endswith("Norm")]
+
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches.
 

@@ -1,6 +1,17 @@
 """All rows of the fault matrix."""
 
-from faults import disks, files, front, hostile, kills, numbers, others, processes, sizes
+from faults import (
+    disks,
+    files,
+    front,
+    host,
+    hostile,
+    kills,
+    numbers,
+    others,
+    processes,
+    sizes,
+)
 
 FAULTS = (
     *files.ROWS,
@@ -12,4 +23,5 @@ FAULTS = (
     *others.ROWS,
     *sizes.ROWS,
     *hostile.ROWS,
+    *host.ROWS,
 )

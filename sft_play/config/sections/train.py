@@ -131,8 +131,8 @@ class TrainSection(Section):
     )
     seed: Seed = Field(
         42,
-        description="Seed of adapter initialisation and dropout, and of all that data_seed seeds "
-        "where that is null.",
+        description="Seed of dropout and of the adapters' first values, equal on one GPU and under "
+        "every strategy, and of all that data_seed seeds where that is null.",
     )
     data_seed: Seed | None = Field(
         None,

@@ -1,0 +1,111 @@
+"""Faults of what is around a run: the folder of the call, names of files, shared memory, HOME."""
+
+import errno
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from unittest.mock import patch
+
+import markdown
+
+from faults.bench import Bench, Fault, Guard, Outcome
+from faults.files import nothing
+from sft_play.config.schema import Config
+from sft_play.errors import ExitClass
+from sft_play.reporting.card_facts import CardFacts, ChosenSetting
+from sft_play.reporting.model_card import card_text
+from sft_play.runs.exports import SavedStops
+from sft_play.runs.report import RunReport
+from sft_play.training.classify import classify
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def from_elsewhere(bench: Bench) -> Outcome:
+    """`make -f` names the Makefile from another folder."""
+    path = ROOT / "Makefile"
+    if bench.guard is not None:
+        before, _, rest = path.read_text().partition("ifeq ($(wildcard sft_play/cli.py),)")
+        path = bench.folder / "Makefile"
+        path.write_text(before + rest.partition("endif\n")[2])
+    command = ["make", "-f", str(path), "help"]
+    done = subprocess.run(command, cwd=bench.folder.parent, capture_output=True, text=True)
+    return Outcome(0, done.stderr)
+
+
+def hostile_names(bench: Bench) -> Outcome:
+    """Rows, a base, its licence and a stop whose names hold HTML, Markdown and the end of a cell."""
+    name = "<img src=x onerror=alert(1)> ![](http://a.b/c) | ` .jsonl"
+    config = {"model": {"name": name, "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
+    rows = {"rows_in": 1, "rows_used": 1, "tokens": 1, "trained_tokens": 1}
+    report = RunReport(run="a", data={"train": {**rows, "sources": [{"name": name}]}})
+    facts = CardFacts([], [ChosenSetting("model.name", name, "x")], None, None, name)
+    stops = SavedStops((name,), (7,))
+    text = card_text(Config.model_validate(config), report, stops, bench.folder, facts)
+    page = markdown.markdown(text, extensions=["tables", "fenced_code"])
+    obeyed = re.findall("<img|<a ", page)
+    return Outcome(len(obeyed), f"{len(obeyed)} of {page.count('onerror')} names were obeyed")
+
+
+# as torch's data loader and NCCL say it
+FULL = (
+    "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
+    "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+    "workers are out of shared memory. Please try to raise your shared memory limit.",
+    "NCCL error: Error while creating shared memory segment /dev/shm/nccl-a (size 9): No space",
+)
+
+
+def no_shared_memory(_: Bench) -> Outcome:
+    """What libraries say of a full /dev/shm, and a lock, whose error names no file."""
+    errors: list[BaseException] = [RuntimeError(text) for text in FULL]
+    errors.append(OSError(errno.ENOSPC, "No space left on device"))
+    full = shutil.disk_usage("/")._replace(free=0)
+    with patch("shutil.disk_usage", lambda _: full):
+        found = {classify(error).exit_class: classify(error).cause for error in errors}
+    gpu = classify(RuntimeError("out of resource: shared memory, Required: 147456"))
+    assert "/dev/shm" not in gpu.cause, "that of a GPU"
+    (exit_class,) = found
+    return Outcome(exit_class, found[exit_class])
+
+
+ROWS = (
+    Fault(
+        "full-shared-memory",
+        "/dev/shm, 64 MiB in a container, is full: a data loader, NCCL and a lock fail",
+        no_shared_memory,
+        ExitClass.ENVIRONMENT,
+        ("/dev/shm has no room", "--shm-size=8g", "TRAIN_DATALOADER_NUM_WORKERS=0"),
+        Guard(
+            "sft_play.training.classify:lacks_shared_memory",
+            lambda _: False,
+            Guard("sft_play.errors:lacks_shared_memory", lambda _: False),
+        ),
+        5,
+        None,
+        True,
+    ),
+    Fault(
+        "other-folder",
+        "make -f names the Makefile from another folder",
+        from_elsewhere,
+        ExitClass.DONE,
+        ("this is not the folder of the Makefile: type make -C '",),
+        Guard("sft_play.config.targets:refuse_unread", nothing),
+        10,
+        None,
+        True,
+    ),
+    Fault(
+        "html-in-names",
+        "names of rows, base, licence and stop hold HTML and Markdown; the model card has them",
+        hostile_names,
+        ExitClass.DONE,
+        ("0 of ", " names were obeyed"),
+        Guard("sft_play.reporting.model_card:code", str),
+        10,
+        None,
+        True,
+    ),
+)

@@ -1,0 +1,307 @@
+"""The learning rate and the update of each step are those of a few lines of plain torch.
+
+`make test` takes each schedule and each optimizer once. All of them with one another, on one rank
+and on two: -m long. With -s it prints the largest differences.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from rank_processes import run_two_workers
+from tiny_models import MODEL_TYPES, tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import TrainSection
+from sft_play.data.assemble import DataFacts, assemble
+from sft_play.data.order import steps
+from sft_play.models.losses import summed_nll
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.folder import RunFolder
+from sft_play.training.trainer import SftTrainer
+
+STEPS = 6  # of 4 rows; 10 rows: the third and the sixth have 2 rows and fillers
+RATE = 0.01
+SCHEDULES = get_args(TrainSection.model_fields["lr_scheduler_type"].annotation)
+OPTIMIZERS = get_args(TrainSection.model_fields["optim"].annotation)
+# warm-up, limit of the gradients' norm, weight decay
+VARIANTS = ((0, 1.0, 0.1), (3, 0.0, 0.1), (0.34, 0.05, 0.0), (2, 0.05, 0.1))
+ALL = [(schedule, optim) for schedule in SCHEDULES for optim in OPTIMIZERS]
+SAMPLE = [(SCHEDULES[n], OPTIMIZERS[n]) for n in range(6)]
+# bitsandbytes keeps states of 4,096 numbers and more in 8 bits, those of embeddings in 32
+SMALLEST_IN_8_BITS, BLOCK = 4096, 256
+
+
+def expected_rate(schedule: str, step: int, asked_warmup: float) -> float:
+    """Return the learning rate of a step, counted from 0. The warm-up begins at 1/W."""
+    warmup = math.ceil(STEPS * asked_warmup) if asked_warmup < 1 else asked_warmup
+    if schedule == "constant":
+        return RATE  # transformers' has no warm-up
+    if step < warmup:
+        return RATE * (step + 1) / warmup
+    left = (STEPS - step) / (STEPS - warmup)
+    match schedule:
+        case "linear":
+            return RATE * left
+        case "cosine":
+            return RATE * (1 - math.cos(math.pi * left)) / 2
+        case "polynomial":
+            return 1e-7 + (RATE - 1e-7) * left
+        case "inverse_sqrt":
+            scale = warmup or 10_000
+            return RATE / math.sqrt((step - warmup + scale) / scale)
+    return RATE
+
+
+@dataclass
+class Oracle:
+    """AdamW or SGD with clipped gradients, one tensor at a time."""
+
+    optim: str
+    max_norm: float
+    weight_decay: float
+    step: int = 0
+    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def updates(
+        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float
+    ) -> dict[str, Tensor]:
+        """Return what a step adds to each weight."""
+        self.step += 1
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        scale = ((self.max_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+        found = {}
+        for name, gradient in gradients.items():
+            g = gradient * scale
+            decay = 0.0 if is_undecayed(name) else self.weight_decay
+            if self.optim == "sgd":
+                found[name] = -rate * (g + decay * weights[name])
+                continue
+            first, second = self.moments.get(name, [torch.zeros_like(g), torch.zeros_like(g)])
+            # rounded as by bitsandbytes: another last bit is another state in 8 bits
+            first = torch.add(0.9 * first, g, alpha=1 - 0.9)
+            second = torch.addcmul(0.999 * second, g, g, value=1 - 0.999)
+            change = first / (1 - 0.9**self.step)
+            change = change / ((second / (1 - 0.999**self.step)).sqrt() + 1e-8)
+            found[name] = -rate * (change + decay * weights[name])
+            self.moments[name] = [first, second]
+            if "8bit" in self.optim and g.numel() >= SMALLEST_IN_8_BITS and "embed" not in name:
+                self.moments[name] = [in_8_bits(first, True), in_8_bits(second, False)]
+        return found
+
+
+def in_8_bits(numbers: Tensor, signed: bool) -> Tensor:
+    """Return numbers as a state in 8 bits has them: each block of 256 has a scale."""
+    code = bnb.create_dynamic_map(signed)
+    packed, state = bnb.quantize_blockwise(numbers, code=code, blocksize=BLOCK)
+    return bnb.dequantize_blockwise(packed, state)
+
+
+def is_undecayed(name: str) -> bool:
+    """Return whether a parameter of Qwen2 is a bias or a norm's weight."""
+    return name.endswith(".bias") or name.split(".")[-2].endswith("norm")
+
+
+@dataclass
+class TakenStep:
+    """What a step of our trainer began with, and what it did."""
+
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # as summed over micro-batches and ranks, before clipping
+    after: dict[str, Tensor] = field(default_factory=dict)
+    rate: float = math.nan  # as it is logged
+    rates: list[float] = field(default_factory=list)  # of the optimizer's groups
+
+
+def record_steps(patch: pytest.MonkeyPatch) -> list[TakenStep]:
+    """Make SftTrainer write down each step; return the list."""
+    taken: list[TakenStep] = []
+    clip, rate_of = SftTrainer.clip_gradients, SftTrainer._get_learning_rate
+
+    def state(trainer: SftTrainer, of_gradient: bool) -> dict[str, Tensor]:
+        named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+        return {name: (p.grad if of_gradient else p).detach().clone() for name, p in named}
+
+    def clip_gradients(trainer: SftTrainer) -> Any:
+        taken.append(TakenStep(state(trainer, False), state(trainer, True)))
+        return clip(trainer)
+
+    def learning_rate(trainer: SftTrainer) -> float:
+        rate = rate_of(trainer)
+        if taken and not taken[-1].after:
+            taken[-1].after, taken[-1].rate = state(trainer, False), rate
+            taken[-1].rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        return rate
+
+    patch.setattr(SftTrainer, "clip_gradients", clip_gradients)
+    patch.setattr(SftTrainer, "_get_learning_rate", learning_rate)
+    return taken
+
+
+def save_steps(folder: Path) -> None:
+    """Make a rank write its steps into the run's folder, and end."""
+    taken = record_steps(pytest.MonkeyPatch())
+    train = SftTrainer.train
+
+    def train_and_end(trainer: SftTrainer, **options: Any) -> None:
+        train(trainer, **options)
+        torch.save(taken, folder / f"steps-{trainer.process.rank}.pt")
+        os._exit(0)
+
+    SftTrainer.train = train_and_end
+
+
+@dataclass
+class Workshop:
+    """Plans and runs the steps of a schedule and an optimizer, and compares them."""
+
+    plan_run: Callable[..., RunFolder]
+    build_trainer: Callable[..., Any]
+    base: Path
+
+    def compare(self, pair: tuple[str, str], ranks: int) -> tuple[float, float, float]:
+        """Return the largest differences: of a rate, of a gradient and of an update.
+
+        The first is in parts of the peak, the others of the largest number of their step.
+        """
+        schedule, optim = pair
+        warmup, max_norm, weight_decay = VARIANTS[ALL.index(pair) % len(VARIANTS)]
+        settings = {
+            "model.name": self.base,
+            "tuning.mode": "full",
+            "train.max_steps": STEPS,
+            "train.learning_rate": RATE,
+            "train.lr_scheduler_type": schedule,
+            "train.optim": optim,
+            "train.warmup_steps": warmup,
+            "train.max_grad_norm": max_norm,
+            "train.weight_decay": weight_decay,
+            "train.predict_with_generate": False,
+        }
+        folder = self.plan_run(settings, num_gpus=ranks)
+        taken = self.taken_by_two(folder) if ranks == 2 else self.taken_by_one(folder)
+        assert len(taken) == STEPS
+        gradient_of = gradients_by_row(folder, self.base)
+        oracle, worst = Oracle(optim, max_norm, weight_decay), [0.0, 0.0, 0.0]
+        for number, step in enumerate(taken):
+            rate = expected_rate(schedule, number, warmup)
+            assert set(step.rates) == {step.rate}
+            updates = oracle.updates(step.weights, step.gradients, rate)
+            found = (
+                abs(step.rate - rate) / RATE,
+                difference(step.gradients, gradient_of(number, step.weights)),
+                difference(step.after, updates, step.weights),
+            )
+            worst = [max(pair) for pair in zip(worst, found, strict=True)]
+        return tuple(worst)
+
+    def taken_by_one(self, folder: RunFolder) -> list[TakenStep]:
+        with pytest.MonkeyPatch.context() as patch:
+            taken = record_steps(patch)
+            trainer, _ = self.build_trainer(folder)
+            trainer.train()
+        return taken
+
+    def taken_by_two(self, folder: RunFolder) -> list[TakenStep]:
+        exits = run_two_workers(folder, save_steps, folder.path)
+        assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+        one, two = (
+            torch.load(folder.path / f"steps-{rank}.pt", weights_only=False) for rank in (0, 1)
+        )
+        for ours, theirs in zip(one, two, strict=True):
+            torch.testing.assert_close(vars(ours), vars(theirs), rtol=0, atol=0)
+        return one
+
+
+def gradients_by_row(
+    folder: RunFolder, base: Path
+) -> Callable[[int, dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a function of a step and its weights: the gradient of its rows' mean loss a token."""
+    planned = PlannedRun.read(folder)
+    config, layout = planned.config, planned.plan.layout
+    rows = assemble(config, DataFacts.from_json(folder.read_data()).sources).train
+    by_step: list[list[int]] = []
+    for epoch in range(STEPS):
+        by_step += steps(len(rows), layout.rows_per_step, config.train.order_seed, epoch)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+    def gradient(step: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        model.load_state_dict(weights, strict=False)
+        model.zero_grad()
+        samples = [rows[index] for index in by_step[step]]
+        tokens = sum(sample.trained_tokens for sample in samples)
+        for sample in samples:
+            logits = model(input_ids=torch.tensor(sample.ids[None])).logits
+            (summed_nll(logits, torch.tensor(sample.labels[None])) / tokens).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    return gradient
+
+
+def difference(
+    found: dict[str, Tensor], changes: dict[str, Tensor], since: dict[str, Tensor] | None = None
+) -> float:
+    """Return the largest difference of any number, in parts of the largest change.
+
+    `found` are changes `since` some weights; what float32 rounds of the weights does not count.
+    """
+    assert found.keys() == changes.keys()
+    largest = max(tensor.abs().max().item() for tensor in changes.values())
+    assert largest > 0
+    worst = 0.0
+    for name, change in changes.items():
+        before = torch.zeros_like(change) if since is None else since[name]
+        apart = (found[name].double() - before.double() - change.double()).abs()
+        worst = max(worst, (apart - before.abs() * 2**-23).max().item())
+    return worst / largest
+
+
+@pytest.fixture
+def workshop(plan_run, build_trainer, base_of) -> Workshop:
+    """Qwen2 has biases and norms; with these sizes its matrices have 4,096 numbers."""
+    return Workshop(plan_run, build_trainer, base_of("qwen2", "qlora"))
+
+
+def check(workshop: Workshop, pairs: list[tuple[str, str]], ranks: int) -> None:
+    """Print the differences of these schedules and optimizers, and assert that they are small."""
+    table = {pair: workshop.compare(pair, ranks) for pair in pairs}
+    print(f"\n{ranks} rank(s), largest difference of the rate, the gradient, the update")
+    for (schedule, optim), found in table.items():
+        numbers = "  ".join(f"{number:.1e}" for number in found)
+        print(f"{schedule:22} {optim:20} {numbers}")
+    for rate, gradient, update in table.values():
+        assert rate < 1e-12
+        assert gradient < 1e-5
+        assert update < 1e-5
+
+
+def test_each_schedule_and_optimizer_steps_as_the_oracle(workshop):
+    check(workshop, SAMPLE, ranks=1)
+
+
+def test_two_ranks_step_as_the_oracle(workshop):
+    check(workshop, [("cosine", "adamw_torch_fused")], ranks=2)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_weight_decay_leaves_out_norms_and_biases_of_every_type(model_type):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    decayed = SftTrainer.get_decay_parameter_names(SftTrainer.__new__(SftTrainer), model)
+    for name, _ in model.named_parameters():
+        module, _, word = name.rpartition(".")
+        is_norm = "norm" in type(model.get_submodule(module)).__name__.lower()
+        assert (name in decayed) != (is_norm or "bias" in word), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_schedules_and_optimizers_step_as_the_oracle(workshop, ranks):
+    check(workshop, ALL, ranks)
