@@ -240,7 +240,9 @@ TYPED = (
         "a.yaml:",
     ),
     wrong("deep", "a file of 1,500 brackets", config_of("[" * 1500), "nested too deeply to read"),
-    wrong("bomb", "aliases that name each other 2^20 times", config_of(BOMB), "aliases repeat values"),
+    wrong(
+        "bomb", "aliases that name each other 2^20 times", config_of(BOMB), "aliases repeat values"
+    ),
     wrong(
         "escape-codes",
         "a key with codes that a terminal obeys",
