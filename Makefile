@@ -12,7 +12,7 @@ $(error make $(or $(MAKECMDGOALS),help) reads no variable, such as $(filter-out 
 endif
 endif
 
-ifeq ($(wildcard sft_play/cli.py),)
+ifneq ($(realpath $(dir $(firstword $(MAKEFILE_LIST)))),$(realpath .))
 $(error this is not the folder of the Makefile: type make -C '$(patsubst %Makefile,%,$(MAKEFILE_LIST))' $(MAKECMDGOALS); paths in variables start there, too)
 endif
 

@@ -14,10 +14,11 @@ from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 
 from sft_play.config.schema import TrainSection
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.launch import free_port
 from sft_play.plan.workload import checkpoint_bytes, run_bytes
 from sft_play.runs.folder import RunFolder
+from sft_play.training import preflight
 from sft_play.training.preflight import Collectives, RankFacts, machine_lines, refuse_little_memory
 
 SHORT = {"train.max_steps": 1, "train.predict_with_generate": False, "train.probe": False}
@@ -190,3 +191,19 @@ def test_what_a_run_writes_is_its_weights_and_the_checkpoints_that_are_kept() ->
     assert checkpoints(save_strategy="steps", save_steps=2, save_total_limit=None) == 10
     zero = replace(step, mode="full", zero_stage=2, weight_bytes=2)
     assert checkpoint_bytes(zero) == step.model.parameters * 14
+
+
+def test_workers_whose_batches_do_not_fit_into_shared_memory_are_refused(
+    plan_run, run_worker, monkeypatch
+):
+    usage = shutil.disk_usage("/dev/shm")._replace(free=1 << 10)
+    own = shutil.disk_usage
+    monkeypatch.setattr(
+        preflight.shutil, "disk_usage", lambda path: usage if "shm" in str(path) else own(path)
+    )
+    folder = plan_run({"train.dataloader_num_workers": 2, "train.max_steps": 1})
+    assert run_worker(folder) == ExitClass.ENVIRONMENT
+    cause = run_json(folder)["cause"]
+    assert "MiB of /dev/shm are free, and batches of 2 workers take" in cause
+    assert cause.endswith("or set TRAIN_DATALOADER_NUM_WORKERS=0")
+    assert run_worker(plan_run({"train.max_steps": 1})) == 0

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
+from sft_play.errors import (
+    MORE_SHARED_MEMORY,
+    SHARED_MEMORY,
+    ConfigError,
+    DataError,
+    EnvironmentFault,
+    SftPlayError,
+)
 from sft_play.plan import cards
 from sft_play.plan.devices import GIB
 from sft_play.plan.probe_fit import digest_of_code
@@ -42,6 +49,8 @@ DATA_PLACES = ("data.train_path", "data.val_path", "data.test_path")
 ROOM = 0.97  # of the planned peak: an estimate is no reason to give up for little
 FIRST_SECONDS = 180.0  # for ranks that have met; some are slow to read the base model's files
 JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose own error says more
+PREFETCHED = 2  # batches of a worker, torch's default
+BYTES_PER_TOKEN = 40  # ids, labels, positions and masks
 SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
 REPEATS = 5
 SLOW_SHARE = 0.25  # of what such links reach, below which something is wrong with them
@@ -127,6 +136,7 @@ def preflight(
             with recorder.check("sums over the ranks are right"):
                 collectives = measure_collectives(process)
     refuse_little_memory(ranks, context)
+    refuse_little_shared_memory(context)
     refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, samples))
     if process.is_main and collectives is not None:
         logger.info("%s", "\n".join(machine_lines(ranks, collectives)))
@@ -204,6 +214,23 @@ def refuse_little_memory(ranks: Sequence[RankFacts], context: RunContext) -> Non
                 f"{facts}: its GPU has {facts.free_bytes / GIB:.1f} GiB free, and the plan needs "
                 f"{needed / GIB:.1f}: another program has begun to use it; nvidia-smi shows which"
             )
+
+
+def refuse_little_shared_memory(context: RunContext) -> None:
+    """Raise EnvironmentFault where the batches of data loaders' workers do not fit into /dev/shm.
+
+    torch drops a batch that does not, and the rank would wait for it without end.
+    """
+    workers = context.config.train.dataloader_num_workers * context.plan.ranks.per_node
+    if not workers or not SHARED_MEMORY.is_dir():
+        return
+    needed = workers * PREFETCHED * context.plan.layout.tokens * BYTES_PER_TOKEN
+    free = min(context.process.gather(shutil.disk_usage(SHARED_MEMORY).free))
+    if free < needed:
+        raise EnvironmentFault(
+            f"{free / 2**20:.1f} MiB of /dev/shm are free, and batches of {workers} workers take "
+            f"up to {needed / 2**20:.1f}: {MORE_SHARED_MEMORY}"
+        )
 
 
 def refuse_little_disk(ranks: Sequence[RankFacts], needed: int) -> None:

@@ -225,7 +225,8 @@ class SftTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return what decays; Trainer knows norms by their names, and not Mamba's norm_f."""
         decayed = super().get_decay_parameter_names(model)
-        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        modules = model.named_modules(remove_duplicate=False)  # rows of tokens are on both matrices
+        kinds = {name: type(module).__name__ for name, module in modules}
         return [name for name in decayed if not kinds[name.rpartition(".")[0]].endswith("Norm")]
 
     def get_train_dataloader(self) -> DataLoader:

@@ -26,7 +26,7 @@ def from_elsewhere(bench: Bench) -> Outcome:
     """`make -f` names the Makefile from another folder."""
     path = ROOT / "Makefile"
     if bench.guard is not None:
-        before, _, rest = path.read_text().partition("ifeq ($(wildcard sft_play/cli.py),)")
+        before, _, rest = path.read_text().partition("ifneq ($(realpath $(dir")
         path = bench.folder / "Makefile"
         path.write_text(before + rest.partition("endif\n")[2])
     command = ["make", "-f", str(path), "help"]
