@@ -275,6 +275,14 @@ def test_what_a_value_shows_has_no_control_characters() -> None:
     assert shorten("a\x1b[31m\ud800\0") == "a⟨U+001B⟩[31m\\ud800⟨U+0000⟩"
 
 
+def test_batches_without_rows_are_passed_over(tmp_path: Path) -> None:
+    schema = pa.schema([("text", pa.string())])
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as to:
+        for texts in ([], ["a", "b"], []):
+            to.write_batch(pa.record_batch([pa.array(texts, pa.string())], schema))
+    assert records(tmp_path / "a.arrow") == [{"text": "a"}, {"text": "b"}]
+
+
 def test_a_long_text_is_several_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 100)
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(40)))

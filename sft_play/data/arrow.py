@@ -39,6 +39,8 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
     rows = decoded_bytes = 0
     try:
         for batch, file_share in batches:
+            if not batch.num_rows:
+                continue
             decoded_bytes += max(_decoded_bytes(batch), batch.num_rows * ROW_BYTES)
             reading.refuse_bomb(file_bytes, decoded_bytes, REWRITE, MAX_RATIO)
             for part in _split(batch, max_rows, max_bytes, rows, path):
