@@ -87,7 +87,7 @@ class Gap:
     @property
     def is_rounding(self) -> bool:
         """Return whether the differences are those of float32 sums in another order."""
-        return self.loss <= 1e-6 and self.logits <= 1e-5 and self.gradients <= 1e-4
+        return self.loss <= 1e-6 and self.logits <= 1e-5 and self.gradients <= 2e-5
 
 
 def gap(one: Step, two: Step) -> Gap:
