@@ -1,4 +1,7 @@
-"""A rank of a run: `train.py outputs/<run>`, or `train.py --config X` under any launcher."""
+"""A rank of a run: `train.py outputs/<run>`, or `train.py --config X` under any launcher.
+
+`train.py --wait DESCRIPTOR` is one that is started early, and reads its run folder from a pipe.
+"""
 
 import sys
 from pathlib import Path
@@ -13,6 +16,10 @@ def is_run_folder(words: list[str]) -> bool:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
+    if words[:1] == ["--wait"]:
+        from sft_play.training.early import wait
+
+        words = [wait(int(words[1]))]
     if is_run_folder(words):
         from sft_play.training.entry import main
 

@@ -141,6 +141,12 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         watch_parent(lambda: os.kill(os.getpid(), number))
 
 
+def outlive_parent() -> None:
+    """Get no signal any more when the process that started this one ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+
+
 def end_with_make() -> None:
     """End as on request when make was killed; a shell that ends leaves its programs running."""
     import psutil

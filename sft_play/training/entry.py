@@ -7,9 +7,10 @@ backend in the right order, and runs the worker. What takes seconds to import is
 import sys
 from pathlib import Path
 
-from sft_play import stops
+from sft_play import stops, timeline
 from sft_play.config.backends import backend_of
 from sft_play.errors import SftPlayError
+from sft_play.evaluation import opener
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.progress import go_on_without_output, guard_output
@@ -48,13 +49,19 @@ def main(path: Path) -> int:
 def _run(
     planned: PlannedRun, folder: RunFolder, recorder: RunRecorder, signals: StopSignals
 ) -> None:
+    is_patched = backend_of(planned.config).patches_transformers
+    reopens = planned.config.train.reopen_saved is not False and not is_patched
+    if reopens and peers.rank() == 0 and not opener.is_started():
+        opener.start()  # first, as it is to know nothing of what comes
     from sft_play.training import runtime
 
     process = runtime.start(planned, folder)
-    if backend_of(planned.config).patches_transformers:
+    if is_patched:
         from sft_play.models import unsloth
 
         unsloth.import_first()  # before the worker imports transformers
     from sft_play.training import worker
 
+    if not timeline.spans:
+        timeline.note("imports")
     worker.run(planned, folder, process, recorder, signals)
