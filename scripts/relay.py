@@ -16,7 +16,10 @@ if __name__ == "__main__":
             signal.signal(number, lambda number, frame: os.kill(rank, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-    if code < 0:  # as a process that a signal has killed
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    sys.exit(code)
+    if code < 0:
+        name = signal.Signals(-code).name
+        sys.stderr.write(
+            f"the run's process ended by {name}; its log in logs/rank-0.log has its last lines, "
+            "and dmesg names what was killed for memory\n"
+        )
+    sys.exit(code if code >= 0 else 128 - code)

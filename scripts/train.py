@@ -1,6 +1,6 @@
 """A rank of a run: `train.py outputs/<run>`, or `train.py --config X` under any launcher.
 
-`train.py --wait DESCRIPTOR` is one that is started early, and reads its run folder from a pipe.
+`train.py --wait DESCRIPTOR PARENT` is one that is started early, and waits for its run folder.
 """
 
 import sys
@@ -19,11 +19,11 @@ if __name__ == "__main__":
     if words[:1] == ["--wait"]:
         from sft_play.training.early import wait
 
-        words = [wait(int(words[1]))]
+        words = [wait(*map(int, words[1:]))]
     if is_run_folder(words):
         from sft_play.training.entry import main
 
-        sys.exit(main(Path(words[0])))
+        sys.exit(main(Path(words[0]), may_fork=True))
     from sft_play.cli import main_of_rank
 
     main_of_rank(words)

@@ -5,65 +5,49 @@ wait for imports, and are opened as a stranger does all the same. It touches no 
 """
 
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
+import signal
+import subprocess
+import sys
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from sft_play import stops
+from sft_play.config.loader import environment
 
 SCRIPT = Path(__file__).with_name("plain.py")
-# What the script needs of transformers. PEFT's import would start CUDA, by way of bitsandbytes
-LIBRARIES = (
-    "transformers.modeling_utils",
-    "transformers.generation.utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-)
+# What the script needs, as far as importing it starts no CUDA: PEFT's would, by way of bitsandbytes
+LIBRARIES = ("transformers.models.auto.tokenization_auto", "transformers.masking_utils")
+MODELS = "transformers.modeling_utils"  # imports torchao where it is installed, which starts CUDA
 # Variables of a launcher's ranks, which would make transformers wait for the others
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
 POLL_SECONDS = 0.02
+SECONDS = 3600
 
 
-@dataclass(frozen=True)
-class Opener:
-    """A process that waits for one request."""
-
-    pid: int
-    pipe: int
-
-    def answer(self, asked: Path, answered: Path, said: Path, seconds: float) -> int:
-        """Let it answer the script's request; return its exit code. What it prints goes to `said`.
-
-        Raises: TimeoutError after so many seconds.
-        """
-        os.write(self.pipe, json.dumps([str(asked), str(answered), str(said)]).encode())
-        os.close(self.pipe)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(POLL_SECONDS)
-        raise TimeoutError
-
-
-_waiting: list[Opener] = []
+_waiting: list[tuple[int, int]] = []  # its process id, and the pipe on which it waits
 
 
 def start() -> None:
     """Fork the process. Call it before CUDA is used, and before anything that changes libraries.
 
-    Its variables are those of now, without a launcher's.
+    Its variables are those of now, without a launcher's. A second call does nothing.
     """
-    for name in LIBRARIES:
+    if _waiting:
+        return
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    for name in LIBRARIES if has_torchao else (*LIBRARIES, MODELS):
         importlib.import_module(name)
+    import torch  # it takes seconds, so not above
+
+    if torch.cuda.is_initialized():
+        return  # no fork could use it
     reading, writing = os.pipe()
     gc.freeze()  # so that fewer pages are copied
     with warnings.catch_warnings():
@@ -74,17 +58,47 @@ def start() -> None:
         _serve(reading)
     gc.unfreeze()
     os.close(reading)
-    _waiting.append(Opener(pid, writing))
+    _waiting.append((pid, writing))
 
 
-def is_started() -> bool:
-    """Return whether a process waits."""
-    return bool(_waiting)
+def run(asked: Path, answered: Path, said: Path) -> int:
+    """Run the script in the process that waits, else in one that is started now.
+
+    Return its exit code; what it prints is in `said`.
+    Raises: TimeoutError after SECONDS.
+    """
+    if _waiting:
+        pid, pipe = _waiting.pop()
+        try:
+            os.write(pipe, json.dumps([str(asked), str(answered), str(said)]).encode())
+            os.close(pipe)
+        except BrokenPipeError:  # it was killed, as for memory
+            pass
+        else:
+            return _exit_code(pid)
+    environ = {
+        name: value for name, value in environment().items() if not name.startswith(OF_RANKS)
+    }
+    # -P: the folder of the script holds modules of ours
+    words = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
+    with said.open("wb") as file:
+        # a session of its own: Ctrl-C stops the run, whose weights are checked all the same
+        process = subprocess.Popen(
+            words, env=environ, stdout=file, stderr=file, start_new_session=True
+        )
+    return _exit_code(process.pid)
 
 
-def take() -> Opener | None:
-    """Return the process that waits, for the only request that it answers; None without one."""
-    return _waiting.pop() if _waiting else None
+def _exit_code(pid: int) -> int:
+    """Return the exit code of a process, once it has ended."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_SECONDS)
+    os.kill(pid, signal.SIGKILL)
+    raise TimeoutError(f"saved weights were not opened within {SECONDS} s")
 
 
 def _serve(reading: int) -> NoReturn:

@@ -7,8 +7,6 @@ Legend: N labelled positions of all rows, V vocabulary.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.config.loader import environment
 from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split
@@ -184,7 +181,6 @@ def checked_prompts(
     return prompts
 
 
-SECONDS = 3600
 TOKENS_FROM_DISK = 256  # a CPU without instructions for 16 bits takes seconds for each of an 8B
 
 
@@ -362,33 +358,11 @@ def _answer(
 def _run_script(asked: Path, answered: Path, folder: Path) -> None:
     """Run the script. Raises CheckpointError with what it could not do."""
     said = answered.with_name("said.txt")
-    waiting = opener.take()
-    code = (
-        waiting.answer(asked, answered, said, SECONDS) if waiting else _start(asked, answered, said)
-    )
+    code = opener.run(asked, answered, said)
     if code:
         lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         why = lines[-1] if lines and code > 0 else f"exit status {code}"
         raise CheckpointError(f"{folder}: transformers cannot open and use it: {why}")
-
-
-def _start(asked: Path, answered: Path, said: Path) -> int:
-    """Run the script in a process that is started now; return its exit code."""
-    environ = {
-        name: value for name, value in environment().items() if not name.startswith(opener.OF_RANKS)
-    }
-    # -P: the folder of the script holds modules of ours
-    words = [sys.executable, "-P", str(opener.SCRIPT), str(asked), str(answered)]
-    with said.open("wb") as file:
-        return subprocess.run(
-            words,
-            env=environ,
-            stdout=file,
-            stderr=file,
-            timeout=SECONDS,
-            check=False,
-            start_new_session=True,  # Ctrl-C stops the run, whose weights are checked all the same
-        ).returncode
 
 
 def _distinct_stops(reference: Reference) -> list[int]:

@@ -33,7 +33,7 @@ class EarlyRank:
         """Start it in the environment of `launch`, whose run folder is not known yet."""
         reading, writing = os.pipe()
         env = rank_environment(launch, environ)
-        words = [sys.executable, str(WORKER), "--wait", str(reading)]
+        words = [sys.executable, str(WORKER), "--wait", str(reading), str(os.getpid())]
         with stops.held():
             process = subprocess.Popen(words, env=env, pass_fds=[reading])
         os.close(reading)

@@ -8,12 +8,12 @@ from sft_play.evaluation import opener
 from sft_play.training import peers
 
 
-def wait(descriptor: int) -> str:
+def wait(descriptor: int, parent: int) -> str:
     """Return the run folder that comes on a pipe, once everything is imported.
 
-    Ends this process where none comes: the command before it failed, and says why.
+    Ends this process where none comes, and with the command that started it: it says why it failed.
     """
-    stops.end_with_parent()
+    stops.end_with_parent(parent=parent)
     opener.start()
     from sft_play.training import runtime, worker  # noqa: F401 - so that they are loaded
 

@@ -21,8 +21,12 @@ from sft_play.training import peers
 from sft_play.training.recorder import RunRecorder
 
 
-def main(path: Path) -> int:
-    """Run the worker on a run folder; return the exit class as the process's exit code."""
+def main(path: Path, may_fork: bool = False) -> int:
+    """Run the worker on a run folder; return the exit class as the process's exit code.
+
+    `may_fork` says that this process does nothing else, so that what will open the saved weights
+    may be forked from it.
+    """
     folder = RunFolder(path)
     guard_output()
     go_on_without_output()
@@ -42,16 +46,20 @@ def main(path: Path) -> int:
         signals.on_first = recorder.interrupt
         with recorder, lock.shared(path):
             signals.release()
-            _run(planned, folder, recorder, signals)
+            may_fork = may_fork and planned.config.train.reopen_saved is not False
+            _run(planned, folder, recorder, signals, may_fork)
     return int(recorder.exit_class)
 
 
 def _run(
-    planned: PlannedRun, folder: RunFolder, recorder: RunRecorder, signals: StopSignals
+    planned: PlannedRun,
+    folder: RunFolder,
+    recorder: RunRecorder,
+    signals: StopSignals,
+    may_fork: bool,
 ) -> None:
     is_patched = backend_of(planned.config).patches_transformers
-    reopens = planned.config.train.reopen_saved is not False and not is_patched
-    if reopens and peers.rank() == 0 and not opener.is_started():
+    if may_fork and not is_patched and peers.rank() == 0:
         opener.start()  # first, as it is to know nothing of what comes
     from sft_play.training import runtime
 
