@@ -144,6 +144,15 @@ NOT_RUN = {
         "make train-unsloth",
         "make bench",
         "make bench-scaling",
+        "make train MODEL_NAME=Qwen/Qwen2.5-3B TUNING_MODE=qlora",
+        "make train MODEL_NAME=meta-llama/Llama-3.1-8B TUNING_MODE=qlora",
+        "make train MODEL_NAME=meta-llama/Llama-3.1-8B",
+        "make train-distributed MODEL_NAME=meta-llama/Llama-3.1-8B TRAIN_STRATEGY=fsdp",
+        "make train-distributed MODEL_NAME=meta-llama/Llama-3.1-70B TRAIN_STRATEGY=fsdp",
+    ),
+    "has tests of its own": (
+        "make init FROM=axolotl.yml OUT=config.yaml",
+        "make train MODEL_ADAPTER=outputs/<run> DATA_TRAIN_PATH=more.jsonl",
     ),
     "needs a server's packages, or a hub": (
         "make serve",
