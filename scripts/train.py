@@ -1,4 +1,7 @@
-"""A rank of a run: `train.py outputs/<run>`, or `train.py --config X` under any launcher."""
+"""A rank of a run: `train.py outputs/<run>`, or `train.py --config X` under any launcher.
+
+`train.py --wait DESCRIPTOR PARENT` is one that is started early, and waits for its run folder.
+"""
 
 import sys
 from pathlib import Path
@@ -13,10 +16,14 @@ def is_run_folder(words: list[str]) -> bool:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
+    if words[:1] == ["--wait"]:
+        from sft_play.training.early import wait
+
+        words = [wait(*map(int, words[1:]))]
     if is_run_folder(words):
         from sft_play.training.entry import main
 
-        sys.exit(main(Path(words[0])))
+        sys.exit(main(Path(words[0]), may_fork=True))
     from sft_play.cli import main_of_rank
 
     main_of_rank(words)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from sft_play import timeline
 from sft_play.masking import mask_secrets
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,8 @@ def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
     _open_stages.append(stage)
     speaker.start()
     try:
-        yield stage
+        with timeline.span(stage.title):
+            yield stage
     finally:
         _open_stages.remove(stage)
         ended.set()

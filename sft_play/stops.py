@@ -127,18 +127,25 @@ def leave() -> None:
     os._exit(int(ExitClass.STOPPED))
 
 
-def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+def end_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
     """Get a signal when the process that started this one ends, however that was.
 
-    Linux sends it itself, also to what this process becomes by exec; elsewhere a thread looks.
+    Linux sends it itself, also to what this process becomes by exec; elsewhere a thread looks. Its
+    id is `parent`, which may have ended already, by default the parent's of now.
     """
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it ended before it was asked for
             os.kill(os.getpid(), number)
     else:
         watch_parent(lambda: os.kill(os.getpid(), number))
+
+
+def outlive_parent() -> None:
+    """Get no signal any more when the process that started this one ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
 
 
 def end_with_make() -> None:

@@ -334,13 +334,10 @@ def counting_run(plan_run, run_worker, taught_base):
 @pytest.fixture(scope="module")
 def opens_here():
     """Open saved weights in this process: one that imports transformers anew takes seconds."""
-    import sys
-
     from sft_play.evaluation import plain, reopened
 
     def run(asked: Path, answered: Path, folder: Path) -> None:
-        changed.setattr(sys, "argv", ["plain.py", str(asked), str(answered)])
-        plain.main()
+        plain.answer(str(asked), str(answered))
 
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(reopened, "_run_script", run)

@@ -18,18 +18,21 @@ ALLOWED = {
     "masking": set(),
     "process": set(),
     "process_id": set(),
+    "timeline": set(),
     "reading": set(),
     "stops": {"errors"},
-    "progress": {"masking"},
+    "progress": {"masking", "timeline"},
     "http_client": {"progress"},
     "config": {"errors", "masking", "reading"},
-    "runs": {"errors", "process_id", "config"},
+    "runs": {"errors", "timeline", "process_id", "config"},
     "plan": {"errors", "stops", "config", "runs"},
     "data": {"errors", "reading", "stops", "progress", "config", "runs", "plan"},
-    "reporting": {"errors", "config", "runs", "plan", "data"},
-    "models": {"errors", "process", "progress", "config", "runs", "plan", "data"},
+    "reporting": {"errors", "timeline", "config", "runs", "plan", "data"},
+    "models": {"errors", "timeline", "process", "progress", "config", "runs", "plan", "data"},
     "evaluation": {
+        "stops",
         "errors",
+        "timeline",
         "process",
         "progress",
         "config",
@@ -41,6 +44,7 @@ ALLOWED = {
     },
     "training": {
         "errors",
+        "timeline",
         "masking",
         "stops",
         "process",
@@ -73,6 +77,7 @@ ALLOWED = {
     "notebooks": {"errors", "reading", "config", "runs"},
     "commands": {
         "errors",
+        "timeline",
         "masking",
         "http_client",
         "stops",
@@ -105,6 +110,7 @@ ALLOWED = {
 }
 READ_THE_ENVIRONMENT = {
     "config/loader.py",
+    "evaluation/opener.py",  # what it forks leaves out those of a launcher
     "inference/load.py",  # sets what torch reads when it first allocates on a GPU
     "models/load.py",  # sets what transformers reads while it loads
     "training/runtime.py",
@@ -112,6 +118,7 @@ READ_THE_ENVIRONMENT = {
 }
 START_PROCESSES = {
     "plan/launch.py",
+    "plan/early.py",
     "plan/devices.py",
     "plan/counting.py",
     "runs/seal.py",  # threads of concurrent.futures, no process
@@ -120,7 +127,7 @@ START_PROCESSES = {
     "commands/sweep.py",
     "commands/ask.py",
     "commands/each_gpu.py",
-    "evaluation/reopened.py",
+    "evaluation/opener.py",
     "inference/gguf_tools.py",
 }
 HEAVY = {

@@ -45,6 +45,7 @@ PLACEHOLDERS = {"GPUS=...": "GPUS=2xH200", "outputs/<run>": "outputs/name"}
 # What a long test runs, in the order of TRIED: a command as it is written there,
 RUN = (
     "make init DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct OUT=config.yaml",
+    "make plan GPUS=1x4090 MODEL_NAME=Qwen/Qwen2.5-7B",
     "make config CONFIG=small TRAIN_BATCH_SIZE=4",
     "make plan GPUS=2xH200 CONFIG=configs/multi_gpu_config.yaml",
     "make data-check CONFIG=config.yaml",
@@ -124,6 +125,7 @@ WITH_LLAMA_CPP = ("make export RUN=name FORMAT=gguf QUANT=Q4_K_M",)
 # The commands of TRIED that no test runs, by the reason
 NOT_RUN = {
     "installs, from the network": (
+        "git clone https://... sft-play && cd sft-play",
         "make install",
         "make install TORCH=cpu",
         "make install TORCH=cu126",
@@ -144,6 +146,15 @@ NOT_RUN = {
         "make train-unsloth",
         "make bench",
         "make bench-scaling",
+        "make train MODEL_NAME=Qwen/Qwen2.5-3B TUNING_MODE=qlora",
+        "make train MODEL_NAME=meta-llama/Llama-3.1-8B TUNING_MODE=qlora",
+        "make train MODEL_NAME=meta-llama/Llama-3.1-8B",
+        "make train-distributed MODEL_NAME=meta-llama/Llama-3.1-8B TRAIN_STRATEGY=fsdp",
+        "make train-distributed MODEL_NAME=meta-llama/Llama-3.1-70B TRAIN_STRATEGY=fsdp",
+    ),
+    "has tests of its own": (
+        "make init FROM=axolotl.yml OUT=config.yaml",
+        "make train MODEL_ADAPTER=outputs/<run> DATA_TRAIN_PATH=more.jsonl",
     ),
     "needs a server's packages, or a hub": (
         "make serve",

@@ -116,10 +116,12 @@ def main() -> None:
 def _train(call: Call, request: Request, answer: Path) -> None:
     """Answer with the run's folder, and become its launcher. Raises: StoppedOnRequest."""
     with stops.stopped_with(NOT_BEGUN):
-        folder, planned = prepare_run(call, request.distributed, request.deepspeed, request.backend)
+        folder, planned, early = prepare_run(
+            call, request.distributed, request.deepspeed, request.backend
+        )
         write_json(answer, {"folder": str(folder.path)})
         sys.stdout.flush()
-        hand_over(folder, planned, call)
+        hand_over(folder, planned, call, early)
 
 
 def _plan(call: Call, request: Request) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import yaml
 
-from sft_play import stops
-from sft_play.commands.call import Call, load_config, pid_file, plan_run
+from sft_play import stops, timeline
+from sft_play.commands.call import Call, hardware_of, load_config, pid_file, plan_run
 from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.nodes import Wait, meet
 from sft_play.commands.plan import (
@@ -37,7 +37,7 @@ from sft_play.commands.resumption import (
     resumption,
 )
 from sft_play.config import place as places
-from sft_play.config.backends import BACKENDS
+from sft_play.config.backends import BACKENDS, backend_of
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import (
@@ -51,8 +51,9 @@ from sft_play.monitor import packages
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
+from sft_play.plan.early import EarlyRank
 from sft_play.plan.launch import DEFAULT_PORT
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import plan_ranks, precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.progress import go_on_without_output, visible
 from sft_play.runs import folder as run_folders
@@ -102,7 +103,7 @@ def train(
         call = begin.call
         if is_rank:
             use_deepspeed = use_deepspeed or launched.place.uses_deepspeed
-        folder, planned = prepare_run(
+        folder, planned, early = prepare_run(
             call, distributed, use_deepspeed, backend, with_tensorboard, is_rank
         )
         if with_tensorboard:
@@ -111,11 +112,16 @@ def train(
         with failure_recorded(folder):
             if is_rank:
                 start_ranks(launched, folder, planned.plan.launch)
-            hand_over(folder, planned, call)
+            hand_over(folder, planned, call, early)
 
 
-def hand_over(folder: RunFolder, planned: PlannedRun, call: Call) -> NoReturn:
-    """Become the launcher of a run, or its only rank, once all its machines have come."""
+def hand_over(
+    folder: RunFolder, planned: PlannedRun, call: Call, early: EarlyRank | None
+) -> NoReturn:
+    """Become the launcher of a run, or its only rank, once all its machines have come.
+
+    Where its only rank has been started, this process becomes what passes signals on to it.
+    """
     command = planned.plan.launch
     ranks = planned.plan.ranks
     if ranks.nodes > 1:
@@ -123,7 +129,10 @@ def hand_over(folder: RunFolder, planned: PlannedRun, call: Call) -> NoReturn:
         meet(Wait(*at, planned.config.train.rendezvous_timeout))
     if planned.plan.ranks.strategy != "single":
         command = launch.recorded(command, folder.path)
+    folder.write_report(dataclasses.replace(folder.read_report(), timeline=timeline.spans))
     stops.hold()
+    if early is not None:
+        command = early.begin(command, folder.path, call.environ) or command
     launch.execute(command, call.environ)
     raise AssertionError("execute does not return")
 
@@ -135,13 +144,14 @@ def prepare_run(
     backend: str | None = None,
     with_tensorboard: bool = False,
     is_rank: bool = False,
-) -> tuple[RunFolder, PlannedRun]:
+) -> tuple[RunFolder, PlannedRun, EarlyRank | None]:
     """Do all that comes before the launch: plan, make the run's folder, tokenise its rows.
 
     `is_rank` says that the ranks are started already, and that this process is one of them.
     """
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
+    early = None if is_rank or distributed or use_deepspeed else start_early(call, loaded.config)
     refuse_unsafe_base(loaded.config)
     planned = plan_run(call, loaded, distributed, use_deepspeed)
     refuse_missing_weights(planned.config.model.name)
@@ -153,6 +163,7 @@ def prepare_run(
     check_resume(planned, loaded)
     check_trackers(planned.config, with_tensorboard)
     earlier = plan_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
+    timeline.note("config and plan")
     folder = new_run(call, loaded, planned.config)
     lock.take(folder.path, print)
     command_of = launch.rank_command if is_rank else launch.launch_command
@@ -164,8 +175,22 @@ def prepare_run(
     print(report.plan_line(planned))
     print(f"run {folder.path}")
     print(f"watch it from another terminal: make watch RUN={folder.path}")
-    with failure_recorded(folder):
-        return folder, with_rows(folder, planned, earlier)
+    with failure_recorded(folder), timeline.span("rows are tokenised"):
+        return folder, with_rows(folder, planned, earlier), early
+
+
+def start_early(call: Call, config: Config) -> EarlyRank | None:
+    """Start the only rank of a run; None where it would have others, or cannot be started yet."""
+    if backend_of(config).patches_transformers or config.model.device_map is not None:
+        return None
+    try:
+        ranks = plan_ranks(call.invocation, hardware_of(call), call.environ, False, False)
+    except SftPlayError:  # the plan will say it
+        return None
+    if ranks.strategy != "single":
+        return None
+    command = launch.rank_command(ranks, Path(config.train.output_dir), call.environ)
+    return EarlyRank.start(command, call.environ)
 
 
 def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -> PlannedRun:

@@ -1,7 +1,8 @@
 """Score saved weights with transformers and PEFT alone, as whoever gets the folder would.
 
-A script: `reopened` starts it by its path in a process of its own, so that nothing of this project
-is imported there. It reads a request and rows, and writes what the weights say of these rows.
+A script, run by its path in a process of its own, so that nothing of this project is imported
+there: `reopened` starts it, or `opener` has done so before. It reads a request and rows, and writes
+what the weights say of these rows.
 Legend: N labelled positions, V vocabulary, K tokens of a position.
 """
 
@@ -60,20 +61,19 @@ def end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """Answer the request in the file that is named first, in the file that is named second."""
+def answer(asked: str, answered: str) -> None:
+    """Answer the request in the file `asked`, in the file `answered`."""
     from safetensors.torch import load_file, save_file
 
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    with open(sys.argv[1], encoding="utf-8") as file:
+    with open(asked, encoding="utf-8") as file:
         request = json.load(file)
     model, tokenizer = load(request)
     rows = load_file(request["rows"])
-    answer = scored(model, rows)
+    said_now = scored(model, rows)
     stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in request["stops"]]
     prompts = [prompt_ids(tokenizer, messages) for messages in request["prompts"]]
     facts = {"stops": stops, "prompts": prompts, "eos": tokenizer.eos_token_id}
-    save_file(answer, sys.argv[2], metadata={"facts": json.dumps(facts)})
+    save_file(said_now, answered, metadata={"facts": json.dumps(facts)})
 
 
 def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -251,4 +251,5 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    answer(*sys.argv[1:])

@@ -7,8 +7,6 @@ Legend: N labelled positions of all rows, V vocabulary.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.config.loader import environment
 from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
 from sft_play.errors import CheckpointError
-from sft_play.evaluation import plain
+from sft_play.evaluation import opener
 from sft_play.evaluation.plain import Said, each_row, said
 from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
@@ -184,9 +181,6 @@ def checked_prompts(
     return prompts
 
 
-# Variables of a launcher's ranks, which would make transformers wait for the others
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
-SECONDS = 3600
 TOKENS_FROM_DISK = 256  # a CPU without instructions for 16 bits takes seconds for each of an 8B
 
 
@@ -363,24 +357,12 @@ def _answer(
 
 def _run_script(asked: Path, answered: Path, folder: Path) -> None:
     """Run the script. Raises CheckpointError with what it could not do."""
-    environ = {
-        name: value for name, value in environment().items() if not name.startswith(OF_RANKS)
-    }
-    # -P: the folder of the script holds modules of ours
-    words = [sys.executable, "-P", plain.__file__, str(asked), str(answered)]
-    done = subprocess.run(
-        words,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        start_new_session=True,  # Ctrl-C stops the run, whose weights are checked all the same
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        said = lines[-1] if lines and done.returncode > 0 else f"exit status {done.returncode}"
-        raise CheckpointError(f"{folder}: transformers cannot open and use it: {said}")
+    said = answered.with_name("said.txt")
+    code = opener.run(asked, answered, said)
+    if code:
+        lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        why = lines[-1] if lines and code > 0 else f"exit status {code}"
+        raise CheckpointError(f"{folder}: transformers cannot open and use it: {why}")
 
 
 def _distinct_stops(reference: Reference) -> list[int]:

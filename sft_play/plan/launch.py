@@ -22,6 +22,7 @@ from sft_play.runs.files import write_text
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
 DEFAULT_PORT = 29500  # where several machines meet, as torchrun's
+OF_RUN_FOLDER = "UNSLOTH_COMPILE_LOCATION"  # else its code goes into the working folder
 SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them
 
 
@@ -99,13 +100,18 @@ def write_accelerate_config(path: Path, config: Mapping[str, object], header: st
 
 def execute(launch: Launch, environ: Mapping[str, str]) -> None:
     """Replace this process with the launcher. Raises EnvironmentFault when it cannot be started."""
-    kept = {name: value for name, value in environ.items() if not is_of_launcher(name)}
     try:
-        os.execvpe(launch.argv[0], list(launch.argv), {**kept, **launch.env})
+        os.execvpe(launch.argv[0], list(launch.argv), rank_environment(launch, environ))
     except OSError as error:
         raise EnvironmentFault(
             f"{launch.argv[0]} cannot be started: {error.strerror}; try make install"
         ) from None
+
+
+def rank_environment(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of what a launch starts."""
+    kept = {name: value for name, value in environ.items() if not is_of_launcher(name)}
+    return {**kept, **launch.env}
 
 
 def free_port() -> int:
@@ -184,9 +190,10 @@ def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gpu_defaults(run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    # Unsloth would write its compiled code into the working folder
-    defaults = {"UNSLOTH_COMPILE_LOCATION": str(run_folder.absolute() / "unsloth")}
+    defaults = {OF_RUN_FOLDER: str(run_folder.absolute() / "unsloth")}
     defaults |= allocator_defaults(environ)
+    # torch asks NVML whether there are GPUs, not CUDA, which no fork could use afterwards
+    defaults["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if "NCCL_ASYNC_ERROR_HANDLING" in environ:
         # the name that torch reads
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ["NCCL_ASYNC_ERROR_HANDLING"]

@@ -5,6 +5,7 @@ Everything here was recorded by the run. What a run did not record is None, and 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -29,6 +30,7 @@ from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport, logged_losses
 from sft_play.runs.resumed import VALUE_LENGTH, AskedRun
+from sft_play.timeline import Span
 
 State = Literal["passed", "failed", "look"]  # look: no error, and worth a look
 MOST_CUT = 0.05  # of the answers, before the cut ones are worth a look
@@ -46,16 +48,15 @@ LEDGER_COUNTS = {
     "lost_trained_tokens": "tokens with loss that were lost",
 }
 SPLITS = ("train", "validation", "test")
-# names of run.json's seconds, in the order of a run
+SHORTEST = 0.5  # percent of the whole that a part must have taken to be shown
+# names of a timeline in words
 TIMES = {
-    "data": "rows",
+    "imports": "torch and transformers imported",
+    "data": "rows mapped",
+    "preflight": "checks before loading",
     "load": "weights loaded",
-    "first_step": "first step",
-    "train": "training steps",
-    "evaluate": "evaluations",
     "training": "training with its evaluations and checkpoints",
-    "save": "weights saved and checked, last scores",
-    "total": "all",
+    "save": "last scores; weights saved and checked",
 }
 
 
@@ -116,10 +117,12 @@ def _judged(name: str, is_as_it_should_be: bool, found: str) -> ShownCheck:
 
 @dataclass(frozen=True)
 class PartTime:
-    """The seconds of a part of a run."""
+    """The seconds of a part of a run, and its place in percent of the whole."""
 
     name: str
     seconds: float
+    left: float
+    width: float
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class RunSummary:
     worsened: list[AnsweredRow]
     history: list[LoggedStep]
     memory: list[PhaseMemory]
-    times: list[PartTime]
+    times: list[PartTime]  # of its timeline
     ledger: list[LedgerLine]
     lengths: dict[str, LengthHistogram]
     checks: list[ShownCheck]
@@ -185,8 +188,6 @@ def read_summary(folder: RunFolder) -> RunSummary:
     scores = [*([losses] if losses else []), *answer_scores(report, before, after)]
     asked = AskedRun.read(folder)
     used = used_settings(folder)
-    seconds = report.seconds or {}
-    names = sorted(seconds, key=lambda name: [*TIMES, *seconds].index(name))
     return RunSummary(
         run=folder.name,
         folder=str(folder.path),
@@ -200,13 +201,24 @@ def read_summary(folder: RunFolder) -> RunSummary:
         worsened=answers.most_changed(pairs, -1),
         history=report.history or [],
         memory=_memory(report),
-        times=[PartTime(TIMES.get(name, name), seconds[name]) for name in names],
+        times=list(_times(report.timeline or [])),
         ledger=_ledger(report.data or {}),
         lengths=_in_order(report.lengths or {}),
         checks=list(shown_checks(report, after)),
         settings=_setting_lines(used, asked),
         command=asked.command if asked else None,
     )
+
+
+def _times(timeline: list[Span]) -> Iterator[PartTime]:
+    """Yield the parts of a timeline by their start."""
+    first = min((span.start for span in timeline), default=0.0)
+    whole = max((span.end for span in timeline), default=0.0) - first
+    for span in sorted(timeline, key=attrgetter("start")):
+        seconds = span.end - span.start
+        left, width = (100 * each / (whole or 1) for each in (span.start - first, seconds))
+        if width > SHORTEST:
+            yield PartTime(TIMES.get(span.name, span.name), seconds, left, width)
 
 
 def source_losses(

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from sft_play.timeline import Span
+
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
 GOING_ON = ("planned", "running")
 
@@ -184,6 +186,7 @@ class RunReport:
     started_at: str | None = None
     versions: dict[str, str] | None = None
     seconds: dict[str, float] | None = None  # of each part of the run
+    timeline: list[Span] | None = None  # of the front end and the main rank
     tokens_per_second: float | None = None  # of all ranks; None for a run of one step
     peak_bytes: PeakBytes | None = None
     memory: PhasePeaks | None = None

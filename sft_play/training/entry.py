@@ -7,9 +7,10 @@ backend in the right order, and runs the worker. What takes seconds to import is
 import sys
 from pathlib import Path
 
-from sft_play import stops
+from sft_play import stops, timeline
 from sft_play.config.backends import backend_of
 from sft_play.errors import SftPlayError
+from sft_play.evaluation import opener
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.progress import go_on_without_output, guard_output
@@ -20,8 +21,12 @@ from sft_play.training import peers
 from sft_play.training.recorder import RunRecorder
 
 
-def main(path: Path) -> int:
-    """Run the worker on a run folder; return the exit class as the process's exit code."""
+def main(path: Path, may_fork: bool = False) -> int:
+    """Run the worker on a run folder; return the exit class as the process's exit code.
+
+    `may_fork` says that this process does nothing else, so that what will open the saved weights
+    may be forked from it.
+    """
     folder = RunFolder(path)
     guard_output()
     go_on_without_output()
@@ -41,20 +46,30 @@ def main(path: Path) -> int:
         signals.on_first = recorder.interrupt
         with recorder, lock.shared(path):
             signals.release()
-            _run(planned, folder, recorder, signals)
+            may_fork = may_fork and planned.config.train.reopen_saved is not False
+            _run(planned, folder, recorder, signals, may_fork)
     return int(recorder.exit_class)
 
 
 def _run(
-    planned: PlannedRun, folder: RunFolder, recorder: RunRecorder, signals: StopSignals
+    planned: PlannedRun,
+    folder: RunFolder,
+    recorder: RunRecorder,
+    signals: StopSignals,
+    may_fork: bool,
 ) -> None:
+    is_patched = backend_of(planned.config).patches_transformers
+    if may_fork and not is_patched and peers.rank() == 0:
+        opener.start()  # first, as it is to know nothing of what comes
     from sft_play.training import runtime
 
     process = runtime.start(planned, folder)
-    if backend_of(planned.config).patches_transformers:
+    if is_patched:
         from sft_play.models import unsloth
 
         unsloth.import_first()  # before the worker imports transformers
     from sft_play.training import worker
 
+    if not timeline.spans:
+        timeline.note("imports")
     worker.run(planned, folder, process, recorder, signals)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sft_play import timeline
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import (
     GenerationScores,
@@ -70,7 +71,8 @@ class HeldOutEvaluation:
 
     def score(self, when: str) -> None:
         """Score the model as it is now; `when` is "before" or "after". Every rank must call it."""
-        scores = self.trainer.score(self.evaluator, "test")
+        with timeline.span(f"scores {when}"):
+            scores = self.trainer.score(self.evaluator, "test")
         self.scores[when] = scores
         self.recorder.update(
             metrics={**self.recorder.report.metrics, when: scores.as_metrics()},

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
-from sft_play import stops
+from sft_play import stops, timeline
 from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
@@ -72,6 +72,7 @@ class RunRecorder:
         self.find_gone: Callable[[], list[int]] = list  # the watch's over other ranks
         self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
         self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
+        self._of_front_end = folder.read_report().timeline or []
         self.report = _first_report(folder, planned)
         # the step that was reached: the trainer's, once there is one
         self.global_step: Callable[[], int] = lambda: self.report.global_step
@@ -163,6 +164,7 @@ class RunRecorder:
         if cause is not None:
             self._tell_launcher(cause)
         self.note_seconds(total=time.perf_counter() - self._started)
+        self.note(timeline=[*self._of_front_end, *timeline.spans])
         self.note(status=status, exit_class=int(exit_class), cause=cause)
         self.note(global_step=self.global_step())
         if self.log_history is not None:
@@ -341,11 +343,12 @@ class Clock:
 
     def __init__(self, recorder: RunRecorder):
         self.recorder = recorder
-        self._last = time.perf_counter()
+        self._last = time.time()
 
     def lap(self, name: str) -> None:
         """Record the seconds since the last lap as `name`."""
-        now = time.perf_counter()
+        timeline.note(name, self._last)
+        now = time.time()
         self.recorder.note_seconds(**{name: now - self._last})
         self._last = now
 

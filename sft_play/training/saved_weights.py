@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reopened import Folder, Reference, make_reference, reopen
@@ -143,7 +144,8 @@ def reopen_saved(
         logger.info("%s was not opened again by plain transformers: %s", name, reason)
         return
     with recorder.check("plain transformers opens the saved weights and says the same"):
-        found = reopen(saved_folder(weights, context), reference)
+        with timeline.span("reopened by plain transformers"):
+            found = reopen(saved_folder(weights, context), reference)
         logger.info("%s", found.line(name))
         faults = found.faults()
         # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU

@@ -1,0 +1,125 @@
+"""A process that will open saved weights, forked while nothing of a run is imported yet.
+
+It has imported transformers, and of this project nothing that computes. So saved weights need not
+wait for imports, and are opened as a stranger does all the same. It touches no GPU before that.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+from sft_play import stops
+from sft_play.config.loader import environment
+
+SCRIPT = Path(__file__).with_name("plain.py")
+# What the script needs, as far as importing it starts no CUDA: PEFT's would, by way of bitsandbytes
+LIBRARIES = ("transformers.models.auto.tokenization_auto", "transformers.masking_utils")
+MODELS = "transformers.modeling_utils"  # imports torchao where it is installed, which starts CUDA
+# Variables of a launcher's ranks, which would make transformers wait for the others
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
+POLL_SECONDS = 0.02
+SECONDS = 3600
+
+
+_waiting: list[tuple[int, int]] = []  # its process id, and the pipe on which it waits
+
+
+def start() -> None:
+    """Fork the process. Call it before CUDA is used, and before anything that changes libraries.
+
+    Its variables are those of now, without a launcher's. A second call does nothing.
+    """
+    if _waiting:
+        return
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    for name in LIBRARIES if has_torchao else (*LIBRARIES, MODELS):
+        importlib.import_module(name)
+    import torch  # it takes seconds, so not above
+
+    if torch.cuda.is_initialized():
+        return  # no fork could use it
+    reading, writing = os.pipe()
+    gc.freeze()  # so that fewer pages are copied
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of BLAS, which know of forks
+        pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        _serve(reading)
+    gc.unfreeze()
+    os.close(reading)
+    _waiting.append((pid, writing))
+
+
+def run(asked: Path, answered: Path, said: Path) -> int:
+    """Run the script in the process that waits, else in one that is started now.
+
+    Return its exit code; what it prints is in `said`.
+    Raises: TimeoutError after SECONDS.
+    """
+    if _waiting:
+        pid, pipe = _waiting.pop()
+        try:
+            os.write(pipe, json.dumps([str(asked), str(answered), str(said)]).encode())
+            os.close(pipe)
+        except BrokenPipeError:  # it was killed, as for memory
+            pass
+        else:
+            return _exit_code(pid)
+    environ = {
+        name: value for name, value in environment().items() if not name.startswith(OF_RANKS)
+    }
+    # -P: the folder of the script holds modules of ours
+    words = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
+    with said.open("wb") as file:
+        # a session of its own: Ctrl-C stops the run, whose weights are checked all the same
+        process = subprocess.Popen(
+            words, env=environ, stdout=file, stderr=file, start_new_session=True
+        )
+    return _exit_code(process.pid)
+
+
+def _exit_code(pid: int) -> int:
+    """Return the exit code of a process, once it has ended."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_SECONDS)
+    os.kill(pid, signal.SIGKILL)
+    raise TimeoutError(f"saved weights were not opened within {SECONDS} s")
+
+
+def _serve(reading: int) -> NoReturn:
+    """Answer one request, and end."""
+    code = 1
+    try:
+        stops.end_with_parent()
+        stops.ignore()  # Ctrl-C stops the run, whose weights are checked all the same
+        os.setsid()
+        with os.fdopen(reading, encoding="utf-8") as pipe:
+            request = pipe.read()
+        if request:
+            asked, answered, said = json.loads(request)
+            descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            for name in [name for name in os.environ if name.startswith(OF_RANKS)]:
+                del os.environ[name]
+            runpy.run_path(str(SCRIPT))["answer"](asked, answered)
+        code = 0
+    except BaseException:  # noqa: BLE001 - it is printed, and the process ends
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -1,0 +1,60 @@
+"""The only rank of a run, started while its rows are read. Loads no torch.
+
+What a rank imports takes seconds, and so do planning and tokenising: they go on beside each other.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from sft_play import stops
+from sft_play.config.loader import PROJECT_ROOT
+from sft_play.plan.launch import OF_RUN_FOLDER, WORKER, Launch, rank_environment
+
+RELAY = PROJECT_ROOT / "scripts" / "relay.py"
+
+
+class EarlyRank:
+    """A rank that imports its libraries, and waits for a run folder on a pipe.
+
+    It ends with this process, and where the pipe is closed. It hears no signal before it has a run.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: int, env: Mapping[str, str]):
+        self.process = process
+        self._pipe = pipe
+        self._env = env
+
+    @classmethod
+    def start(cls, launch: Launch, environ: Mapping[str, str]) -> Self:
+        """Start it in the environment of `launch`, whose run folder is not known yet."""
+        reading, writing = os.pipe()
+        env = rank_environment(launch, environ)
+        words = [sys.executable, str(WORKER), "--wait", str(reading), str(os.getpid())]
+        with stops.held():
+            process = subprocess.Popen(words, env=env, pass_fds=[reading])
+        os.close(reading)
+        return cls(process, writing, env)
+
+    def begin(self, launch: Launch, folder: Path, environ: Mapping[str, str]) -> Launch | None:
+        """Let it be the rank of `launch`; return what this process becomes meanwhile.
+
+        None where it is not the process that `launch` would start, or has ended: then it is gone.
+        """
+        asked = rank_environment(launch, environ)
+        changed = {name for name, _ in asked.items() ^ self._env.items()} - {OF_RUN_FOLDER}
+        if changed or self.process.poll() is not None:
+            self.end()
+            return None
+        os.write(self._pipe, f"{folder.absolute()}\n".encode())
+        os.close(self._pipe)
+        return Launch((sys.executable, "-S", str(RELAY), str(self.process.pid)), launch.env)
+
+    def end(self) -> None:
+        """End it: the run has other ranks."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._pipe)

@@ -1,0 +1,34 @@
+"""What the processes of a run did when, front end included. Loads no torch."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a run; it may lie inside another one, or beside one of another process."""
+
+    name: str
+    start: float  # seconds since the epoch
+    end: float
+
+
+spans: list[Span] = []  # of this process
+
+
+def note(name: str, start: float | None = None) -> None:
+    """Note a part that ends now; without `start` it began when this process did."""
+    began = psutil.Process().create_time() if start is None else start
+    spans.append(Span(name, round(began, 3), round(time.time(), 3)))
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """Note what is done inside this context."""
+    start = time.time()
+    yield
+    note(name, start)

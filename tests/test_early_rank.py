@@ -1,0 +1,133 @@
+"""The only rank of a run is started while its rows are read; another process waits to open its weights."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_launch_variables import SECONDS, start
+
+from sft_play.errors import ExitClass
+from sft_play.evaluation import opener
+from sft_play.plan.early import RELAY, EarlyRank
+from sft_play.plan.launch import Launch
+from sft_play.runs.folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+# what becomes the relay of a program that it has started
+STARTER = """
+import os, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[2]])
+os.execv(sys.executable, [sys.executable, "-S", sys.argv[1], str(rank.pid)])
+"""
+SLEEPS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def relay(program: str) -> subprocess.Popen:
+    words = [sys.executable, "-c", STARTER, str(RELAY), program]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_relay_passes_signals_on_and_ends_as_its_rank_ends() -> None:
+    process = relay(SLEEPS)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == ExitClass.STOPPED
+    assert relay("import os; os.kill(os.getpid(), 9)").wait(10) == 128 + signal.SIGKILL
+    assert relay("raise SystemExit(14)").wait(10) == ExitClass.DIVERGED
+
+
+def test_a_rank_that_the_plan_would_start_otherwise_is_not_taken(tmp_path) -> None:
+    launch = Launch((sys.executable,), {"CUDA_VISIBLE_DEVICES": ""})
+    early = EarlyRank.start(launch, os.environ)
+    other = Launch((sys.executable,), {"CUDA_VISIBLE_DEVICES": "1"})
+    assert early.begin(other, tmp_path, os.environ) is None
+    assert early.process.returncode == -signal.SIGKILL
+
+
+def test_a_rank_ends_with_a_command_that_fails() -> None:
+    program = (
+        "import os, sys; from sft_play.plan.early import EarlyRank, Launch; "
+        "print(EarlyRank.start(Launch((sys.executable,), {}), os.environ).process.pid)"
+    )
+    words = [sys.executable, "-c", program]
+    pid = int(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    until = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_run_has_its_rank_before_its_rows(settings_of, tmp_path) -> None:
+    run = start(settings_of, tmp_path, (), TRAIN_REOPEN_SAVED="true")
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 0, said[-3000:]
+    report = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert report["launcher_pid"] == run.pid != report["pid"]
+    parts = {span["name"]: span for span in report["timeline"]}
+    assert parts["imports"]["start"] < parts["rows are tokenised"]["end"]
+    assert parts["config and plan"]["start"] <= min(span["start"] for span in parts.values())
+    assert "reopened by plain transformers" in parts
+    assert "When what happened" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_saves_a_checkpoint_when_its_relay_is_stopped_or_killed(
+    settings_of, tmp_path, number
+) -> None:
+    run = start(settings_of, tmp_path, (), TRAIN_MAX_STEPS="100000")
+    report = tmp_path / "run" / "run.json"
+    for line in run.stdout:
+        if line.startswith("step 1/"):
+            break
+    rank = psutil.Process(json.loads(report.read_text())["pid"])
+    run.send_signal(number)
+    run.communicate(timeout=SECONDS)
+    rank.wait(SECONDS)
+    ended = json.loads(report.read_text())
+    assert ended["exit_class"] == ExitClass.STOPPED
+    assert any(RunFolder(tmp_path / "run").path.glob("checkpoints/*/MANIFEST.json"))
+
+
+OPENS_TWICE = """
+import json, sys
+from pathlib import Path
+from sft_play.evaluation import opener
+opener.start()
+(waiting, _), = opener._waiting
+import sft_play.models.load  # of which the process that waits is to know nothing
+from sft_play.evaluation.reopened import Folder, Reference, reopen
+weights, evaluation = map(Path, sys.argv[1:])
+found = [reopen(Folder(weights, "float32", {"": "cpu"}), Reference.read(evaluation)) for _ in "12"]
+print(json.dumps([waiting, *(each.as_json() for each in found)]))
+"""
+
+
+def test_a_process_that_waited_opens_weights_as_a_fresh_one_does(finished) -> None:
+    folder = finished("lora")
+    words = [sys.executable, "-c", OPENS_TWICE, str(folder.weights("lora")), folder.evaluation]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    waited, first, second = json.loads(done.stdout)
+    assert first == second and first["faults"] == []
+    assert not psutil.pid_exists(waited)
+
+
+def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeypatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(opener, "_waiting", [(0, writing)])
+    monkeypatch.setattr(opener, "SCRIPT", tmp_path / "script.py")
+    opener.SCRIPT.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    assert opener.run(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
+    assert str(tmp_path / "a") in (tmp_path / "said").read_text()
