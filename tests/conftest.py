@@ -1,11 +1,14 @@
 """What several test modules share: a tiny model, rows, and runs of the real worker in-process."""
 
 import gc
+import importlib
 import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from architecture_table import TableWriter
@@ -187,6 +190,12 @@ def settings_of(tiny_base, rows) -> Callable[..., dict[str, object]]:
     return lambda changes: {**quick, **changes}
 
 
+def answer_here(module: str, request: object, environ: object) -> dict[str, Any]:
+    """Count or trace a model as the process that counts does, which would first import torch."""
+    answer = importlib.import_module(module).answer(json.loads(json.dumps(request)))
+    return json.loads(json.dumps(answer))
+
+
 @pytest.fixture(scope="session")
 def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder."""
@@ -194,6 +203,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     from sft_play.commands import train as training
     from sft_play.config.invocation import Invocation
     from sft_play.data.pipeline import tokenize_run
+    from sft_play.plan import counting
     from sft_play.runs.resumed import AskedRun
 
     def plan(changes: dict[str, object], num_gpus: int = 1, deepspeed_config: str | None = None):
@@ -213,7 +223,8 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
             words,
         )
         loaded = calls.load_config(call)
-        planned = calls.plan_run(call, loaded, num_gpus > 1, deepspeed_config is not None)
+        with patch.object(counting, "_ask", answer_here):
+            planned = calls.plan_run(call, loaded, num_gpus > 1, deepspeed_config is not None)
         folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
         AskedRun.of(loaded, "make train").write(folder)

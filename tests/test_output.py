@@ -1,18 +1,25 @@
 """Standard streams that are full or closed: an answer says so, a run goes on and has its log."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import start_rank, wait_for, work
+from run_files import run_json
+
+from sft_play.plan.launch import free_port
+from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = f"{sys.executable} -m sft_play"
 TRAIN = (
-    f"{COMMAND} train --set train.max_steps=1 --set train.predict_with_generate=false "
-    "--set train.reopen_saved=false --set data.train_path=data/desk/test.jsonl --set train.run_name=run --set train.output_dir="
+    f"{COMMAND} train --config tests/fixtures/empty.yaml --set model.name=data/tiny_llama "
+    "--set model.max_seq_len=256 --set data.train_path=data/desk/test.jsonl "
+    "--set train.batch_size=2 --set train.grad_accum=1 --set train.max_steps=1 "
+    "--set train.predict_with_generate=false --set train.reopen_saved=false "
+    "--set train.run_name=run --set train.output_dir="
 )
 
 
@@ -37,9 +44,32 @@ def test_streams_that_are_closed_are_no_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["| head -1", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    "output", [">&- 2>&- <&-", pytest.param("| head -1", marks=pytest.mark.long)]
+)
 def test_a_run_goes_on_without_its_output(output: str, tmp_path: Path) -> None:
     done = shell(f"{TRAIN}{tmp_path} {output}")
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
-    assert "after eval_loss" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert_finished(RunFolder(tmp_path / "run"))
+
+
+def test_a_rank_goes_on_without_a_reader(plan_run, tmp_path: Path) -> None:
+    folder = plan_run({"train.max_steps": 1, "train.predict_with_generate": False})
+    arguments = (folder.path, lose_reader)
+    rank = start_rank(work, arguments, 0, free_port(), tmp_path / "output.txt", world_size=1)
+    assert wait_for(rank) == 0
+    assert (tmp_path / "output.txt").read_text() == "", "and says nothing about it"
+    assert_finished(folder)
+
+
+def lose_reader() -> None:
+    """Let standard output be a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+    os.close(writer)
+
+
+def assert_finished(folder: RunFolder) -> None:
+    assert run_json(folder)["status"] == "done"
+    assert "after eval_loss" in (folder.path / "logs" / "rank-0.log").read_text()

@@ -287,7 +287,7 @@ def cut(name: str, layers: int, folder: Path) -> Path:
     "name",
     [
         "meta-llama/Llama-3.2-1B-Instruct",
-        "meta-llama/Llama-3.1-8B-Instruct",
+        pytest.param("meta-llama/Llama-3.1-8B-Instruct", marks=pytest.mark.long),  # as 14B, no bias
         "Qwen/Qwen2.5-14B-Instruct",
     ],
 )
