@@ -33,11 +33,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # imports make a million objects, and nothing that could be freed
     config.pluginmanager.register(TableWriter())
 
 
 def pytest_collection_finish() -> None:
     freeze()
+    gc.enable()
+    gc.set_threshold(10_000)  # a tiny model has some thousand objects, and few cycles
 
 
 def freeze() -> None:
