@@ -204,7 +204,7 @@ def test_scales_may_be_exponents_zero_points_and_of_each_expert():
 @pytest.mark.parametrize(
     ("form", "mode"),
     [
-        ("fp8_block", "lora"),
+        pytest.param("fp8_block", "lora", marks=pytest.mark.long),  # as qlora, but for the packing
         ("fp8_block", "qlora"),
         ("fp8_tensor", "full"),
         ("bnb_4bit", "qlora"),
