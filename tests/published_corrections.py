@@ -70,6 +70,7 @@ def small_fields(sizes: Sizes) -> dict[str, Any]:
         "max_source_positions": 64,
         "sliding_window": sizes.window,
         "sliding_window_size": sizes.window,
+        "attention_chunk_size": 64,  # a proof has rows of one token more
         "image_size": IMAGE_SIZE,
         "crop_size": IMAGE_SIZE,
         "patch_size": PATCH_SIZE,

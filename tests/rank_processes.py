@@ -1,14 +1,14 @@
-"""Ranks as forks of a process that has imported everything: they start in a moment.
+"""Ranks and commands as forks of a process that has imported everything: they start in a moment.
 
-For tests of what ranks do together. A launcher, which imports torch for each process, is started
-only where a test is about the launcher.
+For tests of what ranks do together, and of commands that would import a tokenizer first. A
+launcher, which imports torch for each process, is started only where a test is about the launcher.
 """
 
 import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs.folder import RunFolder
 
+ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 240  # the first run under DeepSpeed on a machine compiles one op
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -69,6 +70,17 @@ def start_rank(
     return process
 
 
+def start_command(words: Sequence[str], environ: Mapping[str, str], output: Path) -> BaseProcess:
+    """Start `python -m sft_play`, in a session of its own, with these words and no other variables.
+
+    What it prints, on both streams, goes to the file `output`.
+    """
+    process = FORKS.Process(target=_be_command, args=(tuple(words), dict(environ), output))
+    with patch.dict(os.environ, QUIET | ON_CPU):
+        process.start()
+    return process
+
+
 def run_two(target: Target, *arguments: Any, output: Path | None = None) -> list[int]:
     """Return the exit codes of two ranks, each of which calls `target(*arguments)`."""
     port = free_port()
@@ -110,6 +122,20 @@ def work(folder: Path, prepare: Target | None = None, *arguments: Any) -> int:
 def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments: Any) -> list[int]:
     """Run a planned run of two ranks, as `work`; return their exit codes."""
     return run_two(work, folder.path, prepare, *arguments, output=folder.path / "output.txt")
+
+
+def _be_command(words: tuple[str, ...], environ: dict[str, str], output: Path) -> None:
+    from sft_play import cli
+
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environ)
+    with output.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["sft_play", *words]
+    cli.main()
 
 
 def _be_rank(

@@ -3,12 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
 
 import pytest
+from rank_processes import start_command, wait_for
 from run_files import run_json
 
 from sft_play.commands import nodes
@@ -16,8 +16,6 @@ from sft_play.commands.nodes import Wait, meet
 from sft_play.errors import EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Machine(threading.Thread):
@@ -41,7 +39,7 @@ class Machine(threading.Thread):
 def test_all_machines_go_once_each_has_come(order: tuple[int, ...]) -> None:
     port = free_port()
     machines = [Machine(node, 3, port) for node in order[:2]]
-    time.sleep(1)
+    time.sleep(0.3)
     assert all(machine.is_alive() for machine in machines), "one is missing"
     machines.append(Machine(order[2], 3, port))
     for machine in machines:
@@ -82,36 +80,26 @@ def test_a_port_that_another_program_uses_is_named() -> None:
             meet(Wait(0, 2, "127.0.0.1", port, 1, print))
 
 
-def lone_machine(tmp_path, settings_of, **variables: str) -> subprocess.Popen[str]:
+def lone_machine(tmp_path, settings_of, **variables: str) -> BaseProcess:
     """Start one of two machines as make does; the other one never comes."""
     settings = settings_of({"train.output_dir": tmp_path, "train.predict_with_generate": False})
     words = {name.upper().replace(".", "_"): str(value) for name, value in settings.items()}
     environ = {**os.environ, **words, "CONFIG": "tests/fixtures/empty.yaml", "RUN": "run"}
     environ |= {"DEVICE": "cpu", "NUM_GPUS": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        [sys.executable, "-m", "sft_play", "train", "--distributed"],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start_command(("train", "--distributed"), environ, tmp_path / "output.txt")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_lone_machine_stops_at_once(tmp_path, settings_of, number: signal.Signals) -> None:
     machine = lone_machine(tmp_path, settings_of)
-    lines = []
-    for line in machine.stdout:
-        lines.append(line)
-        if " waits for machine 1 of 2" in line:
-            break
-    assert machine.poll() is None, lines
+    output, deadline = tmp_path / "output.txt", time.monotonic() + 60
+    while not (output.exists() and " waits for machine 1 of 2" in output.read_text()):
+        assert machine.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
     os.killpg(machine.pid, number)
     began = time.monotonic()
-    assert machine.wait(20) == ExitClass.STOPPED
+    assert wait_for(machine, 20) == ExitClass.STOPPED, output.read_text()
     assert time.monotonic() - began < 5
     report = run_json(RunFolder(tmp_path / "run"))
     assert (report["status"], report["exit_class"]) == ("stopped", 75)
@@ -119,8 +107,8 @@ def test_a_lone_machine_stops_at_once(tmp_path, settings_of, number: signal.Sign
 
 def test_a_lone_machine_ends_at_its_limit(tmp_path, settings_of) -> None:
     machine = lone_machine(tmp_path, settings_of, TRAIN_RENDEZVOUS_TIMEOUT="1")
-    said = machine.communicate(timeout=60)[0]
-    assert machine.returncode == ExitClass.PEER_LOST, said
+    code, said = wait_for(machine, 60), (tmp_path / "output.txt").read_text()
+    assert code == ExitClass.PEER_LOST, said
     assert "machine 1 of 2 (from 0) did not come to 127.0.0.1:" in said
     report = run_json(RunFolder(tmp_path / "run"))
     assert (report["status"], report["exit_class"]) == ("failed", 17)

@@ -185,6 +185,14 @@ def folder(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
+def assert_taken(folder: RunFolder) -> None:
+    """Take a folder, which says whose it was and makes this process its holder."""
+    said: list[str] = []
+    lock.take(folder.path, said.append)
+    assert lock.read_holder(folder.path) == ProcessId.read()
+    assert len(said) == 1 and said[0].endswith("this run takes it over"), said
+
+
 def test_a_folder_in_which_a_run_goes_on_is_refused_with_its_holder(folder):
     with held_by_another(folder.path) as other:
         with pytest.raises(EnvironmentFault) as caught:
@@ -195,13 +203,13 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_with_its_holder(folder):
         os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert psutil.Process(other.pid).status() == psutil.STATUS_ZOMBIE
-        lock.take(folder.path, print)
+        assert_taken(folder)
 
 
 def test_a_number_that_another_process_had_before_says_nothing(folder):
     own = ProcessId.read(os.getppid())
     write_holder(folder.path, replace(own, started=own.started - 100))
-    lock.take(folder.path, print)
+    assert_taken(folder)
 
 
 def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
@@ -219,7 +227,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
 
 def test_a_run_before_a_reboot_is_gone(folder):
     write_holder(folder.path, replace(GONE, boot="another"))
-    lock.take(folder.path, print)
+    assert_taken(folder)
 
 
 def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder, monkeypatch):
@@ -229,7 +237,7 @@ def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder, monke
         lock.take(folder.path, print)
     moment = (folder.path / lock.NAME).stat().st_mtime - lock.SILENT_SECONDS - 1
     os.utime(folder.path / lock.NAME, (moment, moment))
-    lock.take(folder.path, print)
+    assert_taken(folder)
 
 
 def test_ranks_that_outlive_their_launcher_keep_the_folder(folder):
@@ -252,7 +260,7 @@ def test_the_lock_of_an_older_version_counts_while_its_run_gives_signs_of_life(f
         lock.take(folder.path, print)
     moment = path.stat().st_mtime - lock.SILENT_SECONDS - 1
     os.utime(path, (moment, moment))
-    lock.take(folder.path, print)
+    assert_taken(folder)
 
 
 def test_without_locks_of_the_disk_the_process_counts_and_it_is_said(folder, monkeypatch):
@@ -289,7 +297,8 @@ def test_a_fork_that_outlives_its_run_does_not_keep_the_folder(folder):
         child = int(other.stdout.readline())
         other.wait()
         try:
-            lock.take(folder.path, print)
+            assert psutil.pid_exists(child)
+            assert_taken(folder)
         finally:
             os.kill(child, signal.SIGKILL)
 

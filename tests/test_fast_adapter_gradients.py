@@ -48,8 +48,14 @@ def expected(
     return torch.cat(du, 1), torch.cat(db)
 
 
-# rows: fewer than a tile, several tiles, several regions
-CASES = list(itertools.product((1, 40, 200), ((70,), (64, 32, 32), (1, 5, 300)), (16, 5)))
+# rows: fewer than a tile, several regions of one tile, several regions of several tiles. Each rank
+# meets every number of rows and every choice of outs; the other half is `long`
+ROWS_AND_OUTS = list(itertools.product((1, 40, 90), ((70,), (64, 32, 32), (1, 5, 100))))
+CASES = [
+    pytest.param(*case, ranks[is_other], marks=[pytest.mark.long] * is_other)
+    for case, ranks in zip(ROWS_AND_OUTS, itertools.cycle([(16, 5), (5, 16)]))
+    for is_other in (False, True)
+]
 
 
 @pytest.mark.parametrize(("rows", "outs", "rank"), CASES)

@@ -105,7 +105,7 @@ def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
     monkeypatch.setattr(packing, "ROW_STEP", 8)  # rows of a few hundred tokens have many lengths
     model = plain_model(name)
     make(model)
-    batches = list(micro_batches(45, is_packed, in_one_row))
+    batches = list(micro_batches(30, is_packed, in_one_row))
     expected = trained(model, batches)
     decoder = graphed(model)
     found = trained(model, batches)

@@ -196,7 +196,16 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
 
 @pytest.mark.parametrize(
     ("optim", "mode"),
-    [*((optim, "lora") for optim in OPTIMIZERS), ("adamw_torch", "full"), ("adamw_8bit", "full")],
+    [
+        *(("adamw_torch", mode) for mode in ("lora", "full")),
+        *(("adamw_8bit", mode) for mode in ("lora", "full")),
+        ("sgd", "lora"),
+        # fused and paged ones have the state of those
+        *(
+            pytest.param(optim, "lora", marks=pytest.mark.long)
+            for optim in sorted({*OPTIMIZERS} - {"adamw_torch", "adamw_8bit", "sgd"})
+        ),
+    ],
 )
 def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
     optim: str, mode: str, plan_run, build_trainer
@@ -287,7 +296,7 @@ def cut(name: str, layers: int, folder: Path) -> Path:
     "name",
     [
         "meta-llama/Llama-3.2-1B-Instruct",
-        "meta-llama/Llama-3.1-8B-Instruct",
+        pytest.param("meta-llama/Llama-3.1-8B-Instruct", marks=pytest.mark.long),  # as 14B, no bias
         "Qwen/Qwen2.5-14B-Instruct",
     ],
 )

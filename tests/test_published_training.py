@@ -122,7 +122,7 @@ def test_what_leaves_is_what_came(
     sizes = WHOLE_BLOCKS if mode == "qlora" else TINY
     base = write_published(model_type, tmp_path / "base", tokenizer, sizes, dtype=torch.bfloat16)
     changes = {"model.name": base, "tuning.mode": mode, "train.learning_rate": 0.01}
-    folder = plan_run({**changes, "train.reopen_saved": True})
+    folder = plan_run({**changes, "train.reopen_saved": True}, may_trace=False)
     assert run_worker(folder) == 0, run_json(folder)["cause"]
     saved = folder.weights(mode)
     if mode != "full":
@@ -155,10 +155,12 @@ def test_a_resumed_run_reads_weights_that_are_saved_under_other_names(
     base = write_published(model_type, tmp_path / "base", tokenizer)
     changes = {"model.name": base, "tuning.mode": "full", "train.learning_rate": 0.01}
     changes |= {"train.max_steps": 4, "train.save_strategy": "steps", "train.save_steps": 2}
-    whole = plan_run({**changes, "train.reopen_saved": False})
+    whole = plan_run({**changes, "train.reopen_saved": False}, may_trace=False)
     assert run_worker(whole) == 0, run_json(whole)["cause"]
     checkpoint = whole.checkpoints / "checkpoint-2"
-    again = plan_run({**changes, "train.resume_from": checkpoint, "train.reopen_saved": False})
+    again = plan_run(
+        {**changes, "train.resume_from": checkpoint, "train.reopen_saved": False}, may_trace=False
+    )
     assert run_worker(again) == 0, run_json(again)["cause"]
     for name, path in weight_files(whole.weights("full")).items():
         found = weight_files(again.weights("full"))[name]
@@ -179,7 +181,7 @@ def test_an_adapter_with_the_text_models_names_is_dead_and_refused(
     tokenizer, tmp_path, plan_run, run_worker
 ) -> None:
     base = write_published("qwen3_5", tmp_path / "base", tokenizer)
-    folder = plan_run({"model.name": base, "train.reopen_saved": False})
+    folder = plan_run({"model.name": base, "train.reopen_saved": False}, may_trace=False)
     assert run_worker(folder) == 0, run_json(folder)["cause"]
     adapter = shutil.copytree(folder.weights("lora"), tmp_path / "adapter")
     path = adapter / "adapter_model.safetensors"

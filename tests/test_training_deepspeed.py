@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from namespaces import in_container, needs_namespaces
+from namespaces import CONTAINER, ROOT, needs_namespaces
 from rank_processes import run_two_workers
 from run_files import plan_json, run_json
 
@@ -74,14 +74,20 @@ def test_a_lock_on_a_disk_of_several_machines_is_left_to_the_user(lock, caplog, 
 @needs_namespaces
 def test_a_lock_that_is_held_in_another_container_stays(lock, caplog):
     code = (
-        "import logging, sys; from pathlib import Path; logging.basicConfig(); "
-        "from sft_play.training.deepspeed_start import free_lock; free_lock(Path(sys.argv[1]))"
+        "import logging, sys; from pathlib import Path; logging.basicConfig(); lock = sys.argv[1]; "
+        "from sft_play.training.deepspeed_start import free_lock; free_lock(Path(lock)); "
+        "print('looked', flush=True); input(); free_lock(Path(lock))"
     )
-    with lock.open():
-        done = in_container([sys.executable, "-c", code, str(lock)])
-    assert "another user, container or machine compiles" in done.stderr and lock.exists()
-    done = in_container([sys.executable, "-c", code, str(lock)])
-    assert "was left by a run" in done.stderr and not lock.exists()
+    command = [*CONTAINER, sys.executable, "-c", code, str(lock)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as container:
+        with lock.open():
+            assert container.stdout.readline() == "looked\n"
+            assert lock.exists()
+        said = container.communicate("\n", timeout=60)[1]
+    while_held, left = said.splitlines()
+    assert "another user, container or machine compiles" in while_held
+    assert "was left by a run" in left and not lock.exists()
 
 
 ALONE = Process.alone(torch.device("cpu"))
