@@ -1,6 +1,7 @@
 """Learning rate, epochs and longest row by mode, model and rows; which config is the default."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -144,6 +145,18 @@ def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay() -> No
     assert recipe.is_settled(settled.config) and not recipe.is_settled(loaded.config)
     assert not settled.is_set("train.learning_rate")
     assert recipe.settle(settled, RecipeFacts()) is settled
+
+
+def test_rows_that_the_model_does_not_take_choose_no_length() -> None:
+    facts = RowFacts(61, (*[100] * 60, 12_000))
+    lost = recipe.choose_max_seq_len(facts, 8192, may_lose=0.05)
+    assert lost.value == 512 and "1 of 61 rows are longer, and dropped with 67%" in lost.reason
+    assert "set DATA_TOO_LONG=split" in lost.reason
+    kept = recipe.choose_max_seq_len(facts, 8192, may_lose=0.7)
+    assert kept.value == 512 and "DATA_TOO_LONG" not in kept.reason
+    assert recipe.choose_max_seq_len(facts, 8192).value == 8192, "split"
+    texts = RecipeFacts(8_000_000_000, 8192, replace(facts, are_texts=True))
+    assert recipe.settle(load(EMPTY), texts).config.model.max_seq_len == 8192
 
 
 @pytest.mark.parametrize(

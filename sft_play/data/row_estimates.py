@@ -212,6 +212,7 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
         lengths=tuple(sorted(lengths)),
         is_estimated=any(beginning.all_rows > beginning.rows for beginning in beginnings),
         uncounted_because=uncounted_because,
+        are_texts=all(row.text is not None for row in rows),
     )
 
 

@@ -61,6 +61,7 @@ class RowFacts:
     is_estimated: bool = False  # from the first part of large files
     # why the tokens were estimated from the characters; None: a tokenizer counted them
     uncounted_because: str | None = None
+    are_texts: bool = False  # none is a conversation
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
         choices["train.epochs"] = choose_epochs(facts.rows)
     if config.model.max_seq_len == "auto":
         choices["model.max_seq_len"] = choose_max_seq_len(
-            facts.rows, facts.positions, _generated_tokens(config)
+            facts.rows, facts.positions, _generated_tokens(config), _may_lose(config, facts.rows)
         )
     values = {}
     for path, choice in choices.items():
@@ -133,11 +134,15 @@ def choose_epochs(facts: RowFacts | str) -> Choice:
 
 
 def choose_max_seq_len(
-    facts: RowFacts | str, positions: int | None, generated_tokens: int = 0
+    facts: RowFacts | str,
+    positions: int | None,
+    generated_tokens: int = 0,
+    may_lose: float | None = None,
 ) -> Choice:
     """Return the tokens that hold almost all rows, within the `positions` of the base.
 
-    An evaluation that generates `generated_tokens` needs room for them and for a prompt.
+    An evaluation that generates `generated_tokens` needs room for them and for a prompt. Where
+    longer rows are dropped, `may_lose` is the share of trained tokens that may be lost with them.
     """
     limit = math.inf if positions is None else positions
     shortest = max(SHORTEST_LIMIT, round_up(2 * generated_tokens))
@@ -151,7 +156,29 @@ def choose_max_seq_len(
     if chosen > limit:
         chosen = int(limit)
         reason = f"the model takes {positions:,}; {reason}"
+        fitting = facts.lengths[: bisect_right(facts.lengths, limit)]
+        if may_lose is not None and fitting:
+            needed = _covering_tokens(fitting)
+            chosen = min(chosen, max(shortest, round_up(needed)))
+            lost = 1 - sum(fitting) / sum(facts.lengths)
+            reason = (
+                f"the model takes {positions:,}: {len(facts.lengths) - len(fitting):,} of "
+                f"{len(facts.lengths):,} rows are longer, and dropped with {lost:.0%} of the "
+                f"tokens; almost all others have at most {needed:,}"
+            )
+            if lost > may_lose:
+                reason += (
+                    ". data-check refuses to lose so many: set DATA_TOO_LONG=split, or raise "
+                    f"DATA_MAX_LOST, which is {may_lose:g}"
+                )
     return Choice(chosen, reason)
+
+
+def _may_lose(config: Config, rows: RowFacts | str) -> float | None:
+    """Return the share of tokens that may be lost with rows that are too long; None: none is."""
+    are_texts = isinstance(rows, RowFacts) and rows.are_texts
+    drops = config.data.too_long == "drop" or (config.data.too_long == "auto" and not are_texts)
+    return config.data.max_lost if drops else None
 
 
 def round_up(tokens: int) -> int:

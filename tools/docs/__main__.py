@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sft_play.config.loader import PROJECT_ROOT
-from tools.docs import commands, errors, migration, promises, timelines
+from tools.docs import commands, errors, migration, promises, support, timelines
 
 DOCS = PROJECT_ROOT / "docs"
 PICTURE = DOCS / "timelines.svg"
@@ -19,6 +19,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands.markdown,
     "coming-from.md": migration.markdown,
     "promises.md": promises.markdown,
+    "support.md": support.markdown,
     "troubleshooting.md": errors.markdown,
 }
 
