@@ -7,6 +7,7 @@ no shell interprets their values.
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -239,11 +240,15 @@ def setup_accelerate(config: ConfigOption = None) -> None:
 
 
 @app.command("gpu-info")
-def gpu_info() -> None:
+def gpu_info(json: JsonOption = False) -> None:
     """Show GPUs, memory, links, and what runs on this host."""
     from sft_play.monitor import gpus
 
-    _echo_lines(gpus.gpu_info_lines(read_call().environ))
+    environ = read_call().environ
+    if json:
+        typer.echo(as_text(gpus.gpu_facts(environ)))
+    else:
+        _echo_lines(gpus.gpu_info_lines(environ))
 
 
 @app.command("memory-check")
@@ -256,7 +261,7 @@ def memory_check() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(json: JsonOption = False) -> None:
     """Check versions, GPUs, compilers and disk; print the command that fixes what is missing."""
     from sft_play.monitor import doctor as checks
     from sft_play.monitor import packages
@@ -264,7 +269,10 @@ def doctor() -> None:
     called = read_call()
     num_gpus = called.invocation.num_gpus
     findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ, num_gpus)
-    _echo_lines(packages.report_lines(findings))
+    if json:
+        typer.echo(as_text([asdict(finding) for finding in findings]))
+    else:
+        _echo_lines(packages.report_lines(findings))
     raise typer.Exit(int(packages.exit_class(findings)))
 
 
@@ -284,11 +292,15 @@ def tb_stop() -> None:
 
 
 @app.command()
-def runs() -> None:
+def runs(json: JsonOption = False) -> None:
     """List the runs with status and scores."""
-    from sft_play.monitor.watch import run_table
+    from sft_play.monitor import watch
 
-    _echo_lines(run_table(read_call().output_dir))
+    output_dir = read_call().output_dir
+    if json:
+        typer.echo(as_text(watch.run_facts(output_dir)))
+    else:
+        _echo_lines(watch.run_table(output_dir))
 
 
 @app.command()

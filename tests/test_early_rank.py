@@ -131,3 +131,26 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeyp
     opener.SCRIPT.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
     assert opener.run(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
     assert str(tmp_path / "a") in (tmp_path / "said").read_text()
+
+
+# packages that take long to import, and that training a LoRA does not use
+UNUSED_BY_A_RANK = (
+    "deepspeed",
+    "unsloth",
+    "trl",
+    "evaluate",
+    "rouge_score",
+    "sklearn",
+    "matplotlib",
+)
+
+
+def test_a_rank_imports_nothing_that_takes_long_and_is_not_used() -> None:
+    program = (
+        "import sys; import sft_play.training.runtime, sft_play.training.worker; "
+        f"print([name for name in {UNUSED_BY_A_RANK} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults.front import PAYLOADS
 from front_end import Done, FrontEnd
+from typer.testing import CliRunner
+
+from sft_play.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -87,6 +91,19 @@ def test_make_plan_is_for_the_hardware_that_gpus_names() -> None:
     shown = make("plan", "GPUS=2xH200", "CONFIG=configs/multi_gpu_config.yaml")
     assert shown.returncode == 0, shown.stderr
     assert "4 x 2 GPUs x 4 = 32 rows a step" in shown.stdout
+
+
+def test_commands_for_people_answer_programs_too(tmp_path) -> None:
+    def answer(command: str) -> Any:
+        environ = {"TRAIN_OUTPUT_DIR": str(tmp_path), "DEVICE": "cpu"}
+        return json.loads(CliRunner().invoke(app, [command, "--json"], env=environ).stdout)
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "run.json").write_text('{"run": "a", "status": "done", "exit_class": 0}')
+    (run,) = answer("runs")
+    assert run["run"] == "a" and run["state"] == "done" and run["folder"] == str(tmp_path / "a")
+    assert answer("gpu-info")["cpu_count"] >= 1
+    assert {"level", "subject", "found", "fix"} == set(answer("doctor")[0])
 
 
 def test_plan_as_json_is_json_alone(sft_play) -> None:

@@ -4,7 +4,7 @@ Asks NVML, never torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -86,6 +86,17 @@ def gpu_info_lines(environ: Mapping[str, str]) -> list[str]:
         _torch_line(),
         *(_ability_lines(gpus) if gpus else ABILITIES_OF_CPU),
     ]
+
+
+def gpu_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this host trains with, for programs; `reason` says why there is no GPU."""
+    gpus, reason = nvml_gpus(environ)
+    return {
+        "gpus": [{**asdict(gpu), "bf16": gpu.supports_bf16} for gpu in gpus],
+        "reason": reason,
+        "cpu_count": cpu_count(),
+        "ram": asdict(host_memory()),
+    }
 
 
 def nvidia_driver() -> Driver | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sft_play.plan.devices import GIB
 from sft_play.progress import duration, in_short
@@ -338,6 +339,15 @@ def run_table(output_dir: Path) -> list[str]:
         return [f"{output_dir} holds no run yet; make train makes one"]
     width = max(len(folder.name) for folder in folders)
     return [_run_line(folder, width) for folder in folders]
+
+
+def run_facts(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the content of run.json of each run, with its folder and its state of now."""
+    reports = [(folder, folder.read_report()) for folder in listing(output_dir)]
+    return [
+        {**report.to_json(), "folder": str(folder.path), "state": report.state}
+        for folder, report in reports
+    ]
 
 
 def _run_line(folder: RunFolder, width: int) -> str:
