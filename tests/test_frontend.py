@@ -99,6 +99,7 @@ def test_commands_for_people_answer_programs_too(tmp_path) -> None:
         return json.loads(CliRunner().invoke(app, [command, "--json"], env=environ).stdout)
 
     (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "plan.json").write_text("{}")
     (tmp_path / "a" / "run.json").write_text('{"run": "a", "status": "done", "exit_class": 0}')
     (run,) = answer("runs")
     assert run["run"] == "a" and run["state"] == "done" and run["folder"] == str(tmp_path / "a")
