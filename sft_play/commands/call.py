@@ -108,13 +108,17 @@ def settle(call: Call, loaded: LoadedConfig, may_fetch: bool) -> LoadedConfig:
 
 
 def plan_run(
-    call: Call, loaded: LoadedConfig, distributed: bool = False, use_deepspeed: bool = False
+    call: Call,
+    loaded: LoadedConfig,
+    distributed: bool = False,
+    use_deepspeed: bool = False,
+    hardware: devices.Hardware | None = None,
 ) -> PlannedRun:
-    """Return the plan for this machine, or for the hardware that GPUS names."""
+    """Return the plan for this machine, or for the hardware that GPUS names; or for `hardware`."""
     is_elsewhere = bool(call.invocation.gpus)
     loaded = settle(call, loaded, may_fetch=not is_elsewhere)
     distributed = distributed or is_elsewhere
-    hardware = hardware_of(call)
+    hardware = hardware or hardware_of(call)
     return resolve(loaded, call.invocation, hardware, call.environ, distributed, use_deepspeed)
 
 

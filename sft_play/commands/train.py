@@ -151,9 +151,13 @@ def prepare_run(
     """
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
-    early = None if is_rank or distributed or use_deepspeed else start_early(call, loaded.config)
+    # before there is a rank, whose memory on a GPU would be taken for another program's
+    hardware = hardware_of(call)
+    early = None
+    if not (is_rank or distributed or use_deepspeed):
+        early = start_early(call, loaded.config, hardware)
     refuse_unsafe_base(loaded.config)
-    planned = plan_run(call, loaded, distributed, use_deepspeed)
+    planned = plan_run(call, loaded, distributed, use_deepspeed, hardware)
     refuse_missing_weights(planned.config.model.name)
     refuse_what_does_not_fit(planned.plan)
     for warning in planned.plan.warnings:
@@ -179,12 +183,12 @@ def prepare_run(
         return folder, with_rows(folder, planned, earlier), early
 
 
-def start_early(call: Call, config: Config) -> EarlyRank | None:
+def start_early(call: Call, config: Config, hardware: devices.Hardware) -> EarlyRank | None:
     """Start the only rank of a run; None where it would have others, or cannot be started yet."""
     if backend_of(config).patches_transformers or config.model.device_map is not None:
         return None
     try:
-        ranks = plan_ranks(call.invocation, hardware_of(call), call.environ, False, False)
+        ranks = plan_ranks(call.invocation, hardware, call.environ, False, False)
     except SftPlayError:  # the plan will say it
         return None
     if ranks.strategy != "single":
