@@ -260,7 +260,7 @@ def _expert_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "layer_types": SLIDING_AND_FULL,
             "rope_parameters": {**YARN, "truncate": False},
         },
-        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
         "glm4_moe": {
             **routed,
             "n_routed_experts": 6,
