@@ -12,12 +12,14 @@ Legend: N tokens, H features.
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import Gradients, is_training
 from sft_play.models.float8.format import Quantised
@@ -59,6 +61,13 @@ def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     """
     if args or not is_training(self):
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    forward = partial(_fused_forward, self, **kwargs)
+    if FORWARD_CHECKPOINTS and self.gradient_checkpointing:
+        return self._gradient_checkpointing_func(forward, hidden_states)
+    return forward(hidden_states)
+
+
+def _fused_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     roles: LayerRoles = self.fused_roles
     norm1 = getattr(self, roles.norm1)
     norm2 = getattr(self, roles.norm2)
