@@ -99,7 +99,9 @@ def test_of_a_large_vocabulary_the_divergence_of_equal_logits_is_zero():
 def test_soft_caps_of_attention_scores_are_computed_in_the_opened_model():
     ids = torch.arange(2, 34)[None]
     model = tiny_model("gemma2").eval()
-    model.config._attn_implementation = "sdpa"  # the default of older versions; newer ones have none
+    model.config._attn_implementation = (
+        "sdpa"  # the default of older versions; newer ones have none
+    )
     opened_model = plain.with_soft_caps(model)
     assert opened_model.config._attn_implementation == "eager"
     with torch.no_grad():
