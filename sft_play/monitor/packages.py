@@ -220,7 +220,7 @@ def _compare(requirements: Path, subject: str, install: str) -> list[Finding]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     name = requirements.name
-    differing, tested = [], 0
+    differing, tested, chosen = [], 0, ""
     for number, text in _read_requirements(requirements):
         try:
             pin = Requirement(text)
@@ -238,7 +238,10 @@ def _compare(requirements: Path, subject: str, install: str) -> list[Finding]:
             differing.append(Finding("warn", pin.name, f"{version}, {version_word}", install))
         else:
             tested += 1
-    return [Finding("ok", subject, f"{tested} tested versions, as {name} pins them"), *differing]
+            if pin.name in TESTED:
+                chosen = f"; {pin.name} {version}"
+    found = f"{tested} tested versions, as {name} pins them{chosen}"
+    return [Finding("ok", subject, found), *differing]
 
 
 def why_not_tested(pin: "Requirement", version: str) -> str | None:
