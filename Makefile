@@ -38,6 +38,7 @@ $(error PY=$(PY): write the path of one Python program, such as python3, without
 endif
 override ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 override SFT := $(PY) -m sft_play
+override NEWEST_PY := .venv-newest/bin/python
 override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
@@ -189,11 +190,12 @@ test-long: $(ENV) ## run the tests with long counts (minutes)
 test-architectures: $(ENV) ## train every model type that was tried; write docs/architectures.md
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m architectures
-test-newest: ## test loading, training, export and model types with TRANSFORMERS=newest, in .venv-newest
+test-newest: ## test with TRANSFORMERS=newest or a version, in .venv-newest; write docs/architectures-newest.md
 	@"$$PYTHON" -m tools.install
-	@.venv-newest/bin/python -m sft_play check-variables
-	@.venv-newest/bin/python -m pytest -m "not gpu and not faults and not long and not architectures \
-	  and not gguf" $$(cat tests/newest.txt)
+	@$(NEWEST_PY) -m sft_play check-variables
+	@$(NEWEST_PY) -m pytest -m "not gpu and not faults and not long and not architectures and not gguf" \
+	  $$(cat tests/newest.txt)
+	@$(NEWEST_PY) -m pytest -m architectures -k newer tests/test_architectures_table.py
 test-gguf: $(ENV) ## run the tests that need llama.cpp; LLAMA_CPP, or make install-gguf first
 	@$(CHECK)
 	@$(PY) -m pytest -m gguf

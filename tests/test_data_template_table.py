@@ -21,7 +21,7 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderE
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.template_checks import SYSTEM, TOOL, check_calls
 from sft_play.data.template_sources import with_variables
-from sft_play.data.templates import TURN_ENDS, ChatTemplate, pin_clock, template_messages
+from sft_play.data.templates import TURN_ENDS, ChatTemplate, template_messages
 from sft_play.data.thoughts import ThoughtPolicy
 
 trl = pytest.importorskip("trl", reason="it brings templates of published models")

@@ -46,12 +46,6 @@ logger = logging.getLogger(__name__)
 
 # A layer's class checkpoints its own forward method in newer versions, and its whole call in older
 FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
-# What transformers calls it, later and until 5.17
-CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if hasattr(PreTrainedModel, f"{name}_enable")
-)
 IN_FLIGHT = 2  # inputs that wait on the GPU for their copy to the host
 MIN_BYTES = 2**20  # of a tensor worth a copy: masks and such stay where they are
 
@@ -85,10 +79,9 @@ def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
             "checkpointing: %s has no layers to choose from: it checkpoints in its own way",
             type(model).__name__,
         )
-        options = {f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
-        getattr(model, f"{CHECKPOINTING}_enable")(**options)
-    elif getattr(model, f"is_{CHECKPOINTING}", False):
-        getattr(model, f"{CHECKPOINTING}_disable")()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
 
 
 class Offloaded:

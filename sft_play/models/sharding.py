@@ -60,8 +60,9 @@ def dividing_while_loading(
 
     with contextlib.ExitStack() as stack:
         # behind where transformers divides a model itself, by lists of names that few models have
-        replaced = staticmethod(divide_and_read)
-        stack.enter_context(patch.object(PreTrainedModel, "_load_pretrained_model", replaced))
+        stack.enter_context(
+            patch.object(PreTrainedModel, read_weights.__name__, staticmethod(divide_and_read))
+        )
         if offloads:
             # where transformers makes a rank's part, on the ranks' kind of device
             stack.enter_context(

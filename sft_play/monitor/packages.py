@@ -9,14 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from sft_play.config.backends import UNSLOTH
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.devices import Gpu
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
@@ -234,18 +231,18 @@ def _compare(requirements: Path, subject: str, install: str) -> list[Finding]:
         if version is None:
             found = f"not installed, the pin is {pin.specifier}"
             differing.append(Finding("missing", pin.name, found, install))
-        elif version_word := why_not_tested(pin, version):
-            differing.append(Finding("warn", pin.name, f"{version}, {version_word}", install))
+        elif reason := why_not_tested(pin, version):
+            differing.append(Finding("warn", pin.name, f"{version}, {reason}", install))
         else:
             tested += 1
             if pin.name in TESTED:
                 chosen = f"; {pin.name} {version}"
-    found = f"{tested} tested versions, as {name} pins them{chosen}"
-    return [Finding("ok", subject, found), *differing]
+    summary = Finding("ok", subject, f"{tested} tested versions, as {name} pins them{chosen}")
+    return [summary, *differing]
 
 
-def why_not_tested(pin: "Requirement", version: str) -> str | None:
-    """Return whether a version is newer than the tested ones of a pin, or another; None if tested.
+def why_not_tested(pin: Any, version: str) -> str | None:
+    """Return whether a version is newer than the tested ones of a Requirement; None if tested.
 
     A range without a list of tested versions has been tested as a whole.
     """
@@ -257,8 +254,8 @@ def why_not_tested(pin: "Requirement", version: str) -> str | None:
     if version in tested or (not tested and pin.specifier.contains(version, prereleases=True)):
         return None
     is_newer = tested and Version(version) > max(map(Version, tested))
-    wanted = " and ".join(tested) or pin.specifier
-    return f"{'newer than tested' if is_newer else 'not tested'}: tested is {wanted}"
+    kind = "newer than tested" if is_newer else "not tested"
+    return f"{kind}: tested is {' and '.join(tested) or pin.specifier}"
 
 
 def _read_requirements(requirements: Path) -> Iterator[tuple[int, str]]:

@@ -76,14 +76,16 @@ def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises: EnvironmentFault for one that it has no more.
     """
     known = {field.name for field in fields(TrainingArguments)}
-    newer = {old: new for old, new in RENAMED.items() if new in known}
-    named = {newer.get(name, name): value for name, value in arguments.items()}
-    unknown = sorted(named.keys() - known)
-    if unknown:
-        raise EnvironmentFault(
-            f"transformers {transformers.__version__} has no training argument "
-            f"{', '.join(unknown)}; type make install, which goes back to the tested version"
-        )
+    named = {}
+    for name, value in arguments.items():
+        newer = RENAMED.get(name)
+        here = newer if newer in known else name
+        if here not in known:
+            raise EnvironmentFault(
+                f"transformers {transformers.__version__} has no training argument {here}; type "
+                "make install, which goes back to the tested version"
+            )
+        named[here] = value
     return named
 
 

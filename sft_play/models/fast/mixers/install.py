@@ -58,8 +58,7 @@ def hiding_documents(decoder: nn.Module) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for module in likely_mixers(decoder):
-            handle = module.register_forward_pre_hook(hide, with_kwargs=True)
-            hooks.callback(handle.remove)
+            hooks.enter_context(module.register_forward_pre_hook(hide, with_kwargs=True))
         yield
 
 
