@@ -118,7 +118,6 @@ def _reads_window(module_class: type[nn.Module]) -> bool:
 
 PREFIX = "sft_play_over_"
 IMPLEMENTATIONS = ("sdpa", "eager")  # that ours may replace
-CACHES = ("past_key_values", "cache")  # what transformers called it until 5.17, and later
 # Tensors that change what attention computes, by transformers' keywords; not a complete list
 FOREIGN = ("position_bias", "indices", "block_indices", "head_mask", "encoder_hidden_states")
 
@@ -174,8 +173,9 @@ def remove_mask(
     is_packed = named_documents(kwargs) is not None
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
-    has_cache = any(kwargs.get(name) is not None for name in CACHES)
-    if has_cache or not (is_packed or is_plain_step):
+    # the second is its name in newer versions
+    cache = kwargs.get("past_key_values", kwargs.get("cache"))
+    if cache is not None or not (is_packed or is_plain_step):
         return None
     return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
 

@@ -54,20 +54,22 @@ class LayerRoles:
         return chosen
 
 
-def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def layer_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    *args: Any,
+    is_checkpointed: bool = False,
+    **kwargs: Any,
+) -> Tensor:
     """Forward method of a pre-norm decoder layer: fused in training, its class's own otherwise.
 
     Shapes: (B, T, H) to (B, T, H).
     """
     if args or not is_training(self):
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    forward = partial(_fused_forward, self, **kwargs)
-    if FORWARD_CHECKPOINTS and self.gradient_checkpointing:
+    if FORWARD_CHECKPOINTS and self.gradient_checkpointing and not is_checkpointed:
+        forward = partial(layer_forward, self, is_checkpointed=True, **kwargs)
         return self._gradient_checkpointing_func(forward, hidden_states)
-    return forward(hidden_states)
-
-
-def _fused_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     roles: LayerRoles = self.fused_roles
     norm1 = getattr(self, roles.norm1)
     norm2 = getattr(self, roles.norm2)
