@@ -38,6 +38,7 @@ $(error PY=$(PY): write the path of one Python program, such as python3, without
 endif
 override ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 override SFT := $(PY) -m sft_play
+override NEWEST_PY := .venv-newest/bin/python
 override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
@@ -48,7 +49,7 @@ override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop slurm sweep runs watch compare report eval infer chat merge export serve check-server \
   push embedded bench bench-data bench-plan bench-scaling test test-fast test-faults test-long \
-  test-architectures test-gguf test-gpu lint docs clean
+  test-architectures test-newest test-gguf test-gpu lint docs clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -57,7 +58,7 @@ help: ## list the targets and variables
 	@printf 'make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
 
 ## Setup
-install: $(ENV) ## make or mend .venv with the pinned packages; TORCH=cpu|cu126|cu130
+install: $(ENV) ## make or mend .venv with the pinned packages; TORCH=cpu|cu126|cu130 TRANSFORMERS=newest
 	@$(CHECK)
 install-unsloth: $(ENV) ## add the Unsloth backend to .venv, on a GPU host
 	@$(CHECK)
@@ -189,6 +190,12 @@ test-long: $(ENV) ## run the tests with long counts (minutes)
 test-architectures: $(ENV) ## train every model type that was tried; write docs/architectures.md
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m architectures
+test-newest: ## test with TRANSFORMERS=newest or a version, in .venv-newest; write docs/architectures-newest.md
+	@"$$PYTHON" -m tools.install
+	@$(NEWEST_PY) -m sft_play check-variables
+	@$(NEWEST_PY) -m pytest -m "not gpu and not faults and not long and not architectures and not gguf" \
+	  $$(cat tests/newest.txt)
+	@$(NEWEST_PY) -m pytest -m architectures -k newer tests/test_architectures_table.py
 test-gguf: $(ENV) ## run the tests that need llama.cpp; LLAMA_CPP, or make install-gguf first
 	@$(CHECK)
 	@$(PY) -m pytest -m gguf
@@ -204,10 +211,12 @@ docs: $(ENV) ## write the generated pages of docs/, and build all of them as a s
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 clean: ## remove caches; keep runs and .venv
 	rm -rf .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # tools/install makes and mends .venv. The check takes 30 ms; `make install` goes over everything.
-install: export INSTALL_AGAIN := yes
+install test-newest: export INSTALL_AGAIN := yes
+test-newest: export INSTALL_INTO := .venv-newest
+test-newest: export TRANSFORMERS ?= newest
 .venv/.installed: FORCE
 	@.venv/bin/python -S -m tools.install --check 2>/dev/null || "$$PYTHON" -m tools.install
 FORCE:

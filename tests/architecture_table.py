@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+NEWEST_PAGE = PAGE.with_name("architectures-newest.md")
 PROPERTY = "architecture"  # of a test's report
 MODES = ("lora", "qlora", "full")
 YES = "yes"
@@ -18,7 +19,7 @@ FAILS = "fails: "
 
 HEAD = """# Model types that were tried
 
-Written by `make test-architectures`, which trains a tiny model with random weights of every model
+Written by `{command}`, which trains a tiny model with random weights of every model
 type below on a CPU; do not edit. Versions: {versions}.
 
 - **lora, qlora, full**: twelve steps through the loader, the adapters and the trainer of a run. Every
@@ -34,7 +35,8 @@ type below on a CPU; do not edit. Versions: {versions}.
 A type that is not here is treated the same way: each part is recognised by what its modules are and
 proves itself before the first step, and a packed run checks that its documents stay apart.
 
-The types here are configs of text alone; [composite.md](composite.md) has checkpoints with towers for
+Types of newer versions than `make install` brings are in
+[architectures-newest.md](architectures-newest.md). The types here are configs of text alone; [composite.md](composite.md) has checkpoints with towers for
 images or sound, as they are published.
 """
 COLUMNS = ("model type", *MODES, "packed", "reloads", "fused", "not fused, and why")
@@ -73,9 +75,11 @@ class Row:
         return "; ".join(f"{mode} {text}" for mode, text in self.reloads.items())
 
 
-def page(groups: dict[str, list[Row]], versions: str) -> str:
+def page(
+    groups: dict[str, list[Row]], versions: str, command: str = "make test-architectures"
+) -> str:
     """Return the page with a table of each group of model types."""
-    parts = [HEAD.format(versions=versions)]
+    parts = [HEAD.format(versions=versions, command=command)]
     for title, rows in groups.items():
         parts.append(f"## {title}\n\n{_table(rows)}\n")
     return "\n".join(parts)
@@ -108,8 +112,12 @@ class TableWriter:
         """Write the page if every model type was tried, in the process that started the others."""
         if not self.rows or hasattr(session.config, "workerinput"):
             return
-        from tiny_models import DENSE, EXPERTS, HYBRID, MODEL_TYPES, OTHERS
+        from tiny_models import DENSE, EXPERTS, HYBRID, MODEL_TYPES, NEWER, OTHERS
 
+        if self.rows and self.rows.keys() == set(NEWER):
+            rows = [self.rows[name] for name in NEWER]
+            text = page({"Newer types": rows}, versions(), "make test-newest")
+            NEWEST_PAGE.write_text(text, encoding="utf-8")
         if self.rows.keys() != set(MODEL_TYPES):
             return
         titles = {

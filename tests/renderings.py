@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.rows import Message, Row
-from sft_play.data.templates import CLOCK, DEFAULT_TEMPLATE
+from sft_play.data.templates import DEFAULT_TEMPLATE, pin_clock
 
 EVERY = [
     (name, marked)
@@ -135,12 +135,9 @@ def turns(messages: tuple[Message, ...]) -> list[dict[str, str]]:
 def written(messages: tuple[Message, ...], tok: PreTrainedTokenizerFast, prompt: bool) -> str:
     """What transformers writes, by its own interface."""
     kept = tok.chat_template or DEFAULT_TEMPLATE
+    pin_clock(kept)
     return tok.apply_chat_template(
-        turns(messages),
-        tokenize=False,
-        chat_template=kept,
-        add_generation_prompt=prompt,
-        strftime_now=CLOCK.strftime,
+        turns(messages), tokenize=False, chat_template=kept, add_generation_prompt=prompt
     )
 
 

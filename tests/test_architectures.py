@@ -19,7 +19,7 @@ from architecture_steps import (
     without_gradient,
 )
 from architecture_table import PAGE
-from tiny_models import MODEL_TYPES, TINY, tiny_model
+from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
@@ -30,7 +30,7 @@ from sft_play.training.checks import check_cross_document
 NEVER_PACKED = ("bloom",)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", (*MODEL_TYPES, *NEWER))
 def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type: str) -> None:
     config = settings("lora")
     plain = adapted(tiny_model(model_type), config)

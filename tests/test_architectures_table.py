@@ -24,13 +24,14 @@ from architecture_table import FAILS, MODES, REFUSED, YES, Row, recorded
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from plain_peft import Saved, logits_of_saved, start_loader
-from tiny_models import MODEL_TYPES, TINY, tiny_model
+from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.expert_adapters import _without_gradient
 from sft_play.models.experts import packed_weight
 from sft_play.models.fast.install import base_model_of, fused_kernels_of
 from sft_play.training.checks import check_cross_document
@@ -61,7 +62,15 @@ class Workshop:
     folder: Path
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+# PEFT 0.21 does not read back the adapters of Inkling's short convolutions: its row says so
+NOT_READ_BACK = pytest.mark.xfail(strict=True)
+NEWER_TYPES = [
+    pytest.param(name, id=f"newer-{name}", marks=NOT_READ_BACK if "inkling" in name else ())
+    for name in NEWER
+]
+
+
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER_TYPES])
 def test_a_model_type_trains_packs_and_reloads_or_is_refused_in_words(
     model_type, request, base_of, plan_run, build_trainer, plain_loader, tmp_path
 ):
@@ -73,8 +82,9 @@ def test_a_model_type_trains_packs_and_reloads_or_is_refused_in_words(
             row.trains[mode] = outcome(lambda mode=mode: try_to_train(workshop, row, mode))
         except EnvironmentFault as fault:
             unable = f"{mode}: {fault}"
+            row.trains[mode] = "not tried: that CPU reads no 4 bits"
     row.packed = outcome(lambda: try_to_pack(row))
-    if not unable:
+    if not unable or model_type in NEWER:
         request.node.user_properties.append(recorded(row))
     assert row.failures() == []
     if unable:
@@ -115,10 +125,11 @@ def try_to_train(workshop: Workshop, row: Row, mode: str) -> str:
         check_cross_document(trainer.model, trainer.data_collator, vocabulary, CPU)
     before = trained_weights(trainer.model)
     trainer.train()
+    unmoved = _without_gradient(trainer.model)  # what chooses the tokens of sparse attention
     still = [
         name
         for name, weight in trained_weights(trainer.model).items()
-        if torch.equal(weight, before[name])
+        if torch.equal(weight, before[name]) and not name.startswith(unmoved)
     ]
     assert not still, f"{len(still)} of {len(before)} trained weights did not move, {still[0]}"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -28,23 +28,23 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_150,
-    "commands": 19_850,
+    ".": 10_400,
+    "commands": 20_100,
     "compat": 1_300,
-    "config": 22_750,
-    "data": 62_100,
-    "evaluation": 10_550,
+    "config": 22_800,
+    "data": 62_150,
+    "evaluation": 11_100,
     "inference": 16_400,
-    "models": 90_700,
-    "monitor": 8_450,
+    "models": 90_950,
+    "monitor": 8_700,
     "notebooks": 15_050,
-    "plan": 44_900,
-    "reporting": 11_950,
+    "plan": 45_550,
+    "reporting": 12_050,
     "runs": 14_250,
-    "training": 43_050,
+    "training": 43_400,
 }
-FILES = 313
-FUNCTIONS = 3_700
+FILES = 317
+FUNCTIONS = 3_725
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

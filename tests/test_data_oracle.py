@@ -9,7 +9,7 @@ from families import FAMILIES, LLAMA3_WORDS, TEMPLATES, family, tokenizer
 from record_files import read_rows
 
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, stop_ids
-from sft_play.data.templates import CLOCK, TURN_ENDS
+from sft_play.data.templates import TURN_ENDS, pin_clock
 
 EOS = {
     "granite": "<|end_of_text|>",
@@ -66,9 +66,9 @@ def tokenizer_of(name: str) -> Any:
 
 def live_answer(tok: Any, turns: list[dict[str, str]]) -> tuple[list[int], list[int]]:
     """Return plain transformers' ids of a prompt, and of the answer up to its stop token."""
-    options = {"strftime_now": CLOCK.strftime, "tokenize": False}
-    prompt = tok.apply_chat_template(turns[:-1], add_generation_prompt=True, **options)
-    text = tok.apply_chat_template(turns, **options)
+    pin_clock(tok.chat_template)
+    prompt = tok.apply_chat_template(turns[:-1], add_generation_prompt=True, tokenize=False)
+    text = tok.apply_chat_template(turns, tokenize=False)
     assert text.startswith(prompt)
     ids = tok(text, add_special_tokens=False)["input_ids"]
     first = len(tok(prompt, add_special_tokens=False)["input_ids"])

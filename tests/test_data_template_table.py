@@ -21,7 +21,7 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderE
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.template_checks import SYSTEM, TOOL, check_calls
 from sft_play.data.template_sources import with_variables
-from sft_play.data.templates import CLOCK, TURN_ENDS, ChatTemplate, template_messages
+from sft_play.data.templates import TURN_ENDS, ChatTemplate, template_messages
 from sft_play.data.thoughts import ThoughtPolicy
 
 trl = pytest.importorskip("trl", reason="it brings templates of published models")
@@ -261,7 +261,6 @@ def mask_of_trl(name: str, answer: Message) -> Mask | None:
         chat_template=with_variables(training.read_text(encoding="utf-8"), setting.model),
         return_dict=True,
         return_assistant_tokens_mask=True,
-        strftime_now=CLOCK.strftime,
     )
     labelled = [index for index, label in enumerate(sample.labels) if label != IGNORE_INDEX]
     start, end = labelled[0], labelled[-1] + 1

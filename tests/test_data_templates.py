@@ -22,7 +22,7 @@ from sft_play.data.render import (
     stop_ids,
 )
 from sft_play.data.rows import Row
-from sft_play.data.templates import CLOCK
+from sft_play.data.templates import pin_clock
 
 GOLDEN = json.loads((TEMPLATES / "golden.json").read_text(encoding="utf-8"))
 
@@ -72,11 +72,11 @@ def test_our_mask_is_that_of_transformers_but_for_blanks_behind_the_stop_token(
 ) -> None:
     tok, row = family(name, marked), conversation(name)
     sample = samples_of(row, tok)[-1]
+    pin_clock(tok.chat_template)
     given = tok.apply_chat_template(
         turns(row.messages),
         return_dict=True,
         return_assistant_tokens_mask=True,
-        strftime_now=CLOCK.strftime,
     )
     assert given["input_ids"] == sample.ids
     first = runs(sample)[0][

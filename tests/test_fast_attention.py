@@ -306,6 +306,7 @@ PACKED_BATCH = {"cu_seq_lens_q": MASK, "max_length_q": 3}
         (False, True, {"attention_mask": MASK}, False),  # an evaluation: padding may be on the left
         (True, False, {"attention_mask": MASK}, False),
         (True, True, {"attention_mask": MASK, "past_key_values": object()}, False),
+        (True, True, {"attention_mask": MASK, "cache": object()}, False),
         (
             True,
             True,

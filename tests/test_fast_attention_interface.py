@@ -150,19 +150,28 @@ def test_evaluation_and_generation_run_the_models_own_attention(name: str) -> No
     assert torch.equal(plain.generate(ids, **given), ours.generate(ids, **given))
 
 
+def without_cap(model: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = None
+    return model
+
+
 @torch.no_grad()
 def test_evaluation_keeps_the_soft_cap_that_sdpa_leaves_out() -> None:
     mask = torch.ones(1, 12, dtype=torch.long)
     ids = torch.arange(12)[None] + 5
     eager = tiny_model("gemma2", attention="eager").eval()(ids, attention_mask=mask).logits
-    sdpa = tiny_model("gemma2", attention="sdpa").eval()(ids, attention_mask=mask).logits
     ours = fused(tiny_model("gemma2")).eval()(ids, attention_mask=mask).logits
-    assert torch.allclose(ours, eager, atol=1e-5) and not torch.allclose(sdpa, eager, atol=1e-2)
+    assert torch.allclose(ours, eager, atol=1e-5)
+    model = without_cap(tiny_model("gemma2", attention="eager")).eval()
+    assert not torch.allclose(model(ids, attention_mask=mask).logits, eager, atol=1e-2)
 
 
 def test_soft_caps_are_kept_without_fused_kernels_too(caplog: pytest.LogCaptureFixture) -> None:
     plain = step(tiny_model("gemma2", attention="eager"), padded())
-    model = tiny_model("gemma2", attention="sdpa")
+    model = tiny_model("gemma2", attention="eager")
+    model.config._attn_implementation = "sdpa"  # which newer versions refuse to build it with
     with caplog.at_level("INFO"):
         keep_soft_caps(model)
         keep_soft_caps(tiny_model("gemma3", attention="sdpa"))

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import bind_attention, unmasked_call
@@ -28,7 +29,7 @@ from sft_play.models.fast.recognise import (
     norm_kind_of,
     rotates,
 )
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.process import Process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,9 +168,8 @@ def test_fused_code_that_finds_no_memory_is_not_taken_for_one_that_is_called_oth
         prove(modules, refuse, setup)
 
 
-@pytest.mark.parametrize("mutant", ["offset", "multiplier"])
-def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
-    setup = setup_of(model_of("granite"))
+def layers_with_roles(setup: TrainingSetup) -> list[nn.Module]:
+    """Return the layers of a decoder, ready for a fused residual add."""
     layers = list(setup.decoder.layers)
     norms = {}
     for module in setup.decoder.modules():
@@ -179,7 +179,32 @@ def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
             module.norm_kind = kind
     for layer in layers:
         layer.fused_roles = layer_roles_of(layer, norms)
-        assert layer.fused_roles.multiplier == layer.residual_multiplier != 1.0
+    return layers
+
+
+def test_a_layer_with_a_fused_residual_add_is_checkpointed_like_any_other() -> None:
+    model = model_of("granite")
+    setup = setup_of(model)
+    layers = layers_with_roles(setup)
+    fuse(layers, residual.layer_forward)
+    checkpoint_layers(setup.base, 1)
+    calls = [0] * len(layers)
+    for number, layer in enumerate(layers):
+
+        def count(*_: Any, number: int = number) -> None:
+            calls[number] += 1
+
+        layer.mlp.register_forward_pre_hook(count)
+    ids = torch.arange(12)[None]
+    setup.base.train()(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert calls == [2] + [1] * (len(layers) - 1)
+
+
+@pytest.mark.parametrize("mutant", ["offset", "multiplier"])
+def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
+    setup = setup_of(model_of("granite"))
+    layers = layers_with_roles(setup)
+    assert all(layer.fused_roles.multiplier == layer.residual_multiplier != 1.0 for layer in layers)
     assert prove(layers, residual.layer_forward, setup) == layers
     for layer in layers:
         if mutant == "offset":

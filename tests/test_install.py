@@ -1,6 +1,7 @@
 """`make install`: what it installs and from where, and how it mends a broken .venv."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from sft_play.monitor import packages
 from tools.install import __main__ as program
 
 ROOT = Path(__file__).resolve().parents[1]
+LOCK = "requirements.lock"
 
 
 def write_wheel(folder: Path, name: str, version: str) -> None:
     """Write a wheel of one module and one script into a package index."""
     package = folder / name
-    package.mkdir(parents=True)
+    package.mkdir(parents=True, exist_ok=True)
     wheel = f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(package / wheel, "w") as archive:
@@ -33,7 +35,8 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
         )
         archive.writestr(f"{info}/entry_points.txt", f"[console_scripts]\n{name} = {name}:main\n")
         archive.writestr(f"{info}/RECORD", "")
-    (package / "index.html").write_text(f'<a href="{wheel}">{wheel}</a>')
+    with (package / "index.html").open("a") as page:
+        page.write(f'<a href="{wheel}">{wheel}</a>\n')
 
 
 def begin_venv(folder: Path) -> None:
@@ -50,18 +53,22 @@ def begin_venv(folder: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with our Makefile and installer, whose pins are two tiny packages."""
+    """A project with our Makefile and installer, whose pins are three tiny packages."""
     project = tmp_path / "project"
     shutil.copytree(ROOT / "tools" / "install", project / "tools" / "install")
     (project / "tools" / "__init__.py").touch()
     shutil.copy(ROOT / "Makefile", project)
     (project / "requirements-build.txt").write_text("torch==2.13.0\n")
-    (project / "requirements.txt").write_text("-r requirements-build.txt\ntiny==1.0\n")
+    (project / "requirements.txt").write_text(
+        "-r requirements-build.txt\n-c requirements.lock\ntiny==1.0\ntransformers>=5.17,<6\n"
+    )
     (project / "requirements-gpu.txt").write_text("tiny==1.0\n")
-    (project / "requirements.lock").write_text("torch==2.13.0\ntiny==1.0\n")
+    (project / "requirements.lock").write_text("torch==2.13.0\ntiny==1.0\ntransformers==5.17.0\n")
     begin_venv(project / ".venv")
     write_wheel(tmp_path / "whl" / "cpu", "torch", "2.13.0+cpu")
     write_wheel(tmp_path / "index", "tiny", "1.0")
+    for version in ("5.17.0", "5.24.0", "6.0.0"):
+        write_wheel(tmp_path / "index", "transformers", version)
     return project
 
 
@@ -107,6 +114,54 @@ def test_an_install_takes_torch_from_its_own_index_and_goes_on_where_one_was_cut
     assert "tiny-1.0 was half installed: once more" in done.stdout
     assert "made anew" not in done.stdout
     assert script(project, "tiny") == "1.0\n"
+
+
+def test_another_transformers_is_installed_where_it_is_asked_for_and_stays_until_make_install(
+    project,
+):
+    def installed(target: str, **variables: str) -> str:
+        done = make(project, target, TORCH="cpu", **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return script(project, "transformers").strip() + done.stdout
+
+    assert installed("install").startswith("5.17.0")
+    newest = installed("install", TRANSFORMERS="newest")
+    assert newest.startswith("5.24.0") and script(project, "tiny") == "1.0\n"
+    assert "with transformers 5.24.0 instead of the 5.17.0 that requirements.lock pins" in newest
+    assert installed(".venv/.installed") == "5.24.0", "nothing to do"
+    (project / "requirements-gpu.txt").write_text("# another pin\n")
+    assert installed(".venv/.installed").startswith("5.24.0"), "pins have changed"
+    back = installed("install")
+    assert back.startswith("5.17.0")
+    assert "transformers 5.24.0 is replaced by 5.17.0" in back
+    assert "make install TRANSFORMERS=5.24.0 keeps it" in back
+    assert installed("install", TRANSFORMERS="5.24.0").startswith("5.24.0")
+
+
+@pytest.mark.parametrize("wanted", ["6.0.0", "5.16", "latest", "5.24.0.dev0"])
+def test_a_transformers_out_of_range_is_refused(monkeypatch, wanted):
+    monkeypatch.setenv("INSTALL_AGAIN", "yes")
+    monkeypatch.setenv("TRANSFORMERS", wanted)
+    with pytest.raises(SystemExit, match=f"TRANSFORMERS={wanted} is not valid; write newest, or "):
+        program.choose_transformers()
+
+
+def test_an_addition_keeps_a_newer_transformers_and_unsloth_refuses_it(monkeypatch):
+    ran = []
+
+    def run(command: list[str]) -> None:
+        file = Path(command[-1])
+        ran.append(re.findall("(?m)^transformers==.*", file.with_name(LOCK).read_text()))
+
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program, "installed_transformers", lambda prefix: "5.99.0")
+    program.add("requirements-tasks.txt")
+    assert ran == [["transformers==5.99.0"]]
+    with pytest.raises(SystemExit, match=r"needs transformers 5\.17\.0 or older, .* make install,"):
+        program.add("requirements-unsloth.txt")
+    monkeypatch.setattr(program, "installed_transformers", lambda prefix: "5.17.0")
+    program.add("requirements-unsloth.txt")
+    assert len(ran) == 2
 
 
 def test_a_failed_install_says_what_to_type_and_leaves_no_stamp(project):

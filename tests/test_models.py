@@ -263,6 +263,17 @@ def test_weights_of_another_shape_than_config_json_says_are_class_13(config_of, 
         load_base(config_of(name=copied), CPU)
 
 
+def test_own_code_for_another_transformers_says_so(config_of, copied):
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own_model.Own"}
+    edit_json(copied / "config.json", model_type="own", auto_map=own)
+    own_config = "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    (copied / "own.py").write_text(f"from transformers import LlamaConfig\n{own_config}")
+    (copied / "own_model.py").write_text("from transformers.utils import is_gone\n")
+    config = Config.model_validate({"model": {"name": str(copied), "trust_remote_code": True}})
+    with pytest.raises(EnvironmentFault, match=r"is_gone.*; its own code was written for another"):
+        load_base(config, CPU)
+
+
 def test_a_truncated_weight_file_is_class_13(config_of, copied):
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -25,7 +25,7 @@ def project(tmp_path: Path) -> Path:
 def test_doctor_passes_a_host_that_has_its_pins(project, plant):
     plant(**NO_DRIVER)
     findings = doctor.examine(project, project / "outputs", {"PATH": os.environ["PATH"]})
-    assert Finding("ok", "packages", "1 installed as requirements.txt pins them") in findings
+    assert Finding("ok", "packages", "1 tested versions, as requirements.txt pins them") in findings
     assert [finding for finding in findings if finding.level == "missing"] == []
     assert exit_class(findings) == ExitClass.DONE
 

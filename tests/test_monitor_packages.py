@@ -4,6 +4,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from sft_play.errors import ExitClass
 from sft_play.monitor import packages
@@ -11,6 +12,7 @@ from sft_play.monitor.gpus import Driver
 from sft_play.monitor.packages import Finding, TorchBuild, exit_class
 from sft_play.plan.devices import GIB, Gpu
 
+ROOT = Path(__file__).resolve().parents[1]
 ONE_GPU = (Gpu(0, "NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0), "GPU-a"),)
 
 
@@ -32,7 +34,12 @@ def test_doctor_fails_when_a_pinned_package_is_missing(project):
 def test_another_version_than_the_pin_warns(project):
     (project / "requirements.txt").write_text("psutil==0.1\n")
     assert packages.package_findings(project / "requirements.txt")[1:] == [
-        Finding("warn", "psutil", f"{metadata.version('psutil')}, the pin is ==0.1", "make install")
+        Finding(
+            "warn",
+            "psutil",
+            f"{metadata.version('psutil')}, newer than tested: tested is 0.1",
+            "make install",
+        )
     ]
 
 
@@ -45,8 +52,29 @@ def test_requirements_may_hold_comments_options_markers_and_continuations(projec
         "typer[all]>0 --no-binary typer\ntorch==0.1\n"
     )
     assert packages.package_findings(project / "requirements.txt") == [
-        Finding("ok", "packages", "3 installed as requirements.txt pins them")
+        Finding("ok", "packages", "3 tested versions, as requirements.txt pins them")
     ]
+
+
+def test_a_version_within_a_range_is_tested_newer_or_neither(project, monkeypatch):
+    (project / "requirements.txt").write_text("psutil>=1,<9999\n")
+    found = metadata.version("psutil")
+
+    def finding(tested):
+        monkeypatch.setitem(packages.TESTED, "psutil", tested)
+        return packages.package_findings(project / "requirements.txt")
+
+    assert [each.level for each in finding(["0.1", found])] == ["ok"]
+    newer, other = finding(["0.1", "0.2"])[1], finding(["0.1", "9998"])[1]
+    assert newer.found == f"{found}, newer than tested: tested is 0.1 and 0.2"
+    assert other.found == f"{found}, not tested: tested is 0.1 and 9998"
+
+
+def test_the_versions_that_were_tested_are_those_of_the_lock_and_newer_ones():
+    lock = (ROOT / "requirements.lock").read_text()
+    for name, (locked, *newer) in packages.TESTED.items():
+        assert f"\n{name}=={locked}\n" in lock
+        assert all(Version(each) > Version(locked) for each in newer)
 
 
 def test_a_line_that_is_no_requirement_is_named_by_its_number(project):

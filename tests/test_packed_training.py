@@ -280,9 +280,11 @@ def tiny(model_type: str, attention: str) -> PreTrainedModel:
 def test_an_architecture_that_auto_packs_keeps_documents_apart(
     model_type: str, attention: str
 ) -> None:
-    found = measure_cross_document(
-        tiny(model_type, attention), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU
-    )
+    try:
+        model = tiny(model_type, attention)
+    except ValueError as error:  # Gemma 2 with sdpa, of newer versions
+        pytest.skip(str(error))
+    found = measure_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
     assert found.seen == 0, "the same kernels on the same tokens give the same bits"
     assert found.apart <= 1e-4 * found.joined and found.joined > 0.1
 

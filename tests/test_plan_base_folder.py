@@ -161,12 +161,20 @@ CONFIGS = {
     "unknown": (
         {"model_type": "llama9", "transformers_version": "9.1.0"},
         "its config.json (version 9.1.0 wrote it) says model_type=llama9, which transformers "
-        f"{__version__} does not know",
+        f"{__version__} does not know; type make install TRANSFORMERS=newest, which may know it",
+    ),
+    "newer": (
+        {"model_type": "llama9", "transformers_version": "5.99.1"},
+        "type make install TRANSFORMERS=5.99.1, which may know it, or set MODEL_NAME",
+    ),
+    "older": (
+        {"model_type": "llama9", "transformers_version": "5.3.0.dev0"},
+        "type make install TRANSFORMERS=newest, which",
     ),
     "own code": (
         {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
         "its model_type own is Python code beside its weights (configuration_own.OwnConfig); read "
-        "it, then set MODEL_TRUST_REMOTE_CODE=true",
+        "it, then set MODEL_TRUST_REMOTE_CODE=true, or type make install TRANSFORMERS=newest",
     ),
 }
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import TrainSection
+from sft_play.errors import EnvironmentFault
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.training import arguments
 from sft_play.training.arguments import training_arguments
 
 
@@ -119,6 +121,14 @@ def test_a_train_setting_reaches_transformers(arguments_of, name):
     )  # for a CPU transformers unpins memory itself
     arguments = arguments_of(device, **{name: value})
     assert {attribute: getattr(arguments, attribute) for attribute in expected} == expected
+
+
+def test_an_argument_has_the_name_of_the_installed_version_or_is_refused(monkeypatch):
+    monkeypatch.setattr(arguments, "RENAMED", {"old_lr": "learning_rate", "seed": "of_later"})
+    named = arguments.as_named_here({"old_lr": 0.5, "seed": 3})
+    assert named == {"learning_rate": 0.5, "seed": 3}
+    with pytest.raises(EnvironmentFault, match="has no training argument gone; type make install"):
+        arguments.as_named_here({"gone": 1, "seed": 3})
 
 
 def test_eval_and_save_steps_count_under_their_strategies_alone(arguments_of):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from newer_models import known_newer_types, newer_fields
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -93,6 +94,7 @@ OTHERS = (
     *("dots1", "exaone_moe", "mamba2"),
 )
 MODEL_TYPES = (*DENSE, *EXPERTS, *HYBRID, *OTHERS)
+NEWER = known_newer_types(TINY)  # none with the transformers of requirements.lock
 
 # A model that reads images trains as its text model.
 TEXT_MODELS = {
@@ -165,7 +167,7 @@ def write_base(
 
 def _fields_of(model_type: str, sizes: Sizes) -> dict[str, Any]:
     """Return the config fields of a type that differ from `Sizes.common`."""
-    for kind in (_dense_fields, _expert_fields, _hybrid_fields, _other_fields):
+    for kind in (_dense_fields, _expert_fields, _hybrid_fields, _other_fields, newer_fields):
         fields = kind(sizes)
         if model_type in fields:
             return fields[model_type]
@@ -260,7 +262,7 @@ def _expert_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "layer_types": SLIDING_AND_FULL,
             "rope_parameters": {**YARN, "truncate": False},
         },
-        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
         "glm4_moe": {
             **routed,
             "n_routed_experts": 6,

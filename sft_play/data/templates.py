@@ -144,7 +144,7 @@ class ChatTemplate:
         self.jinja: str = tokenizer.get_chat_template(default, tools=None)
         # some tokenizers have a second template, for conversations with tools
         self._with_tools = tokenizer.get_chat_template(default, tools=[{}])
-        self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
+        self._variables = dict(tokenizer.special_tokens_map)
         self.row_names: frozenset[str] = frozenset()  # of variables that a row gives
 
     def with_variables(self, values: Mapping[str, Any]) -> Self:
@@ -207,6 +207,7 @@ class ChatTemplate:
         has_marks = _has_marks(jinja) and not add_generation_prompt
         with limited():
             try:
+                pin_clock(jinja)
                 texts, marks = render_jinja_template(
                     conversations=[messages],
                     tools=list(tools) or None,
@@ -220,6 +221,13 @@ class ChatTemplate:
                 raise RenderError(refused[:MAX_REFUSED]) from error
         spans = [Span(*span) for span in marks[0]] if has_marks else None
         return TemplateText(texts[0], spans)
+
+
+def pin_clock(jinja: str) -> None:
+    """Fix the clock of a template of transformers. Newer versions take no function as variable."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(jinja).environment.globals["strftime_now"] = CLOCK.strftime
 
 
 def template_text(tokenizer: Any) -> str:

@@ -59,7 +59,8 @@ def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
     """
     model_class = auto_class_of(stored)._model_mapping.get(type(stored), None)
     tied = getattr(model_class, "_tied_weights_keys", None)
-    if not (stored.get_text_config().tie_word_embeddings and isinstance(tied, dict)):
+    is_tied = getattr(stored.get_text_config(), "tie_word_embeddings", False)
+    if not (is_tied and isinstance(tied, dict)):
         return False
     files = {_ending(name): (name, path) for name, path in tensor_files(config).items()}
     for pair in tied.items():

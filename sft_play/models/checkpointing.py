@@ -38,11 +38,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.models.architecture import decoder_layers
 
 logger = logging.getLogger(__name__)
 
+# A layer's class checkpoints its own forward method in newer versions, and its whole call in older
+FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
 IN_FLIGHT = 2  # inputs that wait on the GPU for their copy to the host
 MIN_BYTES = 2**20  # of a tensor worth a copy: masks and such stay where they are
 

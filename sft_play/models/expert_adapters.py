@@ -217,7 +217,7 @@ def _without_gradient(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         f"{name}."
         for name, module in model.named_modules()
-        if re.search(r"@torch\.no_grad\(\)\s+def forward\(", source_of(type(module)))
+        if re.search(r"@torch\.no_grad\(\)\s+(@.*\s+)*def forward\(", source_of(type(module)))
     )
 
 

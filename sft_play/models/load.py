@@ -281,9 +281,14 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
                 f"model.attn_implementation={asked}: {first_line(error)}; set "
                 "MODEL_ATTN_IMPLEMENTATION=auto"
             ) from error
+        remedy = "see that the folder is whole, or get the model again"
+        if isinstance(error, ImportError) and config.model.trust_remote_code:
+            remedy = (
+                "its own code was written for another transformers: mend it, or set MODEL_NAME to "
+                "a model without"
+            )
         raise EnvironmentFault(
-            f"model.name={name}: the weights could not be loaded: {first_line(error)}; see that "
-            "the folder is whole, or get the model again"
+            f"model.name={name}: the weights could not be loaded: {first_line(error)}; {remedy}"
         ) from error
     refuse_unaccounted(name, model, loading_info)
     return model

@@ -155,7 +155,7 @@ def build_skeleton(merge: Merge) -> Skeleton:
         options.get("config", stored), torch.float32, merge.config.model.trust_remote_code
     )
     without_memory(model)
-    is_tied = model.config.get_text_config().tie_word_embeddings
+    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     adapted = load_adapter(model, merge.adapter)
     refuse_missing(adapted, merge.adapter)
     changes, deltas = find_changes(adapted)

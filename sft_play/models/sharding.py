@@ -51,15 +51,18 @@ def dividing_while_loading(
     a whole model, on its GPU or on the host. `offloads` keeps what it reads in host memory.
     """
 
-    def distribute(cls: type, model: PreTrainedModel, *args: Any) -> PreTrainedModel:
+    read_weights = PreTrainedModel._load_pretrained_model
+
+    def divide_and_read(model: PreTrainedModel, *args: Any) -> Any:
         model.tie_weights()
         _divide(model, process, trains_weights, offloads)
-        return model
+        return read_weights(model, *args)
 
     with contextlib.ExitStack() as stack:
-        # where transformers divides a model itself, by lists of names that few models have
-        replaced = classmethod(distribute)
-        stack.enter_context(patch.object(PreTrainedModel, "maybe_distribute_model", replaced))
+        # behind where transformers divides a model itself, by lists of names that few models have
+        stack.enter_context(
+            patch.object(PreTrainedModel, read_weights.__name__, staticmethod(divide_and_read))
+        )
         if offloads:
             # where transformers makes a rank's part, on the ranks' kind of device
             stack.enter_context(

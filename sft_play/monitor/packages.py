@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.backends import UNSLOTH
 from sft_play.errors import EnvironmentFault, ExitClass
@@ -18,6 +18,8 @@ from sft_play.plan.devices import Gpu
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
 TORCH_RANGE = ">=2.11,<2.14"
+# Of a range: what requirements.lock pins, and what make test-newest ran last
+TESTED = {"transformers": ["5.17.0", "5.24.0"]}
 INSTALL = "make install"
 GPU_REQUIREMENTS = "requirements-gpu.txt"
 INSTALL_TORCH = (
@@ -191,7 +193,7 @@ def torch_findings(
         return
     found = f"{build.version}, {build.kind}"
     if not SpecifierSet(TORCH_RANGE).contains(build.version, prereleases=True):
-        yield Finding("warn", "torch", f"{found}; tested are {TORCH_RANGE}", install)
+        yield Finding("warn", "torch", f"{found}, not tested: tested is {TORCH_RANGE}", install)
     elif gpus and not build.cuda:
         found += f": it cannot use the {len(gpus)} GPU(s) of this host"
         yield Finding("warn", "torch", found, install)
@@ -215,7 +217,7 @@ def _compare(requirements: Path, subject: str, install: str) -> list[Finding]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     name = requirements.name
-    differing, agreeing = [], 0
+    differing, tested, chosen = [], 0, ""
     for number, text in _read_requirements(requirements):
         try:
             pin = Requirement(text)
@@ -229,12 +231,31 @@ def _compare(requirements: Path, subject: str, install: str) -> list[Finding]:
         if version is None:
             found = f"not installed, the pin is {pin.specifier}"
             differing.append(Finding("missing", pin.name, found, install))
-        elif not pin.specifier.contains(version, prereleases=True):
-            found = f"{version}, the pin is {pin.specifier}"
-            differing.append(Finding("warn", pin.name, found, install))
+        elif reason := why_not_tested(pin, version):
+            differing.append(Finding("warn", pin.name, f"{version}, {reason}", install))
         else:
-            agreeing += 1
-    return [Finding("ok", subject, f"{agreeing} installed as {name} pins them"), *differing]
+            tested += 1
+            if pin.name in TESTED:
+                chosen = f"; {pin.name} {version}"
+    summary = Finding("ok", subject, f"{tested} tested versions, as {name} pins them{chosen}")
+    return [summary, *differing]
+
+
+def why_not_tested(pin: Any, version: str) -> str | None:
+    """Return whether a version is newer than the tested ones of a Requirement; None if tested.
+
+    A range without a list of tested versions has been tested as a whole.
+    """
+    from packaging.version import Version
+
+    tested = TESTED.get(pin.name) or [
+        each.version for each in pin.specifier if each.operator == "=="
+    ]
+    if version in tested or (not tested and pin.specifier.contains(version, prereleases=True)):
+        return None
+    is_newer = tested and Version(version) > max(map(Version, tested))
+    kind = "newer than tested" if is_newer else "not tested"
+    return f"{kind}: tested is {' and '.join(tested) or pin.specifier}"
 
 
 def _read_requirements(requirements: Path) -> Iterator[tuple[int, str]]:

@@ -5,6 +5,7 @@ model types are read from its files: they are tables of words, and its import wo
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
@@ -274,7 +275,8 @@ def _refuse_class(config: Config, declared: ModelConfigJson) -> None:
             raise ConfigError(
                 f"model.name={config.model.name}: its model_type {model_type} is Python code "
                 f"beside its weights ({next(iter(own_code.values()))}); read it, then set "
-                "MODEL_TRUST_REMOTE_CODE=true"
+                f"MODEL_TRUST_REMOTE_CODE=true, or type {_install(declared)}, which may have the "
+                "type itself"
             )
         if model_type and type_tables():
             raise EnvironmentFault(f"model.name={config.model.name}: {_unknown(declared)}")
@@ -289,8 +291,16 @@ def _unknown(declared: ModelConfigJson) -> str:
     by = f" (version {made_with} wrote it)" if made_with else ""
     return (
         f"its config.json{by} says model_type={declared['model_type']}, which transformers "
-        f"{version('transformers')} does not know; set MODEL_NAME to a model of another type"
+        f"{version('transformers')} does not know; type {_install(declared)}, which may know it, "
+        "or set MODEL_NAME to a model of another type"
     )
+
+
+def _install(declared: ModelConfigJson) -> str:
+    """Return the command that installs the transformers that wrote a config.json, or the newest."""
+    made_with = re.fullmatch(r"5\.(\d+)\.\d+", str(declared.get("transformers_version")))
+    is_newer = made_with and int(made_with[1]) > int(version("transformers").split(".")[1])
+    return f"make install TRANSFORMERS={made_with[0] if is_newer else 'newest'}"
 
 
 def _why_not_causal(declared: ModelConfigJson) -> str | None:

@@ -1,9 +1,11 @@
 """Our settings as transformers.TrainingArguments."""
 
+from dataclasses import fields
 from functools import reduce
 from operator import getitem
 from typing import Any, ClassVar
 
+import transformers
 from transformers import TrainingArguments
 
 from sft_play.config.schema import Config, TrainSection, settings
@@ -20,6 +22,10 @@ UNCHANGED = """
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout
     eval_strategy eval_do_concat_batches eval_accumulation_steps save_strategy save_total_limit
 """.split()
+
+
+# Ours by those of newer versions of transformers
+RENAMED = {"gradient_checkpointing": "activation_checkpointing"}
 
 
 class ReportedArguments(TrainingArguments):
@@ -44,14 +50,15 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
     Raises: EnvironmentFault when the process group has another size than was planned.
     """
     train, plan = planned.config.train, planned.plan
-    arguments = ReportedArguments(
-        output_dir=str(folder.checkpoints),
+    given = {
+        "output_dir": str(folder.checkpoints),
         **{name: getattr(train, name) for name in UNCHANGED},
         **_converted(train, plan),
-        run_name=folder.name,
-        report_to="none",  # training.trackers opens what train.report_to names
-        disable_tqdm=True,
-    )
+        "run_name": folder.name,
+        "report_to": "none",  # training.trackers opens what train.report_to names
+        "disable_tqdm": True,
+    }
+    arguments = ReportedArguments(**as_named_here(given))
     arguments.settings = settings_of(planned.config)
     if plan.ranks.gpus_per_process > 1:
         arguments._n_gpu = 1  # one model is placed on the GPUs; Trainer would wrap DataParallel
@@ -61,6 +68,25 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
             f"{plan.ranks.world_size}; try make doctor"
         )
     return arguments
+
+
+def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names that they have in the installed transformers.
+
+    Raises: EnvironmentFault for one that it has no more.
+    """
+    known = {field.name for field in fields(TrainingArguments)}
+    named = {}
+    for name, value in arguments.items():
+        newer = RENAMED.get(name)
+        here = newer if newer in known else name
+        if here not in known:
+            raise EnvironmentFault(
+                f"transformers {transformers.__version__} has no training argument {here}; type "
+                "make install, which goes back to the tested version"
+            )
+        named[here] = value
+    return named
 
 
 def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:

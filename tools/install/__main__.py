@@ -4,7 +4,8 @@
     python3 -m tools.install                        make it so
     .venv/bin/python -m tools.install add FILE      add a requirements file to this Python
 
-INSTALLER=pip or uv, TORCH=cpu, cu126 or cu130, TORCH_INDEX=<a mirror of PyTorch's index>.
+INSTALLER=pip or uv, TORCH=cpu, cu126 or cu130, TORCH_INDEX=<a mirror of PyTorch's index>,
+TRANSFORMERS=newest or a version in place of the one that requirements.lock pins.
 
 torch may come from PyTorch's own index, which has builds for a CPU and for several CUDA versions.
 Everything else, torch's own needs included, comes from the user's index. The stamp .venv/.installed
@@ -19,14 +20,16 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VENV = ROOT / ".venv"
+VENV = ROOT / (os.environ.get("INSTALL_INTO") or ".venv")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")  # that the pins have wheels for
 PIN_FILES = (
     "requirements.txt",
@@ -37,7 +40,11 @@ PIN_FILES = (
 INSTALLERS = ("pip", "uv")
 TORCH_BUILDS = ("cpu", "cu126", "cu130")
 TORCH_INDEX = "https://download.pytorch.org/whl"
-VARIABLES = ("TORCH", "TORCH_INDEX", "INSTALLER", "PYTHON")
+VARIABLES = ("TORCH", "TORCH_INDEX", "INSTALLER", "PYTHON", "TRANSFORMERS")
+NEWEST = "newest"
+# what a version of transformers may want newer: with another version, the lock is their least one
+BELOW_TRANSFORMERS = ("huggingface_hub", "tokenizers", "safetensors")
+VERSION = re.compile(r"\d+(\.\d+)+")
 DEFAULT_CUDA = 13  # major version of the CUDA that PyPI's torch 2.13 for Linux is built for
 MAKE_VENV = {
     "pip": [sys.executable, "-m", "venv", str(VENV)],
@@ -50,14 +57,15 @@ ASK_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 def main(words: list[str]) -> int:
     """Check or install; return the exit code."""
     if words == ["--check"]:  # `make install` goes over everything
-        return int(bool(os.environ.get("INSTALL_AGAIN")) or read_stamp() != make_stamp())
+        is_as_pinned = read_stamp().items() >= make_stamp().items()
+        return int(bool(os.environ.get("INSTALL_AGAIN")) or not is_as_pinned)
     if words and (len(words) != 2 or words[0] != "add"):
         raise SystemExit(f"python -m tools.install {' '.join(words)}: {USAGE}")
     refuse_python(version_of(sys.executable))
     refuse_misspelt(os.environ.get("SFT_PLAY_VARIABLES", ""))
     try:
         if words:
-            run([*install_command(sys.executable, "pip"), "-r", words[1]])
+            add(words[1])
         else:
             with one_install_at_a_time():
                 install()
@@ -88,6 +96,24 @@ def refuse_misspelt(names: str) -> None:
             raise SystemExit(f"{name}: make install has no such variable; did you mean {meant[0]}?")
 
 
+def add(name: str) -> None:
+    """Install a requirements file into this Python, and keep its transformers if that is newer.
+
+    Raises SystemExit where the file has a highest version of transformers, and this one is newer.
+    """
+    found, locked = installed_transformers(Path(sys.prefix)), locked_transformers()
+    is_newer = found is not None and locked is not None and numbers(found) > numbers(locked)
+    cap = re.search(r"(?m)^transformers<=(\S+)", (ROOT / name).read_text(encoding="utf-8"))
+    if is_newer and cap and numbers(found) > numbers(cap[1]):
+        raise SystemExit(
+            f"{name} needs transformers {cap[1]} or older, and {sys.prefix} has {found}; type "
+            f"make install, which goes back to {locked}, then this again"
+        )
+    with requirements(found if is_newer else "") as folder:
+        file = folder / name if (folder / name).exists() else ROOT / name
+        run([*install_command(sys.executable, "pip"), "-r", str(file)])
+
+
 def install() -> None:
     """Make .venv, or bring it up to the pins."""
     python = str(VENV / "bin" / "python")
@@ -96,22 +122,111 @@ def install() -> None:
         return  # another make has just done it
     installer = choose(INSTALLERS, "INSTALLER", "pip")
     build = choose(TORCH_BUILDS, "TORCH", "")
+    transformers = choose_transformers()
     reason = why_anew()
     if reason is not None:
-        print(f".venv is made anew: {reason}", flush=True)
+        print(f"{VENV.name} is made anew: {reason}", flush=True)
         remove()
     if not VENV.exists():
-        print(f"installing into .venv with {installer} (a few minutes, once)", flush=True)
+        print(f"installing into {VENV.name} with {installer} (a few minutes, once)", flush=True)
         run(MAKE_VENV[installer])
     forget_half_unpacked()
     cuda = driver_cuda()
     if sys.platform == "linux" and not build:
         tell_size(cuda)
-    for command in install_commands(python, installer, build, has_gpu=cuda is not None):
-        run(command)
-    stamp = json.dumps(make_stamp(version_of(python)), indent=2, sort_keys=True)
-    (VENV / ".installed").write_text(stamp + "\n", encoding="utf-8")
-    print("installed", flush=True)
+    found, locked = installed_transformers(VENV), locked_transformers()
+    if found not in (None, locked) and not transformers:
+        print(
+            f"transformers {found} is replaced by {locked}, which requirements.lock pins; "
+            f"make install TRANSFORMERS={found} keeps it",
+            flush=True,
+        )
+    has_gpu = cuda is not None
+    with requirements(transformers) as folder:
+        for command in install_commands(python, installer, build, has_gpu, folder):
+            run([*command, "--upgrade"] if transformers == NEWEST else command)
+    stamp = make_stamp(version_of(python))
+    if transformers:
+        stamp["transformers"] = installed_transformers(VENV)
+    text = json.dumps(stamp, indent=2, sort_keys=True)
+    (VENV / ".installed").write_text(text + "\n", encoding="utf-8")
+    print("installed" + tell_transformers(stamp, locked), flush=True)
+
+
+def tell_transformers(stamp: dict[str, str], locked: str | None) -> str:
+    """Return what to say of a version of transformers that was asked for, nothing without one."""
+    if "transformers" not in stamp:
+        return ""
+    return (
+        f", with transformers {stamp['transformers']} instead of the {locked} that "
+        "requirements.lock pins; make install without TRANSFORMERS goes back"
+    )
+
+
+def choose_transformers() -> str:
+    """Return newest or a version of transformers, "" for the one that is locked.
+
+    `make install` reads TRANSFORMERS; what any other target mends stays as it was chosen.
+    Raises SystemExit for a version outside the range of requirements.txt.
+    """
+    wanted = os.environ.get("TRANSFORMERS", "")
+    if not os.environ.get("INSTALL_AGAIN"):
+        return read_stamp().get("transformers", "")
+    if wanted in ("", NEWEST):
+        return wanted
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    least, below = re.search(r"(?m)^transformers>=([\d.]+),<([\d.]+)", text).groups()
+    is_version = VERSION.fullmatch(wanted)
+    if not is_version or not numbers(least) <= numbers(wanted) < numbers(below):
+        raise SystemExit(
+            f"TRANSFORMERS={wanted} is not valid; write newest, or a version of at least {least} "
+            f"and below {below}, such as {locked_transformers()}"
+        )
+    return wanted
+
+
+def numbers(version: str) -> list[int]:
+    """Return 5.17.0 as [5, 17, 0], to compare versions."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def locked_transformers() -> str | None:
+    """Return the version of transformers that the lock pins."""
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    found = re.search(r"(?m)^transformers==(\S+)", lock)
+    return found and found[1]
+
+
+def installed_transformers(prefix: Path) -> str | None:
+    """Return the version of transformers in an environment, None where it has none."""
+    found = [
+        metadata.stem.split("-")[1]
+        for metadata in prefix.glob("lib/python*/site-packages/transformers-*.dist-info")
+    ]
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def requirements(transformers: str) -> Iterator[Path]:
+    """Yield a folder with the requirements files; their lock allows `transformers`, if not ""."""
+    if not transformers:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in ROOT.glob("requirements*"):
+            text = file.read_text(encoding="utf-8")
+            if file.suffix == ".lock":
+                text = unlock(text, transformers)
+            (Path(folder) / file.name).write_text(text, encoding="utf-8")
+        yield Path(folder)
+
+
+def unlock(lock: str, transformers: str) -> str:
+    """Return a lock that pins another version of transformers, and newest not at all."""
+    for name in BELOW_TRANSFORMERS:
+        lock = re.sub(rf"(?m)^{name}==", f"{name}>=", lock)
+    pin = "" if transformers == NEWEST else f"transformers=={transformers}"
+    return re.sub(r"(?m)^transformers==.*", pin, lock)
 
 
 def choose(values: tuple[str, ...], name: str, default: str) -> str:
@@ -129,8 +244,10 @@ def run(command: list[str]) -> None:
         raise SystemExit("see what the lines above say, then type make install again")
 
 
-def install_commands(python: str, installer: str, build: str, has_gpu: bool) -> list[list[str]]:
-    """Return the commands that install the pinned packages for an interpreter."""
+def install_commands(
+    python: str, installer: str, build: str, has_gpu: bool, folder: Path = ROOT
+) -> list[list[str]]:
+    """Return the commands that install the requirements files of a folder for an interpreter."""
     install = install_command(python, installer)
     if installer == "pip":
         install += ["--log", str(VENV / "install.log")]
@@ -140,13 +257,13 @@ def install_commands(python: str, installer: str, build: str, has_gpu: bool) -> 
         (torch,) = [pin for pin in pins if pin.startswith("torch==")]
         index = f"{(os.environ.get('TORCH_INDEX') or TORCH_INDEX).rstrip('/')}/{build}"
         commands.append([*install, "--index-url", index, "--no-deps", f"{torch}+{build}"])
-    lock = str(ROOT / "requirements.lock")
-    commands.append([*install, "-r", str(ROOT / "requirements-build.txt"), "-c", lock])
+    lock = str(folder / "requirements.lock")
+    commands.append([*install, "-r", str(folder / "requirements-build.txt"), "-c", lock])
     # DeepSpeed is built against the torch that is there; it compiles its ops when a run needs them
-    rest = str(ROOT / "requirements.txt")
+    rest = str(folder / "requirements.txt")
     commands.append([*install, "--no-build-isolation", "-r", rest])
     if has_gpu and build != "cpu":
-        commands.append([*install, "-r", str(ROOT / "requirements-gpu.txt")])
+        commands.append([*install, "-r", str(folder / "requirements-gpu.txt")])
     return commands
 
 

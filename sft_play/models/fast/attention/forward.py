@@ -46,7 +46,6 @@ def attention_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Forward method of an attention module with rotary embeddings.
@@ -59,7 +58,6 @@ def attention_forward(
             hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             **kwargs,
         )
     query, key, value = _project(self, hidden_states)
@@ -175,7 +173,9 @@ def remove_mask(
     is_packed = named_documents(kwargs) is not None
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
-    if kwargs.get("past_key_values") is not None or not (is_packed or is_plain_step):
+    # the second is its name in newer versions
+    cache = kwargs.get("past_key_values", kwargs.get("cache"))
+    if cache is not None or not (is_packed or is_plain_step):
         return None
     return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
 

@@ -14,8 +14,9 @@ disk too. A proof on a few tokens would choose for those.
 Legend: T tokens of the row.
 """
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from sft_play.models.fast.documents import (
     PackedDocuments,
     watch_documents,
 )
-from sft_play.models.fast.mixers.forward import forward_packed, install_mixer
+from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
 from sft_play.models.fast.mixers.kernels import rebound
 from sft_play.models.fast.proof import TOLERANCES, Forward, Result, Trial
@@ -43,6 +44,22 @@ logger = logging.getLogger(__name__)
 # Share of the change of the first document's output that counts as a leak. Rounding that depends on
 # the other tokens of a batch, as in experts, is far below, and a state is above.
 MIN_LEAK = 0.01
+
+
+@contextlib.contextmanager
+def hiding_documents(decoder: nn.Module) -> Iterator[None]:
+    """Call the mixers that are likely such without what names documents.
+
+    Their own code may reset one of its states by it, or refuse it where it has no kernels.
+    """
+
+    def hide(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
+
+    with contextlib.ExitStack() as hooks:
+        for module in likely_mixers(decoder):
+            hooks.enter_context(module.register_forward_pre_hook(hide, with_kwargs=True))
+        yield
 
 
 def find_mixers(setup: TrainingSetup) -> list[tuple[Trial, list[nn.Module]]]:
@@ -196,7 +213,8 @@ def install_mixers(setup: TrainingSetup) -> int:
 def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
     """Reset mixers from the innermost outwards, until no module leaks."""
     for _ in range(MAX_PASSES):
-        found = find_mixers(setup)
+        with hiding_documents(setup.decoder):
+            found = find_mixers(setup)
         if not found:
             return
         for trial, alike in found:

@@ -12,12 +12,14 @@ Legend: N tokens, H features.
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import Gradients, is_training
 from sft_play.models.float8.format import Quantised
@@ -52,13 +54,22 @@ class LayerRoles:
         return chosen
 
 
-def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def layer_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    *args: Any,
+    is_checkpointed: bool = False,
+    **kwargs: Any,
+) -> Tensor:
     """Forward method of a pre-norm decoder layer: fused in training, its class's own otherwise.
 
     Shapes: (B, T, H) to (B, T, H).
     """
     if args or not is_training(self):
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    if FORWARD_CHECKPOINTS and self.gradient_checkpointing and not is_checkpointed:
+        forward = partial(layer_forward, self, is_checkpointed=True, **kwargs)
+        return self._gradient_checkpointing_func(forward, hidden_states)
     roles: LayerRoles = self.fused_roles
     norm1 = getattr(self, roles.norm1)
     norm2 = getattr(self, roles.norm2)
