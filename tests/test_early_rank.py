@@ -123,6 +123,17 @@ def test_a_process_that_waited_opens_weights_as_a_fresh_one_does(finished) -> No
     assert not psutil.pid_exists(waited)
 
 
+def test_a_process_that_is_not_needed_ends() -> None:
+    program = (
+        "import os; from sft_play.evaluation import opener; opener.start(); "
+        "((pid, _),) = opener._waiting; opener.dismiss(); "
+        "print(os.path.exists(f'/proc/{pid}'))"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"
+
+
 def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeypatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)

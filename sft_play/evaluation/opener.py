@@ -61,6 +61,14 @@ def start() -> None:
     _waiting.append((pid, writing))
 
 
+def dismiss() -> None:
+    """End the process that waits: nothing will be saved that it is to open."""
+    while _waiting:
+        pid, pipe = _waiting.pop()
+        os.close(pipe)
+        os.waitpid(pid, 0)
+
+
 def run(asked: Path, answered: Path, said: Path) -> int:
     """Run the script in the process that waits, else in one that is started now.
 

@@ -61,6 +61,8 @@ def _run(
     is_patched = backend_of(planned.config).patches_transformers
     if may_fork and not is_patched and peers.rank() == 0:
         opener.start()  # first, as it is to know nothing of what comes
+    else:
+        opener.dismiss()
     from sft_play.training import runtime
 
     process = runtime.start(planned, folder)
