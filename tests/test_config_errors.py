@@ -70,6 +70,11 @@ BAD_FILES = [
         "a.yaml:2",
         "train.eval_strategy=never is not valid; write no, steps or epoch",
     ),
+    (
+        "train: {optim: adamw_bnb_8bit}",
+        "a.yaml:1",
+        "optim=adamw_bnb_8bit is not valid; write adamw_8bit",
+    ),
     ("train:\n  optim: adam", "a.yaml:2", "train.optim=adam is not valid; write adamw_torch, "),
     (
         "train:\n  run_name: ../x",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from sft_play.config.messages import word
+from sft_play.config.messages import VALUES, word
 from sft_play.config.present import Line
 from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.unknown import ADVICE, Suggestion, suggest
@@ -32,11 +32,6 @@ MEANINGS: dict[tuple[str, Any], tuple[str, Any]] = {
     ("use_unsloth", True): ("tuning.backend", "unsloth"),
     **{("adapter", mode): ("tuning.mode", mode) for mode in MODES},
     **{("finetuning_type", mode): ("tuning.mode", mode) for mode in MODES},
-}
-# What others call a value of a setting
-VALUES = {
-    ("train.optim", "adamw_bnb_8bit"): "adamw_8bit",
-    ("train.gradient_checkpointing", "unsloth"): True,
 }
 SOURCE_NAMES = {"name": "subset"}  # of Axolotl's datasets
 

@@ -79,6 +79,14 @@ def is_switch(path: str) -> bool:
     return bool in admitted or any("no" in typing.get_args(kind) for kind in admitted)
 
 
+# What others call a value of a setting
+VALUES = {
+    ("train.optim", "adamw_bnb_8bit"): "adamw_8bit",
+    ("train.optim", "adamw_hf"): "adamw_torch",
+    ("train.gradient_checkpointing", "unsloth"): True,
+}
+
+
 def invalid(path: str, located: Located) -> str:
     """Return the message for a value that its setting does not take.
 
@@ -86,7 +94,8 @@ def invalid(path: str, located: Located) -> str:
     """
     value = located.value
     typed = word(value) if located.text is None else _shorten(located.text)
-    write = f"write {wanted(path)}"
+    known = VALUES.get((path, value)) if isinstance(value, str) else None
+    write = f"write {wanted(path) if known is None else word(known)}"
     if value is None and not typed:
         sentence = f" has no value; {write}, or delete the line"
     elif isinstance(value, dict) and not is_structured(path):

@@ -164,7 +164,7 @@ ADVICE = names_by_meaning(
         "the launcher sets it; delete the line": "local_rank",
         "write NUM_GPUS= and NNODES= on the command line": "world_size",
         # what a run writes
-        "upload the folder of a finished run": "hub_model_id push_to_hub",
+        "type make push RUN=<run> REPO=owner/name once it is done": "hub_model_id push_to_hub",
         "write train.early_stopping_patience, in evaluations": "early_stopping",
         "every run writes TensorBoard files (make tensorboard)": (
             "logging_dir tensorboard plot_loss"

@@ -175,7 +175,7 @@ def read_text(path: Path) -> str:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(
             f"model.chat_template={path}: {reason}; write the path of a Jinja file, "
-            "name: and the name of one of the model's, or default"
+            "name: and the name of one of the model's, or default; left out it is the model's own"
         ) from None
 
 
