@@ -8,28 +8,38 @@ from typing import Any
 
 import torch
 from hostile_folders import Damage, config, copied, sparse, weights
-from hostile_tokenizers import template, tokenizer
+from hostile_tokenizers import TOKENS, added, same_ids, template, tokenizer, with_post_processor
 
 from faults.bench import Bench, Fault, Guard, Outcome
 from faults.disks import command_line
 from faults.files import nothing
+from sft_play.data import limits
 from sft_play.errors import ExitClass
 from sft_play.runs import seal
 
 RECIPE = {"TRAIN_LEARNING_RATE": "auto", "TRAIN_EPOCHS": "auto"}  # so that rows are tokenised
 
 
-def planned(damage: Damage) -> Callable[[Bench], Outcome]:
-    """Return an injection: `make plan` of a damaged copy of the tiny model."""
+def of_command(
+    damage: Damage, command: str, prepare: Callable[[], None] = nothing
+) -> Callable[[Bench], Outcome]:
+    """Return an injection: a command meets a damaged copy of the tiny model."""
 
     def inject(bench: Bench) -> Outcome:
         folder = bench.folder / "base"
         shutil.rmtree(folder, ignore_errors=True)
         damage(copied(folder))
         environ = {"CONFIG": "configs/tiny.yaml", "MODEL_NAME": str(folder), **RECIPE}
-        return command_line(bench, ["plan"], environ)
+        environ |= {"RUST_BACKTRACE": "0"}  # a panic has one line before ours
+        environ |= {"TRAIN_OUTPUT_DIR": str(bench.folder), "DATA_CACHE_DIR": str(bench.folder)}
+        return command_line(bench, [command], environ, prepare)
 
     return inject
+
+
+def watch_closely() -> None:
+    """Give a tokenizer a tenth of a second to be loaded."""
+    limits.LOAD_SECONDS = 0.1
 
 
 class Pickled:
@@ -54,9 +64,11 @@ def pickled_state(bench: Bench) -> Outcome:
     return outcome
 
 
-def folder(name: str, injected: str, damage: Damage, guard: Guard, *says: str) -> Fault:
+def folder(
+    name: str, injected: str, damage: Damage, guard: Guard, *says: str, command: str = "plan"
+) -> Fault:
     """Return a row: a model folder is refused."""
-    inject = planned(damage)
+    inject = of_command(damage, command)
     return Fault(name, injected, inject, ExitClass.ENVIRONMENT, says, guard, 10, None, True)
 
 
@@ -112,6 +124,49 @@ ROWS = (
         Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
         "asks for 512 MiB of memory or more",
         "choose another with MODEL_CHAT_TEMPLATE",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-same-ids",
+        "all tokens have one id, on which the library of tokenizers panics",
+        same_ids,
+        Guard("sft_play.data.tokenizer:load_limited", lambda load: load()),
+        "no tokenizer could be loaded: ",
+        "get the model again",
+        command="preview",
+    ),
+    folder(
+        "hostile-slow-tokenizer",
+        "a tokenizer takes longer to load than any does (100,000 pieces; a tenth of a second)",
+        with_post_processor(100_000),
+        Guard("sft_play.data.tokenizer:load_limited", lambda load: load()),
+        "no tokenizer could be loaded: has not ended after",
+        "get the model again",
+    )._replace(inject=of_command(with_post_processor(100_000), "preview", watch_closely)),
+    folder(
+        "hostile-long-token",
+        "an added token has 10,000 characters",
+        tokenizer(added_tokens=[*TOKENS, *added(1, content="a" * 10_000)]),
+        Guard("sft_play.data.limits:MAX_TOKEN_CHARACTERS", 1 << 30),
+        "has 10,000 characters, more than 4,096",
+        "get the model again",
+        command="preview",
+    ),
+    folder(
+        "hostile-many-tokens",
+        "a tokenizer has 70,000 added tokens",
+        tokenizer(added_tokens=[*TOKENS, *added(70_000)]),
+        Guard("sft_play.runs.model_folder:MAX_ADDED", 1 << 30),
+        "is a tokenizer with more than 65536 added tokens",
+        "get the model again",
+    ),
+    folder(
+        "hostile-letter",
+        "the letter a is a special token, which stands in every row",
+        tokenizer(added_tokens=[*TOKENS, *added(1, content="a")]),
+        Guard("sft_play.data.special_text:RenderError", KeyError),
+        "cannot read its tokens (Token `a` out of vocabulary",
+        "allow reads it as the token",
+        command="preview",
     )._replace(exit_class=ExitClass.DATA),
     Fault(
         "pickled-optimizer",
