@@ -1,6 +1,7 @@
 """A rank that is told to stop: when it obeys, what it keeps, and what happens where it cannot."""
 
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -53,7 +54,9 @@ class StopOnSignal(TrainerCallback):
         self._watcher.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            end_children()  # of a data loader
         signal.set_wakeup_fd(self._fd_before)
         self._closed.set()
         os.write(self._write_end, b"\0")  # wakes the thread
@@ -156,3 +159,10 @@ def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
     if stop.stopped:
         return "on request"
     return "by train.stop_after" if stop_after.stopped else None
+
+
+def end_children() -> None:
+    """Kill a data loader's processes: they take no other signal, and one that hangs is awaited."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error for each that is killed
+    for child in multiprocessing.active_children():
+        child.kill()
