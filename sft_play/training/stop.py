@@ -1,7 +1,6 @@
 """A rank that is told to stop: when it obeys, what it keeps, and what happens where it cannot."""
 
 import logging
-import multiprocessing
 import os
 import select
 import signal
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+import psutil
 from transformers import TrainerCallback
 
 from sft_play.evaluation.evaluator import Evaluator
@@ -164,5 +164,5 @@ def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
 def end_children() -> None:
     """Kill a data loader's processes: they take no other signal, and one that hangs is awaited."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error for each that is killed
-    for child in multiprocessing.active_children():
+    for child in psutil.Process().children():
         child.kill()
