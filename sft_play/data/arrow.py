@@ -44,7 +44,8 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
         for batch, file_share in batches:
             if not batch.num_rows:
                 continue
-            row_bytes = sum(_value_bytes(column, file_bytes) for column in batch.columns)
+            sizes = [_value_bytes(column, file_bytes) for column in batch.columns]
+            row_bytes = sum(sizes, np.zeros(batch.num_rows, np.int64))
             decoded_bytes += int(row_bytes.sum()) + batch.num_rows * ROW_BYTES
             reading.refuse_bomb(file_bytes, decoded_bytes, REWRITE, MAX_RATIO)
             start = 0
@@ -60,11 +61,12 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
                 share = file_share * part.num_rows / batch.num_rows
                 if part.num_rows < batch.num_rows:
                     # a copy, because a pickled slice carries its entire batch
-                    part = part.cast(pa.schema(map(_without_view, part.schema))).take(
-                        pa.array(range(part.num_rows))
-                    )
+                    copied = [field.with_type(_without_views(field.type)) for field in part.schema]
+                    part = part.cast(pa.schema(copied)).take(pa.array(range(part.num_rows)))
                 yield part, share
             rows += batch.num_rows
+    except pa.ArrowNotImplementedError as error:
+        raise DataError(f"{path}: its types are not read ({error}); {REWRITE}") from None
     except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -98,9 +100,15 @@ def batch_records(
         yield record
 
 
-def _without_view(field: pa.Field) -> pa.Field:
-    """Return a field of texts that Arrow can copy."""
-    return field.with_type(pa.large_string()) if types.is_string_view(field.type) else field
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """Return the type that Arrow can copy values as: it copies none of texts that are views."""
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.large_list(_without_views(kind.value_type))
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    return kind
 
 
 def _value_bytes(values: pa.Array, file_bytes: int) -> np.ndarray:
