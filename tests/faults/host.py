@@ -3,18 +3,22 @@
 import errno
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
 import markdown
+from run_files import held_by_another
 
 from faults.bench import Bench, Fault, Guard, Outcome
-from faults.files import nothing
+from faults.files import flip, nothing, refused
+from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import ExitClass
 from sft_play.reporting.card_facts import CardFacts, ChosenSetting
 from sft_play.reporting.model_card import card_text
+from sft_play.runs import checkpoints
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
 from sft_play.training.classify import classify
@@ -70,7 +74,49 @@ def no_shared_memory(_: Bench) -> Outcome:
     return Outcome(exit_class, found[exit_class])
 
 
+def damaged_while_it_trains(bench: Bench) -> Outcome:
+    """A run is to go on from another one, which trains and has a damaged checkpoint."""
+    run = bench.copy()
+    newest = run.checkpoints / "checkpoint-3"
+    flip(newest / "optimizer.pt")
+    said: list[str] = []
+    with held_by_another(run.path):
+        chosen = checkpoints.choose(run.path, said.append)
+    assert newest.is_dir(), "another run's checkpoint is renamed"
+    return Outcome(0, "; ".join(said), 3, checkpoints.step_of(chosen))
+
+
+def port_taken(bench: Bench) -> Outcome:
+    """`make serve` on a port on which another program listens."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        address = Address("::1", other.getsockname()[1])
+        assert address.url.startswith("http://[::1]:")
+        return refused(address.refuse_taken)
+
+
 ROWS = (
+    Fault(
+        "damaged-while-it-trains",
+        "a checkpoint of another run, which trains, is damaged; this run is to go on from that one",
+        damaged_while_it_trains,
+        ExitClass.DONE,
+        ("it is skipped, as its run goes on", "the next older one is taken"),
+        Guard("sft_play.runs.lock:refuse_if_held", nothing),
+        10,
+        1,
+        True,
+    ),
+    Fault(
+        "port-taken",
+        "another program listens on the PORT of make serve",
+        port_taken,
+        ExitClass.ENVIRONMENT,
+        ("Address already in use", "set another PORT"),
+        Guard("sft_play.commands.exports:EnvironmentFault", RuntimeError),
+        5,
+        None,
+        True,
+    ),
     Fault(
         "full-shared-memory",
         "/dev/shm, 64 MiB in a container, is full: a data loader, NCCL and a lock fail",
