@@ -12,6 +12,7 @@ import markdown
 from run_files import held_by_another
 
 from faults.bench import Bench, Fault, Guard, Outcome
+from faults.disks import command_line
 from faults.files import flip, nothing, refused
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
@@ -94,7 +95,26 @@ def port_taken(bench: Bench) -> Outcome:
         return refused(address.refuse_taken)
 
 
+def long_warm_up(bench: Bench) -> Outcome:
+    """`make plan` of a run that ends within its warm-up."""
+    environ = {"CONFIG": "configs/tiny.yaml", "TRAIN_WARMUP_STEPS": "1000", "DEVICE": "cpu"}
+    outcome = command_line(bench, ["plan"], {**environ, "TRAIN_LR_SCHEDULER_TYPE": "linear"})
+    _, _, said = outcome.said.partition("train.warmup_steps=1000 ")
+    return Outcome(outcome.exit_class, " ".join(said.split())[:200])
+
+
 ROWS = (
+    Fault(
+        "long-warm-up",
+        "the warm-up is longer than the run, whose steps follow from its rows; make plan is typed",
+        long_warm_up,
+        ExitClass.DONE,
+        ("steps: the run ends at", "lower TRAIN_WARMUP_STEPS"),
+        Guard("sft_play.plan.workload:warm_up_warning", nothing),
+        10,
+        None,
+        True,
+    ),
     Fault(
         "damaged-while-it-trains",
         "a checkpoint of another run, which trains, is damaged; this run is to go on from that one",

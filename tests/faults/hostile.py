@@ -4,11 +4,20 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from hostile_folders import Damage, config, copied, sparse, weights
-from hostile_tokenizers import TOKENS, added, same_ids, template, tokenizer, with_post_processor
+from hostile_folders import Damage, config, copied, sparse, weights, with_values
+from hostile_tokenizers import (
+    TOKENS,
+    added,
+    same_ids,
+    split,
+    template,
+    tokenizer,
+    with_post_processor,
+)
 
 from faults.bench import Bench, Fault, Guard, Outcome
 from faults.disks import command_line
@@ -42,6 +51,11 @@ def watch_closely() -> None:
     limits.LOAD_SECONDS = 0.1
 
 
+def unbounded(one: Any, texts: list[str]) -> list[Any]:
+    """Encode texts however long it takes."""
+    return one.encode_batch(texts)
+
+
 class Pickled:
     """An object whose pickle runs a command."""
 
@@ -52,16 +66,21 @@ class Pickled:
         return os.mkdir, (self.path,)
 
 
-def pickled_state(bench: Bench) -> Outcome:
-    """optimizer.pt is another pickle, and the checkpoint sealed again; the run goes on."""
-    run = bench.copy()
-    shutil.rmtree(run.checkpoints / "checkpoint-3")
-    checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"
-    torch.save(Pickled(str(ran)), checkpoint / "optimizer.pt")
-    seal.seal(checkpoint)
-    outcome = bench.run({"train.max_steps": 3, "train.resume_from": str(run.path)})
-    assert not ran.exists(), "code of the checkpoint was run"
-    return outcome
+def pickled(name: str) -> Callable[[Bench], Outcome]:
+    """Return an injection: a file is another pickle, and the checkpoint sealed again; it goes on."""
+
+    def inject(bench: Bench) -> Outcome:
+        run = bench.copy()
+        shutil.rmtree(run.checkpoints / "checkpoint-3")
+        checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"
+        for file in (name, "training_args.bin"):  # transformers' own, which nothing of ours reads
+            torch.save(Pickled(str(ran)), checkpoint / file)
+        seal.seal(checkpoint)
+        outcome = bench.run({"train.max_steps": 3, "train.resume_from": str(run.path)})
+        assert not ran.exists(), "code of the checkpoint was run"
+        return outcome
+
+    return inject
 
 
 def folder(
@@ -105,7 +124,7 @@ ROWS = (
         "hostile-tokenizer",
         "the tokenizer fails on every row",
         WORDPIECE,
-        Guard("sft_play.data.row_estimates:encode", lambda one, texts: one.encode_batch(texts)),
+        Guard("sft_play.data.row_estimates:encode", unbounded),
         "the tokenizer fails",
         "get the model again",
     )._replace(exit_class=ExitClass.DATA),
@@ -123,6 +142,30 @@ ROWS = (
         template("{{ 'a'|center(10**9) }}"),
         Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
         "asks for 512 MiB of memory or more",
+        "choose another with MODEL_CHAT_TEMPLATE",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-stop",
+        "generation_config.json says that the stop token is a word",
+        with_values("generation_config.json", eos_token_id=["x"]),
+        Guard("sft_play.runs.model_folder:refuse_wrong_stops", nothing),
+        "generation_config.json: eos_token_id=['x'] is no token's id",
+        "get the model again",
+    ),
+    folder(
+        "hostile-pattern",
+        "a pattern of the tokenizer backtracks for ever",
+        tokenizer(pre_tokenizer=split(r"(.*)*\d\d\d\d$")),
+        Guard("sft_play.data.row_estimates:encode", unbounded),
+        "the tokenizer fails (Onig: Regex search error: retry-limit-in-match over)",
+        "get the model again",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-template",
+        "the chat template is nested 250 deep",
+        template("{{ " + "(" * 250 + "1" + ")" * 250 + " }}"),
+        Guard("sft_play.data.templates:limited", contextlib.nullcontext),
+        "is nested too deeply, or calls itself",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
     folder(
@@ -168,15 +211,17 @@ ROWS = (
         "allow reads it as the token",
         command="preview",
     )._replace(exit_class=ExitClass.DATA),
-    Fault(
-        "pickled-optimizer",
-        "optimizer.pt is a pickle that runs a command, and its folder sealed again",
-        pickled_state,
-        ExitClass.CHECKPOINT,
-        ("is a pickle that could run any code", "choose another checkpoint"),
-        Guard("sft_play.training.checkpoints:loading_plain", contextlib.nullcontext),
-        30,
-        None,
-        True,
+    *(
+        Fault(
+            f"pickled-{Path(name).stem.replace('_', '-')}",
+            f"{name} is a pickle that runs a command, and its folder sealed again",
+            pickled(name),
+            ExitClass.CHECKPOINT,
+            ("is a pickle that could run any code", "choose another checkpoint"),
+            Guard("sft_play.training.checkpoints:loading_plain", contextlib.nullcontext),
+            30,
+            is_quick=name == "optimizer.pt",
+        )
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     ),
 )
