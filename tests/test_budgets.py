@@ -29,22 +29,22 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_150,
-    "commands": 19_850,
+    "commands": 19_950,
     "compat": 1_300,
     "config": 22_750,
-    "data": 62_100,
+    "data": 62_850,
     "evaluation": 10_550,
     "inference": 16_400,
     "models": 90_700,
     "monitor": 8_450,
     "notebooks": 15_050,
-    "plan": 44_900,
+    "plan": 45_000,
     "reporting": 11_950,
-    "runs": 14_250,
-    "training": 43_050,
+    "runs": 14_350,
+    "training": 43_100,
 }
 FILES = 313
-FUNCTIONS = 3_700
+FUNCTIONS = 3_710
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

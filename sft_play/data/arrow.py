@@ -142,7 +142,7 @@ def _value_bytes(values: pa.Array, file_bytes: int) -> np.ndarray:
         if types.is_fixed_size_list(kind):
             starts = (np.arange(count) + values.offset) * kind.list_size
             stops = starts + kind.list_size
-        elif types.is_list_view(kind) or types.is_large_list_view(kind):
+        elif hasattr(values, "sizes"):  # views
             starts = np.asarray(values.offsets)
             stops = starts + np.asarray(values.sizes)
         else:

@@ -59,11 +59,8 @@ def limited(what: str = "the chat template", remedy: str = REMEDY) -> Iterator[N
     _began = time.process_time(), _peak_bytes()
     signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
     try:
-        if _is_held:
+        with allocating_little():
             yield
-        else:
-            with allocating_little():
-                yield
     except _Stopped as error:
         raise DataError(str(error)) from None
     except MemoryError:
@@ -82,7 +79,8 @@ def limited(what: str = "the chat template", remedy: str = REMEDY) -> Iterator[N
 def allocating_little() -> Iterator[None]:
     """Let the system refuse MAX_GROWN_BYTES more inside: for many renderings, as it takes 20 µs."""
     global _is_held
-    if threading.current_thread() is not threading.main_thread():  # they would undo each other's
+    # other threads would undo each other's
+    if _is_held or threading.current_thread() is not threading.main_thread():
         yield
         return
     allowed = resource.getrlimit(resource.RLIMIT_DATA)

@@ -19,7 +19,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.limits import load_limited
 from sft_play.data.template_sources import FindFile, find_template
-from sft_play.errors import EnvironmentFault, first_line
+from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
 from sft_play.runs.model_folder import read_object
@@ -137,6 +137,9 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
         tokenizer = load_limited(load)
     # The tokenizers library raises plain Exceptions, and transformers many kinds of them
     except Exception as error:
+        known = of_os_error(error) if isinstance(error, OSError) else None
+        if known is not None:  # such as a full disk of the hub's cache
+            raise known from error
         reason = why_not_loaded(model.name, find, error)
         raise EnvironmentFault(
             f"model.name={model.name}: no tokenizer could be loaded: {reason}"

@@ -19,7 +19,7 @@ from hostile_tokenizers import (
     with_post_processor,
 )
 
-from faults.bench import Bench, Fault, Guard, Outcome
+from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
 from faults.disks import command_line
 from faults.files import nothing
 from sft_play.data import limits
@@ -81,6 +81,24 @@ def pickled(name: str) -> Callable[[Bench], Outcome]:
         return outcome
 
     return inject
+
+
+def pickled_of_zero3(bench: Bench) -> Outcome:
+    """The optimizer state of one of two ranks under ZeRO-3 is another pickle; the run goes on."""
+    settings = {**EVERY_STEP, "train.max_steps": 3, "train.packing": False}
+    engine = {"num_gpus": 2, "deepspeed_config": "configs/deepspeed_zero3.json"}
+    run = bench.plan(settings, **engine)
+    assert bench.carry_through(run, 2) == 0
+    shutil.rmtree(run.checkpoints / "checkpoint-3")
+    checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"
+    (state,) = checkpoint.rglob("*rank_1*optim_states.pt")
+    torch.save(Pickled(str(ran)), state)
+    seal.seal(checkpoint)
+    again = bench.plan({**settings, "train.resume_from": str(run.path)}, **engine)
+    bench.inject_now()
+    code = bench.carry_through(again, 2)
+    assert not ran.exists(), "code of the checkpoint was run"
+    return bench.outcome(again, code, "")
 
 
 def folder(
@@ -211,6 +229,15 @@ ROWS = (
         "allow reads it as the token",
         command="preview",
     )._replace(exit_class=ExitClass.DATA),
+    Fault(
+        "pickled-zero3",
+        "the optimizer state of a rank under ZeRO-3 is a pickle that runs a command",
+        pickled_of_zero3,
+        ExitClass.CHECKPOINT,
+        ("is a pickle that could run any code", "choose another checkpoint"),
+        Guard("sft_play.training.checkpoints:loading_plain", contextlib.nullcontext),
+        60,
+    ),
     *(
         Fault(
             f"pickled-{Path(name).stem.replace('_', '-')}",
