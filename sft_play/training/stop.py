@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
-import psutil
+import torch
 from transformers import TrainerCallback
 
 from sft_play.evaluation.evaluator import Evaluator
@@ -54,9 +54,8 @@ class StopOnSignal(TrainerCallback):
         self._watcher.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            end_children()  # of a data loader
+    def __exit__(self, *error: object) -> None:
+        end_children()
         signal.set_wakeup_fd(self._fd_before)
         self._closed.set()
         os.write(self._write_end, b"\0")  # wakes the thread
@@ -162,7 +161,8 @@ def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
 
 
 def end_children() -> None:
-    """Kill a data loader's processes: they take no other signal, and one that hangs is awaited."""
+    """Kill a data loader's processes: they take no other signal, and Python awaits them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error for each that is killed
-    for child in psutil.Process().children():
-        child.kill()
+    for child in torch.multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

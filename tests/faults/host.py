@@ -1,6 +1,7 @@
 """Faults of what is around a run: the folder of the call, names of files, shared memory, HOME."""
 
 import errno
+import os
 import re
 import shutil
 import socket
@@ -11,8 +12,8 @@ from unittest.mock import patch
 import markdown
 from run_files import held_by_another
 
-from faults.bench import Bench, Fault, Guard, Outcome
-from faults.disks import command_line
+from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
+from faults.disks import command_line, disk, make_read_only
 from faults.files import flip, nothing, refused
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
@@ -103,7 +104,33 @@ def long_warm_up(bench: Bench) -> Outcome:
     return Outcome(outcome.exit_class, " ".join(said.split())[:200])
 
 
+def live_in(folder: Path) -> None:
+    """Have a home, where torch keeps what it compiles."""
+    os.environ["HOME"] = str(folder)
+    os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+
+
+def home_read_only(bench: Bench) -> Outcome:
+    """Two ranks under DeepSpeed have a HOME that nobody can write."""
+    settings = {**EVERY_STEP, "train.max_steps": 2, "train.packing": False}
+    run = bench.plan(settings, num_gpus=2, deepspeed_config="configs/deepspeed_zero2.json")
+    with disk(bench.folder / "home", 1) as home:
+        make_read_only(home)
+        bench.inject_now()
+        (code,) = set(bench.ends(bench.start(run, 2, live_in, home)))
+    return bench.outcome(run, code, "")
+
+
 ROWS = (
+    Fault(
+        "home-read-only",
+        "HOME is read-only, as in many containers, and DeepSpeed compiles",
+        home_read_only,
+        ExitClass.ENVIRONMENT,
+        ("Read-only file system", "set TORCH_EXTENSIONS_DIR to a folder that can be written"),
+        Guard("sft_play.training.deepspeed_start:EnvironmentFault", RuntimeError),
+        60,
+    ),
     Fault(
         "long-warm-up",
         "the warm-up is longer than the run, whose steps follow from its rows; make plan is typed",

@@ -108,7 +108,7 @@ def hang_in_the_loader(path: Path) -> None:
         path.write_text(str(os.getpid()))
         time.sleep(10 * SECONDS)
 
-    multiprocessing.set_start_method("fork", force=True)  # as in a rank of a launcher
+    load_as_a_launched_rank()
     trainer.collate_for_step = hang
 
 
@@ -189,6 +189,18 @@ def failing(prepare: Callable[..., None], *words: Any) -> Callable[[Bench], Outc
     return inject
 
 
+def loading_to_the_end(bench: Bench) -> Outcome:
+    """A run whose batches are loaded by a process of their own comes to its end."""
+    run = bench.plan({**MANY, "train.max_steps": 2, "train.dataloader_num_workers": 1})
+    (rank,) = bench.start(run, 1, load_as_a_launched_rank)
+    return bench.outcome(run, wait_for(rank, 40), "")
+
+
+def load_as_a_launched_rank() -> None:
+    """Fork the processes that load batches, which a rank of the fork server would not."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def skipped_by_both(bench: Bench) -> Outcome:
     """A loss of rank 1 is NaN, and both leave the step out."""
     changes = {**TWO, "train.max_steps": 5, "train.on_nonfinite": "skip", **QUIET}
@@ -264,6 +276,16 @@ ROWS = (
         ("the loader is gone",),
         Guard("sft_play.stops:end_with_parent", nothing),
         10,
+    ),
+    Fault(
+        "loader-at-the-end",
+        "a run ends while the process that loads its batches waits for more",
+        loading_to_the_end,
+        ExitClass.DONE,
+        (),
+        Guard("sft_play.training.stop:end_children", nothing),
+        40,
+        loses=0,
     ),
     Fault(
         "ctrl-c-twice",
