@@ -52,7 +52,7 @@ class Stage:
         parts = []
         if self.total is not None:
             parts.append(f"{in_short(self.done)}/{in_short(self.total)} {self.unit}")
-        if self.total is None or self.done == 0:
+        if self.total is None or self.done in (0, self.total):  # of a compressed file rows go on
             parts.append(f"{duration(seconds)} so far")
         else:
             rate = self.done / max(seconds, 1e-9)

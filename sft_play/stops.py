@@ -112,14 +112,16 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore(number: int = 0) -> None:
-    """Leave signals to the parent: a terminal and batch systems send them to every process.
+def leave_to_parent(number: int = 0) -> None:
+    """Leave signals to the parent, and end with it.
 
-    As torch calls it in data loaders, with their number.
+    A terminal and batch systems send them to every process. torch calls it in data loaders, with
+    their number.
     """
     signal.set_wakeup_fd(-1)  # the parent's, which a fork has inherited
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 def leave() -> None:

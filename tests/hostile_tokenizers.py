@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from hostile_folders import (
@@ -14,6 +15,9 @@ from hostile_folders import (
     with_text,
     with_values,
 )
+
+TEXT = json.loads((BASE / "tokenizer.json").read_text())
+MODEL, TOKENS = TEXT["model"], TEXT["added_tokens"]
 
 
 def tokenizer(**values: Any) -> Damage:
@@ -40,10 +44,22 @@ def added(count: int, **values: Any) -> list[dict[str, Any]]:
     return [{"id": 3000 + n, "content": f"<{n}>", **facts, **values} for n in range(count)]
 
 
+def same_ids(folder: Path) -> None:
+    """Give all tokens one id."""
+    tokenizer(model={**MODEL, "vocab": dict.fromkeys(MODEL["vocab"], 5)})(folder)
+
+
+def with_post_processor(pieces: int) -> Damage:
+    """Return a damage: a template of so many pieces is put around each text."""
+    piece = {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
+    tokens = {"<|end|>": {"id": "<|end|>", "ids": [1], "tokens": ["<|end|>"]}}
+    single = {"type": "TemplateProcessing", "single": [piece] * pieces, "pair": []}
+    return tokenizer(post_processor={**single, "special_tokens": tokens})
+
+
 def tokenizers() -> dict[str, Damage]:
     """Return damages of tokenizer.json by name."""
-    text = json.loads((BASE / "tokenizer.json").read_text())
-    model, tokens = text["model"], text["added_tokens"]
+    model, tokens = MODEL, TOKENS
     nested = {"type": "Sequence", "normalizers": []}
     for _ in range(100):
         nested = {"type": "Sequence", "normalizers": [nested]}
@@ -62,14 +78,14 @@ def tokenizers() -> dict[str, Damage]:
         "explode-prepend": tokenizer(normalizer={"type": "Prepend", "prepend": "a" * 10_000_000}),
         "normalizer-nested": tokenizer(normalizer=nested),
         "normalizer-unknown": tokenizer(normalizer={"type": "Nothing"}),
-        "post-huge": tokenizer(post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|end|>", "type_id": 0}}] * 10**6, "pair": [], "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [1], "tokens": ["<|end|>"]}}}),
+        "post-huge": with_post_processor(10**6),
         "vocab-text": tokenizer(model={**model, "vocab": "x"}),
         "vocab-list": tokenizer(model={**model, "vocab": [1]}),
         "vocab-values": tokenizer(model={**model, "vocab": {"a": "b"}}),
         "vocab-negative": tokenizer(model={**model, "vocab": {"a": -1}}),
         "vocab-huge-id": tokenizer(model={**model, "vocab": {**model["vocab"], "zz": 2**32 - 1}}),
         "vocab-empty": tokenizer(model={**model, "vocab": {}, "merges": []}),
-        "vocab-same-ids": tokenizer(model={**model, "vocab": dict.fromkeys(model["vocab"], 5)}),
+        "vocab-same-ids": same_ids,
         "merges-nothing": tokenizer(model={**model, "merges": [["qq", "zz"]]}),
         "merges-text": tokenizer(model={**model, "merges": "x"}),
         "merges-number": tokenizer(model={**model, "merges": [5]}),

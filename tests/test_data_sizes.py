@@ -290,3 +290,33 @@ def test_a_long_text_is_several_documents(tmp_path: Path, monkeypatch: pytest.Mo
     for chunk in read_chunks(tmp_path / "a.txt"):
         texts += [record["text"] for record in parse_records(chunk)]
     assert len(texts) > 2 and "".join(texts) == (tmp_path / "a.txt").read_text()
+
+
+VIEWS = {
+    "texts within lists": pa.array([["a"], None, ["b", "c"]] * 9, pa.list_(pa.string_view())),
+    "texts within structs": pa.array(
+        [{"a": "b"}, None, {"a": None}] * 9, pa.struct([("a", pa.string_view())])
+    ),
+    "lists": pa.array([["a"], None, ["b", "c"]] * 9, pa.list_view(pa.string())),
+}
+
+
+@pytest.mark.parametrize("column", VIEWS.values(), ids=VIEWS)
+def test_views_as_polars_writes_them_are_read_in_parts(column: pa.Array, tmp_path: Path) -> None:
+    table = pa.table({"text": column})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    chunks = list(read_chunks(tmp_path / "a.arrow", 5))
+    assert [len(chunk.numbers) for chunk in chunks] == [5] * 5 + [2]
+    values = [record["text"] for chunk in chunks for record in parse_records(chunk)]
+    absent = [value if value != {"a": None} else {} for value in column.to_pylist()]
+    assert values == absent
+
+
+def test_types_that_arrow_cannot_copy_are_told_in_words(tmp_path: Path) -> None:
+    ends = pa.array([10, 20], pa.int32())
+    table = pa.table({"text": pa.RunEndEncodedArray.from_arrays(ends, ["a", "b"])})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(DataError, match=r"a.arrow: its types are not read .*; write them as JSON"):
+        list(read_chunks(tmp_path / "a.arrow", 5))

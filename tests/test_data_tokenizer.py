@@ -1,11 +1,14 @@
 """sft_play.data.tokenizer: which chat template a run has."""
 
+import errno
+
 import pytest
+from transformers import AutoTokenizer
 
 from sft_play.config.schema import Config
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, ExitClass, SftPlayError
 
 
 def template(base, setting: str | None) -> str:
@@ -32,6 +35,16 @@ def test_a_template_that_cannot_be_read_is_named(
         (tmp_path / "own.jinja").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"model.chat_template=.*own.jinja: {reason}"):
         template(tiny_base, str(tmp_path / "own.jinja"))
+
+
+def test_a_full_disk_of_the_hubs_cache_is_no_fault_of_the_tokenizers_files(monkeypatch) -> None:
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/tokenizer.json")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fill)
+    with pytest.raises(SftPlayError, match=r"/cache/tokenizer.json; free some space") as caught:
+        load_tokenizer(Config.model_validate({"model": {"name": "owner/name"}}))
+    assert caught.value.exit_class == ExitClass.DISK_FULL
 
 
 def test_a_run_and_its_use_have_the_template_of_the_config_and_the_stamp_says_so(

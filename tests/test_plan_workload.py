@@ -57,6 +57,17 @@ def test_steps_follow_from_rows_epochs_and_the_effective_batch(
     assert (found.steps, found.epochs) == (steps, pytest.approx(epochs))
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:
+    long = ("train.warmup_steps=50", "train.epochs=1")
+    assert work_of(*long, "train.lr_scheduler_type=linear").warning == (
+        "train.warmup_steps=50 of 38 steps: the run ends at 76 % of its learning rate; lower "
+        "TRAIN_WARMUP_STEPS (under 1 it is a fraction of the run)"
+    )
+    assert work_of(*long, "train.lr_scheduler_type=constant").warning is None
+    assert work_of("train.warmup_steps=38", "train.epochs=1").warning is None
+    assert work_of("train.warmup_steps=0.5", "train.epochs=0.01").warning is None
+
+
 def test_hours_are_steps_of_these_rows() -> None:
     found = work_of("train.epochs=2")
     assert found.gpu_hours == pytest.approx(2 * found.seconds / 3600)

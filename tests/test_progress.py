@@ -27,6 +27,8 @@ def test_a_line_has_count_rate_and_time_left():
     clock.seconds = 30.0
     stage.advance(96)
     assert stage.line() == "generating answers: 96/128 answers, 3.2 answers/s, 10 s left"
+    stage.advance(32)  # as of a compressed file, which is read before its rows are
+    assert stage.line() == "generating answers: 128/128 answers, 30 s so far"
 
 
 def test_a_stage_without_a_count_says_what_it_measures():

@@ -7,6 +7,7 @@ of the machine can read.
 
 import importlib.util
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,6 +98,24 @@ class Address:
         refuse(words.problems)
         return cls(words.text("BIND") or LOOPBACK, port or PORT)
 
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        return f"http://{host}:{self.port}"
+
+    def refuse_taken(self) -> None:
+        """Raise EnvironmentFault where nobody can listen: a server says so after it has loaded."""
+        try:
+            family, *_, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"BIND={self.host} PORT={self.port}: {error.strerror}; set another PORT, or as "
+                "BIND an address of this machine"
+            ) from None
+
 
 def serve(call: Call) -> None:
     """Become a server of a run's export: vLLM, transformers' own, or that of llama-cpp-python."""
@@ -104,13 +123,14 @@ def serve(call: Call) -> None:
     folder = chosen_export(call, run, SERVED)
     address = Address.read(call)
     launch = server_of(folder, address, use.inference_device(call))
+    address.refuse_taken()
     print("\n".join(lines_of(folder, address, launch, run.name)), flush=True)
     execute(launch, call.environ)
 
 
 def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[str]:
     """Return what is printed before the server takes over."""
-    url = f"http://{address.host}:{address.port}"
+    url = address.url
     lines = [
         " ".join(launch.argv),
         f"serves {folder} at {url}/v1; make check-server RUN={run} URL={url} "

@@ -6,6 +6,7 @@ Reads them as record batches, and batches as records. Loads no torch.
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from sft_play import reading
 from sft_play.data.rows import Json, UnreadableRecord, shorten
@@ -22,6 +24,7 @@ from sft_play.errors import DataError
 BatchOfFile = tuple[pa.RecordBatch, float]  # rows, and the fraction of their file
 MAX_RATIO = 2000  # a text that all rows share is stored once
 ROW_BYTES = 64  # of a row without values; Python takes more
+VALUE_BYTES = 8  # of a number, a null or an element of a list, at least
 VIEW_BYTES = 16
 MAX_BATCH_BYTES = 64 << 20
 REWRITE = "write them as JSON lines, compressed with gzip or zstd at most"
@@ -41,17 +44,29 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
         for batch, file_share in batches:
             if not batch.num_rows:
                 continue
-            decoded_bytes += max(_decoded_bytes(batch), batch.num_rows * ROW_BYTES)
+            sizes = [_value_bytes(column, file_bytes) for column in batch.columns]
+            row_bytes = sum(sizes, np.zeros(batch.num_rows, np.int64))
+            decoded_bytes += int(row_bytes.sum()) + batch.num_rows * ROW_BYTES
             reading.refuse_bomb(file_bytes, decoded_bytes, REWRITE, MAX_RATIO)
-            for part in _split(batch, max_rows, max_bytes, rows, path):
+            start = 0
+            while start < batch.num_rows:
+                ends = np.cumsum(row_bytes[start : start + max_rows])
+                if ends[0] > MAX_LINE_BYTES:
+                    raise DataError(
+                        f"{path}[{rows + start}]: a row of {ends[0]:,} bytes, more than "
+                        f"{MAX_LINE_BYTES >> 20} MiB; split it, or leave it out"
+                    )
+                part = batch.slice(start, max(1, int(np.searchsorted(ends, max_bytes, "right"))))
+                start += part.num_rows
                 share = file_share * part.num_rows / batch.num_rows
                 if part.num_rows < batch.num_rows:
                     # a copy, because a pickled slice carries its entire batch
-                    part = part.cast(pa.schema(map(_without_view, part.schema))).take(
-                        pa.array(range(part.num_rows))
-                    )
+                    copied = [field.with_type(_without_views(field.type)) for field in part.schema]
+                    part = part.cast(pa.schema(copied)).take(pa.array(range(part.num_rows)))
                 yield part, share
             rows += batch.num_rows
+    except pa.ArrowNotImplementedError as error:
+        raise DataError(f"{path}: its types are not read ({error}); {REWRITE}") from None
     except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -85,45 +100,62 @@ def batch_records(
         yield record
 
 
-def _split(
-    batch: pa.RecordBatch, max_rows: int, max_bytes: int, row: int, path: Path
-) -> Iterator[pa.RecordBatch]:
-    """Yield the parts of a batch that begins with row number `row`. Raises DataError."""
-    size = _decoded_bytes(batch)
-    if batch.num_rows == 1 and size > MAX_LINE_BYTES:
-        raise DataError(
-            f"{path}[{row}]: a row of {size:,} bytes, more than {MAX_LINE_BYTES >> 20} MiB; "
-            "split it, or leave it out"
-        )
-    if batch.num_rows > 1 and (batch.num_rows > max_rows or size > max_bytes):
-        half = batch.num_rows // 2
-        for start, part in ((0, batch.slice(0, half)), (half, batch.slice(half))):
-            yield from _split(part, max_rows, max_bytes, row + start, path)
-    else:
-        yield batch
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """Return the type that Arrow can copy values as: it copies none of texts that are views."""
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.large_list(_without_views(kind.value_type))
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    return kind
 
 
-def _without_view(field: pa.Field) -> pa.Field:
-    """Return a field of texts that Arrow can copy."""
-    return field.with_type(pa.large_string()) if pa.types.is_string_view(field.type) else field
+def _value_bytes(values: pa.Array, file_bytes: int) -> np.ndarray:
+    """Return the bytes of each value (N,) int64 where each is stored by itself.
 
-
-def _decoded_bytes(values: pa.RecordBatch | pa.Array) -> int:
-    """Return the bytes of values where each is stored by itself."""
-    if isinstance(values, pa.RecordBatch):
-        return sum(map(_decoded_bytes, values.columns))
-    kind = values.type
-    if pa.types.is_dictionary(kind):
-        sizes = pc.binary_length(values.dictionary).take(values.indices)
-        return pc.sum(sizes).as_py() or 0
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+    Raises OSError where there are too many for their file.
+    """
+    count, kind = len(values), values.type
+    if not count:
+        return np.zeros(0, np.int64)
+    reading.refuse_bomb(file_bytes, count * VALUE_BYTES, REWRITE, MAX_RATIO)
+    of_parts = partial(_value_bytes, file_bytes=file_bytes)
+    if isinstance(values, pa.ExtensionArray):
+        return of_parts(values.storage)
+    if types.is_struct(kind):
+        return sum(map(of_parts, values.flatten()), np.zeros(count, np.int64))
+    if types.is_dictionary(kind):
+        sizes = np.append(of_parts(values.dictionary), 0)  # null is the last
+        return sizes[values.indices.cast(pa.int64()).fill_null(len(sizes) - 1)]
+    if types.is_run_end_encoded(kind):
+        lengths = np.diff(values.run_ends, prepend=0)
+        return np.repeat(of_parts(values.values), lengths)[values.offset :][:count]
+    if types.is_union(kind):
+        sizes, codes = np.zeros(count, np.int64), np.asarray(values.type_codes)
+        for number, code in enumerate(kind.type_codes):
+            (rows,) = np.nonzero(codes == code)
+            places = np.asarray(values.offsets)[rows] if kind.mode == "dense" else rows
+            sizes[rows] = of_parts(values.field(number))[places]
+        return sizes
+    if types.is_nested(kind):
+        if types.is_fixed_size_list(kind):
+            starts = (np.arange(count) + values.offset) * kind.list_size
+            stops = starts + kind.list_size
+        elif hasattr(values, "sizes"):  # views
+            starts = np.asarray(values.offsets)
+            stops = starts + np.asarray(values.sizes)
+        else:
+            starts, stops = values.offsets[:-1], values.offsets[1:]
+        ends = np.append(0, np.cumsum(of_parts(values.values) + VALUE_BYTES))
+        return ends[stops] - ends[starts]
+    if types.is_string_view(kind) or types.is_binary_view(kind):
         views = np.frombuffer(values.buffers()[1], np.int32)[:: VIEW_BYTES // 4]
-        return int(views[values.offset : values.offset + len(values)].sum())
-    if pa.types.is_struct(kind):
-        return sum(map(_decoded_bytes, values.flatten()))
-    if pa.types.is_nested(kind) and not pa.types.is_map(kind) and not pa.types.is_union(kind):
-        return _decoded_bytes(values.flatten())
-    return values.nbytes
+        return views[values.offset :][:count].astype(np.int64)
+    try:
+        return pc.binary_length(values).fill_null(0).to_numpy().astype(np.int64)
+    except pa.ArrowNotImplementedError:  # no text
+        return np.full(count, max(VALUE_BYTES, values.nbytes // count))
 
 
 def _read_parquet(path: Path, max_rows: int) -> Iterator[BatchOfFile]:
@@ -158,8 +190,8 @@ def _may_explode(
             continue
         path = column.path_in_schema
         values = next(coded.iter_batches(1, row_groups=[number], columns=[path])).column(0)
-        while pa.types.is_nested(values.type):
-            is_struct = pa.types.is_struct(values.type)
+        while types.is_nested(values.type):
+            is_struct = types.is_struct(values.type)
             values = values.field(0) if is_struct else values.values
         longest = pc.max(pc.binary_length(values.dictionary)).as_py() or longest
         if longest * in_batch > MAX_BATCH_BYTES:
@@ -179,7 +211,8 @@ def _read_arrow(path: Path) -> Iterator[BatchOfFile]:
         source.seek(8 if is_file else 0)
         messages = pa.ipc.MessageReader.open_stream(source)
         reading.refuse_bomb(source.size(), sum(map(_stated_bytes, messages)), REWRITE, MAX_RATIO)
-        source.seek(0)
+    # What is mapped ends the process once another program cuts the file off
+    with pa.OSFile(str(path)) as source:
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _check_names(path, reader.schema.names)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
@@ -234,9 +267,9 @@ def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | N
     """
     if isinstance(kind, pa.JsonType):
         return _parse_content if name in ("content", "value", "text") else _parse_json_value
-    if pa.types.is_struct(kind):
+    if types.is_struct(kind):
         readers = {field.name: _value_reader(field.type, field.name) for field in kind}
-        empty = {field.name for field in kind if pa.types.is_null(field.type)}
+        empty = {field.name for field in kind if types.is_null(field.type)}
 
         def read_struct(value: Json) -> Json:
             """Return the keys that the row has."""
@@ -253,7 +286,9 @@ def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | N
             return read
 
         return read_struct
-    if not pa.types.is_nested(kind) or pa.types.is_map(kind) or pa.types.is_union(kind):
+    if types.is_run_end_encoded(kind):
+        return _value_reader(kind.value_type, name)
+    if not types.is_nested(kind) or types.is_map(kind) or types.is_union(kind):
         return None
     read_element = _value_reader(kind.value_type)
     if read_element is None:

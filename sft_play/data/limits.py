@@ -11,10 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+from sft_play.data.rows import shorten
 from sft_play.errors import DataError, first_line
 
 # A template writes a long conversation in some milliseconds
@@ -26,7 +27,12 @@ REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
 # Of an encoding, beside those above, for each character: ten times what any tokenizer takes
 CHARACTER_SECONDS = 1e-5
 CHARACTER_BYTES = 512
+# Of loading a tokenizer; the largest take some seconds, a conversion a minute
+LOAD_SECONDS = 300.0
+LOAD_BYTES = 8 << 30
+MAX_TOKEN_CHARACTERS = 4096  # of an added token; every text is searched for it
 STATM = "/proc/self/statm"  # in pages; the sixth number is what RLIMIT_DATA counts
+Result = TypeVar("Result")
 _began = (0.0, 0)  # CPU seconds and peak of memory before what is rendered
 _is_held = False
 _stopping = ("", "")  # what is rendered, and what to do where it is stopped
@@ -53,11 +59,8 @@ def limited(what: str = "the chat template", remedy: str = REMEDY) -> Iterator[N
     _began = time.process_time(), _peak_bytes()
     signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
     try:
-        if _is_held:
+        with allocating_little():
             yield
-        else:
-            with allocating_little():
-                yield
     except _Stopped as error:
         raise DataError(str(error)) from None
     except MemoryError:
@@ -76,7 +79,8 @@ def limited(what: str = "the chat template", remedy: str = REMEDY) -> Iterator[N
 def allocating_little() -> Iterator[None]:
     """Let the system refuse MAX_GROWN_BYTES more inside: for many renderings, as it takes 20 µs."""
     global _is_held
-    if threading.current_thread() is not threading.main_thread():  # they would undo each other's
+    # other threads would undo each other's
+    if _is_held or threading.current_thread() is not threading.main_thread():
         yield
         return
     allowed = resource.getrlimit(resource.RLIMIT_DATA)
@@ -127,6 +131,50 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
 
 
+def run_limited(call: Callable[[], Result], most_seconds: float, most_bytes: int) -> Result:
+    """Return the result of a call that cannot be interrupted; leave it where it takes more.
+
+    It runs on a thread of its own. Raises: its error, DataError for a limit.
+    """
+    found: list[Result] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # noqa: BLE001 - panics of Rust are no Exceptions
+            failed.append(error)
+
+    began = time.process_time(), _peak_bytes()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(TICK_SECONDS)
+        words = _overstepped(began, most_seconds, most_bytes)
+        if words and thread.is_alive():
+            raise DataError(words)
+    if not failed:
+        return found[0]
+    (error,) = failed
+    raise error if isinstance(error, Exception) else RuntimeError(first_line(error)) from error
+
+
+def load_limited(load: Callable[[], Result]) -> Result:
+    """Return the tokenizer that a call loads from files that anyone may have made.
+
+    Raises: its error; ValueError where it takes too much, or a token is too long to be meant.
+    """
+    tokenizer = run_limited(load, LOAD_SECONDS, LOAD_BYTES)
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    longest = max(map(str, backend.get_added_tokens_decoder().values()), key=len, default="")
+    if len(longest) > MAX_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"the added token {shorten(longest)!r} has {len(longest):,} characters, more than "
+            f"{MAX_TOKEN_CHARACTERS:,}"
+        )
+    return tokenizer
+
+
 def encode(
     tokenizer: Any,
     texts: Sequence[str],
@@ -135,31 +183,16 @@ def encode(
 ) -> list[Any]:
     """Return the encodings of texts by a tokenizer of the library `tokenizers`.
 
-    Its code cannot be interrupted: it runs on a thread of its own, which is left where it takes
-    longer, or more memory, than any tokenizer. Raises: DataError.
+    Raises: DataError where it fails, or takes longer, or more memory, than any tokenizer.
     """
     call = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     tokenizer.no_truncation()  # earlier code, or its file, may have set these two
     tokenizer.no_padding()
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call(texts, add_special_tokens=add_special_tokens))
-        except BaseException as error:  # noqa: BLE001 - its panics are no Exceptions
-            found.append(error)
-
-    began = time.process_time(), _peak_bytes()
+    call = functools.partial(call, texts, add_special_tokens=add_special_tokens)
     characters = sum(map(len, texts))
-    most_bytes = MAX_GROWN_BYTES + characters * CHARACTER_BYTES
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while not found:
-        thread.join(TICK_SECONDS)
-        words = _overstepped(began, MAX_CPU_SECONDS + characters * CHARACTER_SECONDS, most_bytes)
-        if words and not found:
-            break
-    if found and not isinstance(found[0], BaseException):
-        return found[0]
-    words = f"fails ({first_line(found[0])})" if found else words
+    most_seconds = MAX_CPU_SECONDS + characters * CHARACTER_SECONDS
+    try:
+        return run_limited(call, most_seconds, MAX_GROWN_BYTES + characters * CHARACTER_BYTES)
+    except Exception as error:  # noqa: BLE001 - the library raises no other class
+        words = str(error) if isinstance(error, DataError) else f"fails ({first_line(error)})"
     raise DataError(f"the tokenizer {words}; correct tokenizer.json, or get the model again")

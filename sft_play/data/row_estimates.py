@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.files import Chunk, read_chunks
-from sft_play.data.limits import encode
+from sft_play.data.limits import encode, load_limited
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -111,9 +111,9 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return load_limited(lambda: tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # noqa: BLE001 - the library raises no other class
-        raise EnvironmentFault(f"{path}: no tokenizer: {error}; download the model again") from None
+        raise EnvironmentFault(f"{path}: no tokenizer: {error}; get the model again") from None
 
 
 def _choose_default(template: Template | None) -> str:

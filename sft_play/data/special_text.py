@@ -10,24 +10,26 @@ two exchanged: it finds the tokens that the template wrote, and reads the user's
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from sft_play.data.limits import encode
-from sft_play.data.rows import Message, Row
-from sft_play.data.templates import (
-    ChatTemplate,
-    RenderError,
-    iterate_strings,
-)
+from sft_play.data.rows import Row
+from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings
+from sft_play.errors import first_line
 
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
 SETTING = "DATA_SPECIAL_TOKENS_IN_TEXT"
+UNREADABLE = (
+    f"the tokenizer cannot read {{}} as plain text; {SETTING}=fail names the rows that hold a "
+    "special token, allow reads it as the token"
+)
 
 FIRST_PLACEHOLDER = 0xF0000  # plane 15 of Unicode, of private use: 65,534 characters
 # Data that brings its reasoning within the answer has these, and templates look for them
 THOUGHT_MARKS = frozenset(("<think>", "</think>"))
+TEXTS = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # of a message
 NOTHING = r"(?!)"  # a pattern that matches nowhere
 PROBES = ("Question1Of2", "Answer1Of2", "Question2Of2")  # words that no template writes by itself
 
@@ -132,15 +134,15 @@ class SpecialText:
         model["vocab"] = _map_strings(model["vocab"], rename)
         if model.get("unk_token"):
             model["unk_token"] = rename(model["unk_token"])
-        renamed = Tokenizer.from_str(json.dumps(facts))
+        try:
+            renamed = Tokenizer.from_str(json.dumps(facts))
+        except Exception as error:  # the library raises no other class
+            raise RenderError(UNREADABLE.format(f"its tokens ({first_line(error)})")) from error
         renamed.no_truncation()
         renamed.no_padding()
         for token, name in names.items():
             if renamed.token_to_id(name) != self._backend.token_to_id(token):
-                raise RenderError(
-                    f"the tokenizer cannot read {token} as plain text; {SETTING}=fail names the "
-                    "rows that hold a special token, allow reads it as the token"
-                )
+                raise RenderError(UNREADABLE.format(token))
         return renamed
 
     def _with_placeholders(self, row: Row) -> Row:
@@ -153,9 +155,13 @@ class SpecialText:
                 )
 
         change = partial(self._exchange, self._token)
-        messages = [Message(**_map_strings(asdict(message), change)) for message in row.messages]
-        tools, variables = _map_strings((row.tools, row.variables), change)
-        return replace(row, messages=tuple(messages), tools=tools, variables=variables)
+
+        def escaped(owner: Any, names: Iterable[str]) -> Any:
+            texts = {name: _map_strings(getattr(owner, name), change) for name in names}
+            return replace(owner, **texts)
+
+        messages = tuple(escaped(message, TEXTS) for message in row.messages)
+        return replace(escaped(row, ("tools", "variables")), messages=messages)
 
 
 @lru_cache(maxsize=4)
@@ -217,9 +223,7 @@ def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template writes, with its place."""
     for index, message in enumerate(row.messages):
         where = f"messages[{index}]"
-        yield where, message.content
-        others = (message.reasoning, message.name, message.tool_call_id, message.tool_calls)
-        for other in filter(None, others):
+        for other in filter(None, (getattr(message, name) for name in TEXTS)):
             for text in iterate_strings(other):
                 yield where, text
     for text in iterate_strings(row.tools) if row.tools else ():

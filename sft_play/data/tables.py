@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from typing import IO, Any
 from sft_play import reading
 from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
 from sft_play.data.text_files import MAX_LINE_BYTES
-from sft_play.errors import DataError, EnvironmentFault
+from sft_play.errors import DataError, first_line
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = (";", "\t", "|")  # of .csv files
@@ -24,6 +25,14 @@ PANDAS_INDEX = "Unnamed: 0"
 MAX_FIELD_CHARACTERS = MAX_LINE_BYTES
 MAX_SHEET_ROWS = 1 << 20  # Excel's
 AS_CSV = "save the sheet as CSV UTF-8"
+OF_A_WRONG_VALUE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
@@ -145,33 +154,12 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
 def read_sheet(path: Path) -> Iterator[NumberedRecord]:
     """Yield the rows of a workbook's only sheet. Whole numbers become texts, as in a CSV file.
 
-    Raises: DataError for a damaged file or several sheets, EnvironmentFault without openpyxl.
+    Raises: DataError for a damaged file or several sheets.
     """
-    try:
-        from openpyxl import load_workbook
-    except ImportError:
-        raise EnvironmentFault(
-            f"{path}: reading Excel files needs a package: pip install openpyxl; or {AS_CSV}"
-        ) from None
     file_bytes = path.stat().st_size
-    unpacked = 0
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as parts:
-        unpacked = sum(part.file_size for part in parts.infolist())
-    reading.refuse_bomb(file_bytes, unpacked, AS_CSV)
-    try:
-        book = load_workbook(path, read_only=True, data_only=True)
-    except (OSError, ValueError, KeyError) as error:  # no zip file, or one without a workbook
-        raise DataError(f"{path}: no .xlsx file, or a damaged one ({error})") from None
-    if len(book.sheetnames) > 1:
-        raise DataError(
-            f"{path}: the sheets are {', '.join(book.sheetnames)}; "
-            "keep one, or save the one with the rows as CSV UTF-8"
-        )
     header: list[str] = []
     characters = 0
-    sheet = book.worksheets[0]
-    sheet.reset_dimensions()  # which may name more cells than there are
-    for number, cells in enumerate(sheet.iter_rows(values_only=True), 1):
+    for number, cells in enumerate(_read_cells(path, file_bytes), 1):
         if number > MAX_SHEET_ROWS:
             raise DataError(f"{path}:{number}: no sheet has so many rows; save it anew")
         if all(cell is None for cell in cells):
@@ -190,7 +178,31 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
         characters += size
         reading.refuse_bomb(file_bytes, characters, AS_CSV)
         yield NumberedRecord(number, record, size)
-    book.close()
+
+
+def _read_cells(path: Path, file_bytes: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the cells of each row. Raises: as `read_sheet`."""
+    from openpyxl import load_workbook  # it takes a while
+
+    try:
+        with zipfile.ZipFile(path) as parts:
+            unpacked = sum(part.file_size for part in parts.infolist())
+        reading.refuse_bomb(file_bytes, unpacked, AS_CSV)
+        with contextlib.closing(load_workbook(path, read_only=True, data_only=True)) as book:
+            names = book.sheetnames
+            if len(names) == 1:
+                sheet = book.worksheets[0]
+                sheet.reset_dimensions()  # which may name more cells than there are
+                yield from sheet.iter_rows(values_only=True)
+    # openpyxl checks little: what a damaged file has is an error of Python's own, of any kind
+    except (zipfile.BadZipFile, zlib.error, SyntaxError, *OF_A_WRONG_VALUE) as error:
+        reason = first_line(error)
+        raise DataError(f"{path}: no .xlsx file, or a damaged one ({reason}); {AS_CSV}") from None
+    if len(names) > 1:
+        raise DataError(
+            f"{path}: the sheets are {', '.join(names)}; "
+            "keep one, or save the one with the rows as CSV UTF-8"
+        )
 
 
 def _as_text(cell: Any) -> Any:

@@ -210,8 +210,7 @@ def _begin_worker(chunk_tokenizer: ChunkTokenizer) -> None:
     _tokenize_chunk = chunk_tokenizer
     # the garbage collector neither scans nor copies what the parent had loaded: a tenth of the time
     gc.freeze()
-    stops.ignore()  # the parent ends its processes
-    stops.end_with_parent()
+    stops.leave_to_parent()
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
 
 

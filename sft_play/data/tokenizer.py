@@ -17,8 +17,9 @@ from transformers.utils import cached_file
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
+from sft_play.data.limits import load_limited
 from sft_play.data.template_sources import FindFile, find_template
-from sft_play.errors import EnvironmentFault, first_line
+from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
 from sft_play.runs.model_folder import read_object
@@ -124,7 +125,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
     """Return transformers' tokenizer. Raises: EnvironmentFault."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        load = functools.partial(
+            AutoTokenizer.from_pretrained,
             model.name,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
@@ -132,8 +134,12 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             # that has no offsets
             mistral_format=False,
         )
+        tokenizer = load_limited(load)
     # The tokenizers library raises plain Exceptions, and transformers many kinds of them
     except Exception as error:
+        known = of_os_error(error) if isinstance(error, OSError) else None
+        if known is not None:  # such as a full disk of the hub's cache
+            raise known from error
         reason = why_not_loaded(model.name, find, error)
         raise EnvironmentFault(
             f"model.name={model.name}: no tokenizer could be loaded: {reason}"

@@ -150,6 +150,8 @@ def lines(
     if offer:
         shown += _labelled("float8", offer)
     shown += _labelled("run", describe_run(workload))
+    if isinstance(workload, Workload) and workload.warning:
+        shown += _labelled("warning", workload.warning)
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]
         for change in plan.changes:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.train import TrainSection
@@ -45,6 +46,7 @@ class Workload:
     tokens_per_second: float | None
     seconds: float | None
     gpu_hours: float | None
+    warning: str | None = None
 
 
 def estimated_tokens(characters: Iterable[int], max_seq_len: int) -> float:
@@ -85,6 +87,21 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         tokens_per_second=speed.tokens_per_second if speed else None,
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
+        warning=warm_up_warning(config.train, steps),
+    )
+
+
+def warm_up_warning(train: Any, steps: int) -> str | None:
+    """Return what is said of a warm-up that is longer than its run, None for any other.
+
+    `train` is the section, or the arguments of transformers.
+    """
+    if train.warmup_steps <= max(1, steps) or train.lr_scheduler_type == "constant":
+        return None
+    return (
+        f"train.warmup_steps={train.warmup_steps:g} of {steps} steps: the run ends at "
+        f"{100 * steps / train.warmup_steps:.0f} % of its learning rate; lower TRAIN_WARMUP_STEPS "
+        "(under 1 it is a fraction of the run)"
     )
 
 

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from sft_play.errors import CheckpointError
-from sft_play.runs import seal
+from sft_play.errors import CheckpointError, EnvironmentFault
+from sft_play.runs import lock, seal
 from sft_play.runs.files import entries, rename, sync
 
 STAGING = ".staging"  # folder beside what is published
@@ -140,6 +140,10 @@ def _damage(checkpoint: Path, reads_all: bool) -> str | None:
 
 def _set_aside(checkpoint: Path) -> str:
     """Rename a damaged checkpoint; nothing is deleted. Returns what became of it, in words."""
+    try:
+        lock.refuse_if_held(checkpoint.parent.parent)
+    except EnvironmentFault:
+        return "it is skipped, as its run goes on"
     for number in range(1, 1000):
         ending = ASIDE if number == 1 else f"{ASIDE}-{number}"
         target = checkpoint.with_name(checkpoint.name + ending)

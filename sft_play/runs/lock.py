@@ -117,7 +117,8 @@ def is_alive(folder: Path) -> bool:
 def refuse_if_held(folder: Path) -> None:
     """Raise EnvironmentFault where a run goes on in a folder, and is not this process's."""
     holder = read_holder(folder)
-    is_own = folder in _held.values() or holder == ProcessId.read()
+    own = {path.resolve() for path in _held.values()}
+    is_own = folder.resolve() in own or holder == ProcessId.read()
     if not is_own and (folder / NAME).exists() and is_alive(folder):
         raise _refusal(folder, holder)
 

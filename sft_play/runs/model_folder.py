@@ -225,7 +225,16 @@ def refuse_odd_files(folder: Path) -> None:
         raise EnvironmentFault(f"{path} is {what}; move it away, or get the model again")
     for name in OBJECTS:
         if (folder / name).exists():
-            read_object(folder / name)
+            refuse_wrong_stops(folder / name, read_object(folder / name).get("eos_token_id"))
+
+
+def refuse_wrong_stops(path: Path, ids: Any) -> None:
+    """Raise EnvironmentFault for ids of stops that no tokenizer has: generation would fail."""
+    for token in ids if isinstance(ids, list) else [ids]:
+        if token is not None and (type(token) is not int or not 0 <= token < 1 << 31):
+            raise EnvironmentFault(
+                f"{path}: eos_token_id={repr(ids)[:100]} is no token's id; get the model again"
+            )
 
 
 def refuse_unsafe_base(config: Config) -> None:

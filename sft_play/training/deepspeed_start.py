@@ -38,7 +38,7 @@ def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
         words = json.dumps(given.settings, sort_keys=True)
         logger.info("deepspeed json=%s digest=%s %s", given.source, given.source_digest, words)
     if process.local_rank == 0:
-        free_locks(Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False)).parent)
+        free_locks(_build_folder().parent)
     process.gather(None)  # no rank compiles before
     if plan.step.offload:
         compile_cpu_adam(process)
@@ -51,8 +51,7 @@ def compile_cpu_adam(process: Process) -> None:
     """
     failure = None
     if process.local_rank == 0:
-        folder = Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
-        stage = Stage(f"DeepSpeed compiles {CPU_ADAM} in {folder}, once on a machine")
+        stage = Stage(f"DeepSpeed compiles {CPU_ADAM} in {_build_folder()}, once on a machine")
         with watched(stage, process.is_main):
             failure = _compile()
     failures = process.gather(failure)
@@ -62,6 +61,17 @@ def compile_cpu_adam(process: Process) -> None:
                 f"rank {rank}: DeepSpeed cannot compile {CPU_ADAM}, which steps an offloaded "
                 f"optimizer: {message}; see make doctor, or leave offload_optimizer out"
             )
+
+
+def _build_folder() -> Path:
+    """Return where torch keeps what is compiled; it is made. Raises: EnvironmentFault."""
+    try:
+        return Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{error.strerror}: {error.filename}, where DeepSpeed keeps what it compiles; set "
+            "TORCH_EXTENSIONS_DIR to a folder that can be written"
+        ) from error
 
 
 def free_locks(extensions: Path) -> None:

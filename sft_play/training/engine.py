@@ -17,6 +17,7 @@ from transformers.trainer_utils import SchedulerType
 
 from sft_play.errors import CheckpointError
 from sft_play.models.sharding import is_divided
+from sft_play.plan.workload import warm_up_warning
 from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
 
 if TYPE_CHECKING:
@@ -79,14 +80,9 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
     warmup = trainer.args.get_warmup_steps(max_steps)
     if trainer.args.lr_scheduler_type != SchedulerType.CONSTANT:
         begin_warm_up(trainer.lr_scheduler, warmup)
-        if warmup > max_steps:
-            logger.warning(
-                "warning: train.warmup_steps=%d of %d steps: the run ends at %.0f %% of its "
-                "learning rate; lower TRAIN_WARMUP_STEPS (under 1 it is a fraction of the run)",
-                warmup,
-                max_steps,
-                100 * max_steps / warmup,
-            )
+    warning = warm_up_warning(trainer.args, max_steps)
+    if warning is not None:
+        logger.warning("warning: %s", warning)
     if checkpoint is not None:
         if trainer.is_deepspeed_enabled:
             load_weights(trainer, checkpoint)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+import torch
 from transformers import TrainerCallback
 
 from sft_play.evaluation.evaluator import Evaluator
@@ -54,6 +55,7 @@ class StopOnSignal(TrainerCallback):
         return self
 
     def __exit__(self, *error: object) -> None:
+        end_children()
         signal.set_wakeup_fd(self._fd_before)
         self._closed.set()
         os.write(self._write_end, b"\0")  # wakes the thread
@@ -156,3 +158,11 @@ def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
     if stop.stopped:
         return "on request"
     return "by train.stop_after" if stop_after.stopped else None
+
+
+def end_children() -> None:
+    """Kill a data loader's processes: they take no other signal, and Python awaits them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error for each that is killed
+    for child in torch.multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

@@ -242,7 +242,7 @@ class SftTrainer(Trainer):
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
-            worker_init_fn=stops.ignore,
+            worker_init_fn=stops.leave_to_parent,
         )
         return self.accelerator.prepare(loader)
 

@@ -123,6 +123,18 @@ def start_command_line(
     return child
 
 
+def in_child(bench: Bench, call: Callable[[], Outcome]) -> Outcome:
+    """Return the outcome of a call in a fork of this process, which the system may end."""
+    child = os.fork()
+    if child == 0:
+        outcome = call()
+        (bench.folder / "said").write_text(outcome.said)
+        os._exit(outcome.exit_class)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = bench.folder / "said"
+    return Outcome(code, said.read_text() if said.exists() else "")
+
+
 def called(bench: Bench, changes: dict[str, object]) -> Outcome:
     """Return what `train` says on the command line, up to its launch."""
     return command_line(bench, train_words(bench, changes), NAMED)

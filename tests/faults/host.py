@@ -1,20 +1,26 @@
 """Faults of what is around a run: the folder of the call, names of files, shared memory, HOME."""
 
 import errno
+import os
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
 import markdown
+from run_files import held_by_another
 
-from faults.bench import Bench, Fault, Guard, Outcome
-from faults.files import nothing
+from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
+from faults.disks import command_line, disk, make_read_only
+from faults.files import flip, nothing, refused
+from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import ExitClass
 from sft_play.reporting.card_facts import CardFacts, ChosenSetting
 from sft_play.reporting.model_card import card_text
+from sft_play.runs import checkpoints
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
 from sft_play.training.classify import classify
@@ -70,7 +76,94 @@ def no_shared_memory(_: Bench) -> Outcome:
     return Outcome(exit_class, found[exit_class])
 
 
+def damaged_while_it_trains(bench: Bench) -> Outcome:
+    """A run is to go on from another one, which trains and has a damaged checkpoint."""
+    run = bench.copy()
+    newest = run.checkpoints / "checkpoint-3"
+    flip(newest / "optimizer.pt")
+    said: list[str] = []
+    with held_by_another(run.path):
+        chosen = checkpoints.choose(run.path, said.append)
+    assert newest.is_dir(), "another run's checkpoint is renamed"
+    return Outcome(0, "; ".join(said), 3, checkpoints.step_of(chosen))
+
+
+def port_taken(bench: Bench) -> Outcome:
+    """`make serve` on a port on which another program listens."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        address = Address("::1", other.getsockname()[1])
+        assert address.url.startswith("http://[::1]:")
+        return refused(address.refuse_taken)
+
+
+def long_warm_up(bench: Bench) -> Outcome:
+    """`make plan` of a run that ends within its warm-up."""
+    environ = {"CONFIG": "configs/tiny.yaml", "TRAIN_WARMUP_STEPS": "1000", "DEVICE": "cpu"}
+    outcome = command_line(bench, ["plan"], {**environ, "TRAIN_LR_SCHEDULER_TYPE": "linear"})
+    _, _, said = outcome.said.partition("train.warmup_steps=1000 ")
+    return Outcome(outcome.exit_class, " ".join(said.split())[:200])
+
+
+def live_in(folder: Path) -> None:
+    """Have a home, where torch keeps what it compiles."""
+    os.environ["HOME"] = str(folder)
+    os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+
+
+def home_read_only(bench: Bench) -> Outcome:
+    """Two ranks under DeepSpeed have a HOME that nobody can write."""
+    settings = {**EVERY_STEP, "train.max_steps": 2, "train.packing": False}
+    run = bench.plan(settings, num_gpus=2, deepspeed_config="configs/deepspeed_zero2.json")
+    with disk(bench.folder / "home", 1) as home:
+        make_read_only(home)
+        bench.inject_now()
+        (code,) = set(bench.ends(bench.start(run, 2, live_in, home)))
+    return bench.outcome(run, code, "")
+
+
 ROWS = (
+    Fault(
+        "home-read-only",
+        "HOME is read-only, as in many containers, and DeepSpeed compiles",
+        home_read_only,
+        ExitClass.ENVIRONMENT,
+        ("Read-only file system", "set TORCH_EXTENSIONS_DIR to a folder that can be written"),
+        Guard("sft_play.training.deepspeed_start:EnvironmentFault", RuntimeError),
+        60,
+    ),
+    Fault(
+        "long-warm-up",
+        "the warm-up is longer than the run, whose steps follow from its rows; make plan is typed",
+        long_warm_up,
+        ExitClass.DONE,
+        ("steps: the run ends at", "lower TRAIN_WARMUP_STEPS"),
+        Guard("sft_play.plan.workload:warm_up_warning", nothing),
+        10,
+        None,
+        True,
+    ),
+    Fault(
+        "damaged-while-it-trains",
+        "a checkpoint of another run, which trains, is damaged; this run is to go on from that one",
+        damaged_while_it_trains,
+        ExitClass.DONE,
+        ("it is skipped, as its run goes on", "the next older one is taken"),
+        Guard("sft_play.runs.lock:refuse_if_held", nothing),
+        10,
+        1,
+        True,
+    ),
+    Fault(
+        "port-taken",
+        "another program listens on the PORT of make serve",
+        port_taken,
+        ExitClass.ENVIRONMENT,
+        ("Address already in use", "set another PORT"),
+        Guard("sft_play.commands.exports:EnvironmentFault", RuntimeError),
+        5,
+        None,
+        True,
+    ),
     Fault(
         "full-shared-memory",
         "/dev/shm, 64 MiB in a container, is full: a data loader, NCCL and a lock fail",

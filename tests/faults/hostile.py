@@ -4,32 +4,56 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from hostile_folders import Damage, config, copied, sparse, weights
-from hostile_tokenizers import template, tokenizer
+from hostile_folders import Damage, config, copied, sparse, weights, with_values
+from hostile_tokenizers import (
+    TOKENS,
+    added,
+    same_ids,
+    split,
+    template,
+    tokenizer,
+    with_post_processor,
+)
 
-from faults.bench import Bench, Fault, Guard, Outcome
+from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
 from faults.disks import command_line
 from faults.files import nothing
+from sft_play.data import limits
 from sft_play.errors import ExitClass
 from sft_play.runs import seal
 
 RECIPE = {"TRAIN_LEARNING_RATE": "auto", "TRAIN_EPOCHS": "auto"}  # so that rows are tokenised
 
 
-def planned(damage: Damage) -> Callable[[Bench], Outcome]:
-    """Return an injection: `make plan` of a damaged copy of the tiny model."""
+def of_command(
+    damage: Damage, command: str, prepare: Callable[[], None] = nothing
+) -> Callable[[Bench], Outcome]:
+    """Return an injection: a command meets a damaged copy of the tiny model."""
 
     def inject(bench: Bench) -> Outcome:
         folder = bench.folder / "base"
         shutil.rmtree(folder, ignore_errors=True)
         damage(copied(folder))
         environ = {"CONFIG": "configs/tiny.yaml", "MODEL_NAME": str(folder), **RECIPE}
-        return command_line(bench, ["plan"], environ)
+        environ |= {"RUST_BACKTRACE": "0"}  # a panic has one line before ours
+        environ |= {"TRAIN_OUTPUT_DIR": str(bench.folder), "DATA_CACHE_DIR": str(bench.folder)}
+        return command_line(bench, [command], environ, prepare)
 
     return inject
+
+
+def watch_closely() -> None:
+    """Give a tokenizer a tenth of a second to be loaded."""
+    limits.LOAD_SECONDS = 0.1
+
+
+def unbounded(one: Any, texts: list[str]) -> list[Any]:
+    """Encode texts however long it takes."""
+    return one.encode_batch(texts)
 
 
 class Pickled:
@@ -42,21 +66,46 @@ class Pickled:
         return os.mkdir, (self.path,)
 
 
-def pickled_state(bench: Bench) -> Outcome:
-    """optimizer.pt is another pickle, and the checkpoint sealed again; the run goes on."""
-    run = bench.copy()
+def pickled(name: str) -> Callable[[Bench], Outcome]:
+    """Return an injection: a file is another pickle, and the checkpoint sealed again; it goes on."""
+
+    def inject(bench: Bench) -> Outcome:
+        run = bench.copy()
+        shutil.rmtree(run.checkpoints / "checkpoint-3")
+        checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"
+        for file in (name, "training_args.bin"):  # transformers' own, which nothing of ours reads
+            torch.save(Pickled(str(ran)), checkpoint / file)
+        seal.seal(checkpoint)
+        outcome = bench.run({"train.max_steps": 3, "train.resume_from": str(run.path)})
+        assert not ran.exists(), "code of the checkpoint was run"
+        return outcome
+
+    return inject
+
+
+def pickled_of_zero3(bench: Bench) -> Outcome:
+    """The optimizer state of one of two ranks under ZeRO-3 is another pickle; the run goes on."""
+    settings = {**EVERY_STEP, "train.max_steps": 3, "train.packing": False}
+    engine = {"num_gpus": 2, "deepspeed_config": "configs/deepspeed_zero3.json"}
+    run = bench.plan(settings, **engine)
+    assert bench.carry_through(run, 2) == 0
     shutil.rmtree(run.checkpoints / "checkpoint-3")
     checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"
-    torch.save(Pickled(str(ran)), checkpoint / "optimizer.pt")
+    (state,) = checkpoint.rglob("*rank_1*optim_states.pt")
+    torch.save(Pickled(str(ran)), state)
     seal.seal(checkpoint)
-    outcome = bench.run({"train.max_steps": 3, "train.resume_from": str(run.path)})
+    again = bench.plan({**settings, "train.resume_from": str(run.path)}, **engine)
+    bench.inject_now()
+    code = bench.carry_through(again, 2)
     assert not ran.exists(), "code of the checkpoint was run"
-    return outcome
+    return bench.outcome(again, code, "")
 
 
-def folder(name: str, injected: str, damage: Damage, guard: Guard, *says: str) -> Fault:
+def folder(
+    name: str, injected: str, damage: Damage, guard: Guard, *says: str, command: str = "plan"
+) -> Fault:
     """Return a row: a model folder is refused."""
-    inject = planned(damage)
+    inject = of_command(damage, command)
     return Fault(name, injected, inject, ExitClass.ENVIRONMENT, says, guard, 10, None, True)
 
 
@@ -93,7 +142,7 @@ ROWS = (
         "hostile-tokenizer",
         "the tokenizer fails on every row",
         WORDPIECE,
-        Guard("sft_play.data.row_estimates:encode", lambda one, texts: one.encode_batch(texts)),
+        Guard("sft_play.data.row_estimates:encode", unbounded),
         "the tokenizer fails",
         "get the model again",
     )._replace(exit_class=ExitClass.DATA),
@@ -113,15 +162,93 @@ ROWS = (
         "asks for 512 MiB of memory or more",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-stop",
+        "generation_config.json says that the stop token is a word",
+        with_values("generation_config.json", eos_token_id=["x"]),
+        Guard("sft_play.runs.model_folder:refuse_wrong_stops", nothing),
+        "generation_config.json: eos_token_id=['x'] is no token's id",
+        "get the model again",
+    ),
+    folder(
+        "hostile-pattern",
+        "a pattern of the tokenizer backtracks for ever",
+        tokenizer(pre_tokenizer=split(r"(.*)*\d\d\d\d$")),
+        Guard("sft_play.data.row_estimates:encode", unbounded),
+        "the tokenizer fails (Onig: Regex search error: retry-limit-in-match over)",
+        "get the model again",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-template",
+        "the chat template is nested 250 deep",
+        template("{{ " + "(" * 250 + "1" + ")" * 250 + " }}"),
+        Guard("sft_play.data.templates:limited", contextlib.nullcontext),
+        "is nested too deeply, or calls itself",
+        "choose another with MODEL_CHAT_TEMPLATE",
+    )._replace(exit_class=ExitClass.DATA),
+    folder(
+        "hostile-same-ids",
+        "all tokens have one id, on which the library of tokenizers panics",
+        same_ids,
+        Guard("sft_play.data.tokenizer:load_limited", lambda load: load()),
+        "no tokenizer could be loaded: ",
+        "get the model again",
+        command="preview",
+    ),
+    folder(
+        "hostile-slow-tokenizer",
+        "a tokenizer takes longer to load than any does (100,000 pieces; a tenth of a second)",
+        with_post_processor(100_000),
+        Guard("sft_play.data.tokenizer:load_limited", lambda load: load()),
+        "no tokenizer could be loaded: has not ended after",
+        "get the model again",
+    )._replace(inject=of_command(with_post_processor(100_000), "preview", watch_closely)),
+    folder(
+        "hostile-long-token",
+        "an added token has 10,000 characters",
+        tokenizer(added_tokens=[*TOKENS, *added(1, content="a" * 10_000)]),
+        Guard("sft_play.data.limits:MAX_TOKEN_CHARACTERS", 1 << 30),
+        "has 10,000 characters, more than 4,096",
+        "get the model again",
+        command="preview",
+    ),
+    folder(
+        "hostile-many-tokens",
+        "a tokenizer has 70,000 added tokens",
+        tokenizer(added_tokens=[*TOKENS, *added(70_000)]),
+        Guard("sft_play.runs.model_folder:MAX_ADDED", 1 << 30),
+        "is a tokenizer with more than 65536 added tokens",
+        "get the model again",
+    ),
+    folder(
+        "hostile-letter",
+        "the letter a is a special token, which stands in every row",
+        tokenizer(added_tokens=[*TOKENS, *added(1, content="a")]),
+        Guard("sft_play.data.special_text:RenderError", KeyError),
+        "cannot read its tokens (Token `a` out of vocabulary",
+        "allow reads it as the token",
+        command="preview",
+    )._replace(exit_class=ExitClass.DATA),
     Fault(
-        "pickled-optimizer",
-        "optimizer.pt is a pickle that runs a command, and its folder sealed again",
-        pickled_state,
+        "pickled-zero3",
+        "the optimizer state of a rank under ZeRO-3 is a pickle that runs a command",
+        pickled_of_zero3,
         ExitClass.CHECKPOINT,
         ("is a pickle that could run any code", "choose another checkpoint"),
         Guard("sft_play.training.checkpoints:loading_plain", contextlib.nullcontext),
-        30,
-        None,
-        True,
+        60,
+    ),
+    *(
+        Fault(
+            f"pickled-{Path(name).stem.replace('_', '-')}",
+            f"{name} is a pickle that runs a command, and its folder sealed again",
+            pickled(name),
+            ExitClass.CHECKPOINT,
+            ("is a pickle that could run any code", "choose another checkpoint"),
+            Guard("sft_play.training.checkpoints:loading_plain", contextlib.nullcontext),
+            30,
+            is_quick=name == "optimizer.pt",
+        )
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     ),
 )

@@ -1,16 +1,21 @@
 """Faults of processes: signals, kills, ranks that fail, are gone, or differ."""
 
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from rank_processes import wait_for
 
 from faults.bench import (
     LONG,
     QUIET,
+    SECONDS,
     Bench,
     Fault,
     Guard,
@@ -21,6 +26,7 @@ from faults.files import nothing
 from faults.numbers import poison
 from sft_play.errors import DataError, ExitClass
 from sft_play.stops import REPEAT_SECONDS
+from sft_play.training import trainer
 from sft_play.training.trainer import SftTrainer
 
 ZERO_2 = "configs/deepspeed_zero2.json"
@@ -95,7 +101,45 @@ def take_long_for_step_3() -> None:
     SftTrainer.compute_loss = slowly
 
 
+def hang_in_the_loader(path: Path) -> None:
+    """Make the process that loads batches hang with the first one, and name itself in a file."""
+
+    def hang(*_: Any) -> None:
+        path.write_text(str(os.getpid()))
+        time.sleep(10 * SECONDS)
+
+    load_as_a_launched_rank()
+    trainer.collate_for_step = hang
+
+
 # What is injected
+
+
+def hanging_loader(number: int) -> Callable[[Bench], Outcome]:
+    """Return an injection: a rank gets a signal while the process that loads its batches hangs."""
+
+    def inject(bench: Bench) -> Outcome:
+        path = bench.folder / "loader"
+        folder = bench.plan({**MANY, "train.dataloader_num_workers": 1})
+        (rank,) = bench.start(folder, 1, hang_in_the_loader, path)
+        deadline = time.monotonic() + SECONDS
+        while not (path.exists() and path.read_text()):
+            assert rank.is_alive() and time.monotonic() < deadline
+            time.sleep(0.02)
+        loader = psutil.Process(int(path.read_text()))
+        bench.inject_now()
+        os.kill(rank.pid, number)
+        code = wait_for(rank, 15)
+        gone, _ = psutil.wait_procs([loader], timeout=3)
+        if not gone:
+            loader.kill()
+        said = "the loader is gone" if gone else "the loader hangs on"
+        if number == signal.SIGKILL:
+            return Outcome(0, said)
+        assert gone, said
+        return bench.outcome(folder, code, "")
+
+    return inject
 
 
 def signalled(
@@ -143,6 +187,18 @@ def failing(prepare: Callable[..., None], *words: Any) -> Callable[[Bench], Outc
         return bench.outcome(folder, codes[0], "")
 
     return inject
+
+
+def loading_to_the_end(bench: Bench) -> Outcome:
+    """A run whose batches are loaded by a process of their own comes to its end."""
+    run = bench.plan({**MANY, "train.max_steps": 2, "train.dataloader_num_workers": 1})
+    (rank,) = bench.start(run, 1, load_as_a_launched_rank)
+    return bench.outcome(run, wait_for(rank, 40), "")
+
+
+def load_as_a_launched_rank() -> None:
+    """Fork the processes that load batches, which a rank of the fork server would not."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def skipped_by_both(bench: Bench) -> Outcome:
@@ -202,6 +258,34 @@ ROWS = (
             also=Guard("sft_play.training.stop:StopOnSignal.follow", nothing),
         ),
         15,
+    ),
+    Fault(
+        "sigterm-hanging-loader",
+        "SIGTERM while the process that loads the first batch hangs",
+        hanging_loader(signal.SIGTERM),
+        ExitClass.STOPPED,
+        ("stopped on request before a first step", "nothing is kept of its training"),
+        Guard("sft_play.training.stop:end_children", nothing),
+        10,
+    ),
+    Fault(
+        "sigkill-hanging-loader",
+        "SIGKILL of a rank while the process that loads its batches hangs",
+        hanging_loader(signal.SIGKILL),
+        ExitClass.DONE,
+        ("the loader is gone",),
+        Guard("sft_play.stops:end_with_parent", nothing),
+        10,
+    ),
+    Fault(
+        "loader-at-the-end",
+        "a run ends while the process that loads its batches waits for more",
+        loading_to_the_end,
+        ExitClass.DONE,
+        (),
+        Guard("sft_play.training.stop:end_children", nothing),
+        40,
+        loses=0,
     ),
     Fault(
         "ctrl-c-twice",

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
+from workbooks import SHARED, row, text, write_workbook
 
 from faults.bench import Bench, Fault, Guard, Outcome
 from faults.files import nothing, refused
@@ -20,6 +21,7 @@ from sft_play.data import tokenize
 from sft_play.data.files import parse_records, read_chunks
 from sft_play.data.marked_text import split_marked_text
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.tables import AS_CSV
 from sft_play.errors import ExitClass
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +60,22 @@ def compressed_arrow(path: Path) -> None:
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_file(path, table.schema, options=options) as file:
         file.write_table(table)
+
+
+def tiny_rows(path: Path) -> None:
+    """Write 430,000 times one row, in some KB."""
+    line = json.dumps({"messages": CHAT}) + "\n"
+    with pa.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(line.encode() * 430_000)
+
+
+def read_sheet_of(rows: str, shared: str = "x") -> Callable[[Bench], Outcome]:
+    """Return an injection: a workbook is read."""
+
+    def inject(bench: Bench) -> Outcome:
+        return read("a.xlsx", lambda path: write_workbook(path, rows, shared=shared))(bench)
+
+    return inject
 
 
 def tokenised(
@@ -183,6 +201,46 @@ ROWS = (
         Guard("sft_play.data.tables:MAX_FIELD_CHARACTERS", 1 << 30),
         "a.csv:2: a quote is opened in this row and never closed, or it has more than 16 MiB",
         "split it",
+    ),
+    of_data(
+        "size-tiny-rows",
+        "some KB of zstd are 430,000 times one row",
+        read("a.jsonl.zst", tiny_rows),
+        RATIO,
+        "a.jsonl.zst: cannot be read: ",
+        UNPACK,
+    ),
+    of_data(
+        "size-sheet",
+        "a cell of an Excel file of some KB has 64 MiB",
+        read_sheet_of(row(text("a" * 64 * MIB))),
+        RATIO,
+        "a.xlsx: cannot be read: ",
+        AS_CSV,
+    ),
+    of_data(
+        "size-shared-text",
+        "all cells of an Excel file have one text, which it has once",
+        read_sheet_of(SHARED * 1000, shared="word " * 2000),
+        RATIO,
+        "a.xlsx: cannot be read: ",
+        AS_CSV,
+    ),
+    of_data(
+        "size-far-row",
+        "the second row of a sheet is its 1,048,600th",
+        read_sheet_of(row(text("q"), text("a"), number=(1 << 20) + 24)),
+        Guard("sft_play.data.tables:MAX_SHEET_ROWS", 1 << 40),
+        "a.xlsx:1048577: no sheet has so many rows",
+        "save it anew",
+    ),
+    of_data(
+        "size-damaged-sheet",
+        "a number in an Excel file is none",
+        read_sheet_of(row('<c t="n"><v>abc</v></c>')),
+        Guard("sft_play.data.tables:OF_A_WRONG_VALUE", ()),
+        "a.xlsx: no .xlsx file, or a damaged one (invalid literal",
+        AS_CSV,
     ),
     of_data(
         "size-changed-file",

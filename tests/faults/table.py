@@ -10,6 +10,7 @@ from faults import (
     numbers,
     others,
     processes,
+    records,
     sizes,
 )
 
@@ -22,6 +23,7 @@ FAULTS = (
     *front.ROWS,
     *others.ROWS,
     *sizes.ROWS,
+    *records.ROWS,
     *hostile.ROWS,
     *host.ROWS,
 )
