@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.generation import configuration_utils as generation_file
 
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
@@ -289,6 +291,14 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
             )
         raise EnvironmentFault(
             f"model.name={name}: the weights could not be loaded: {first_line(error)}; {remedy}"
+        ) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any(frame.filename == generation_file.__file__ for frame in frames):
+            raise
+        raise EnvironmentFault(
+            f"model.name={name}: its generation_config.json has values of other types "
+            f"({first_line(error)}); correct the file, or get the model again"
         ) from error
     refuse_unaccounted(name, model, loading_info)
     return model
