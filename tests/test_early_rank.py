@@ -108,7 +108,10 @@ opener.start()
 import sft_play.models.load  # of which the process that waits is to know nothing
 from sft_play.evaluation.reopened import Folder, Reference, reopen
 weights, evaluation = map(Path, sys.argv[1:])
-found = [reopen(Folder(weights, "float32", {"": "cpu"}), Reference.read(evaluation)) for _ in "12"]
+found = []
+for fresh in (None, opener.subprocess):  # the first one must not start a process
+    opener.subprocess = fresh
+    found += [reopen(Folder(weights, "float32", {"": "cpu"}), Reference.read(evaluation))]
 print(json.dumps([waiting, *(each.as_json() for each in found)]))
 """
 

@@ -113,8 +113,7 @@ def _serve(reading: int) -> NoReturn:
     """Answer one request, and end."""
     code = 1
     try:
-        stops.end_with_parent()
-        stops.ignore()  # Ctrl-C stops the run, whose weights are checked all the same
+        stops.leave_to_parent()  # Ctrl-C stops the run, whose weights are checked all the same
         os.setsid()
         with os.fdopen(reading, encoding="utf-8") as pipe:
             request = pipe.read()
