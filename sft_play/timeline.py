@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import psutil
-
 
 @dataclass(frozen=True)
 class Span:
@@ -22,8 +20,11 @@ spans: list[Span] = []  # of this process
 
 def note(name: str, start: float | None = None) -> None:
     """Note a part that ends now; without `start` it began when this process did."""
-    began = psutil.Process().create_time() if start is None else start
-    spans.append(Span(name, round(began, 3), round(time.time(), 3)))
+    if start is None:
+        import psutil  # it takes a while
+
+        start = psutil.Process().create_time()
+    spans.append(Span(name, round(start, 3), round(time.time(), 3)))
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from sft_play.commands.resumption import (
     resumption,
 )
 from sft_play.config import place as places
-from sft_play.config.backends import BACKENDS, backend_of
+from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import (
@@ -53,7 +53,7 @@ from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.early import EarlyRank
 from sft_play.plan.launch import DEFAULT_PORT
-from sft_play.plan.ranks import plan_ranks, precision
+from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.progress import go_on_without_output, visible
 from sft_play.runs import folder as run_folders
@@ -155,7 +155,7 @@ def prepare_run(
     hardware = hardware_of(call)
     early = None
     if not (is_rank or distributed or use_deepspeed):
-        early = start_early(call, loaded.config, hardware)
+        early = EarlyRank.of(loaded.config, call.invocation, hardware, call.environ)
     refuse_unsafe_base(loaded.config)
     planned = plan_run(call, loaded, distributed, use_deepspeed, hardware)
     refuse_missing_weights(planned.config.model.name)
@@ -181,20 +181,6 @@ def prepare_run(
     print(f"watch it from another terminal: make watch RUN={folder.path}")
     with failure_recorded(folder), timeline.span("rows are tokenised"):
         return folder, with_rows(folder, planned, earlier), early
-
-
-def start_early(call: Call, config: Config, hardware: devices.Hardware) -> EarlyRank | None:
-    """Start the only rank of a run; None where it would have others, or cannot be started yet."""
-    if backend_of(config).patches_transformers or config.model.device_map is not None:
-        return None
-    try:
-        ranks = plan_ranks(call.invocation, hardware, call.environ, False, False)
-    except SftPlayError:  # the plan will say it
-        return None
-    if ranks.strategy != "single":
-        return None
-    command = launch.rank_command(ranks, Path(config.train.output_dir), call.environ)
-    return EarlyRank.start(command, call.environ)
 
 
 def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -> PlannedRun:

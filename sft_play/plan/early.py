@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Self
 
 from sft_play import stops
+from sft_play.config.backends import backend_of
+from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT
-from sft_play.plan.launch import OF_RUN_FOLDER, WORKER, Launch, rank_environment
+from sft_play.config.schema import Config
+from sft_play.errors import SftPlayError
+from sft_play.plan.devices import Hardware
+from sft_play.plan.launch import OF_RUN_FOLDER, WORKER, Launch, rank_command, rank_environment
+from sft_play.plan.ranks import plan_ranks
 
 RELAY = PROJECT_ROOT / "scripts" / "relay.py"
 
@@ -27,6 +33,21 @@ class EarlyRank:
         self.process = process
         self._pipe = pipe
         self._env = env
+
+    @classmethod
+    def of(
+        cls, config: Config, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]
+    ) -> Self | None:
+        """Start the only rank of a run; None where it has others, or cannot be started yet."""
+        if backend_of(config).patches_transformers or config.model.device_map is not None:
+            return None
+        try:
+            ranks = plan_ranks(invocation, hardware, environ, False, False)
+        except SftPlayError:  # the plan will say it
+            return None
+        if ranks.strategy != "single":
+            return None
+        return cls.start(rank_command(ranks, Path(config.train.output_dir), environ), environ)
 
     @classmethod
     def start(cls, launch: Launch, environ: Mapping[str, str]) -> Self:
