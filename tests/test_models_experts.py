@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from published_models import published_model
-from tiny_models import NEWER, TINY, tiny_model
+from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -198,6 +198,16 @@ def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path: Path
         model.save_pretrained(tmp_path)
         again = PeftModel.from_pretrained(tiny_model("inkling2_text").eval(), tmp_path)
         assert torch.allclose(logits(again), expected, atol=SAME)
+
+
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER])
+def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type: str) -> None:
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counts = ("num_experts", "n_routed_experts", "num_local_experts")
+    says_experts = any((getattr(config, name, None) or 0) > 1 for name in counts)
+    assert bool(expert_weights(model)) >= says_experts
 
 
 def test_experts_are_refused_by_name_in_a_dense_model() -> None:

@@ -154,7 +154,8 @@ def refuse_unread(adapted: Any, folder: str) -> None:
     if unread:
         raise ValueError(
             f"PEFT does not load {len(unread)} adapter tensors, {min(unread)} first, into "
-            f"{type(adapted.get_base_model()).__name__}"
+            f"{type(adapted.get_base_model()).__name__}; leave such layers out of "
+            "tuning.lora.target_modules"
         )
 
 
