@@ -51,7 +51,7 @@ def newer_fields(sizes: "Sizes") -> dict[str, dict[str, Any]]:
             "n_group": 2,
             "topk_group": 1,
         },
-        "flint": {**shared, **both},
+        "flint": {**shared, **both, "mlp_only_layers": [0]},
         "kolibri1": {**shared, **both},
         "sarvam_moe": {**grouped, "n_group": 2, "topk_group": 1},
         "sarvam_mla": {**latent, **grouped},

@@ -62,12 +62,7 @@ class Workshop:
     folder: Path
 
 
-# PEFT 0.21 does not read back the adapters of Inkling's short convolutions: its row says so
-NOT_READ_BACK = pytest.mark.xfail(strict=True)
-NEWER_TYPES = [
-    pytest.param(name, id=f"newer-{name}", marks=NOT_READ_BACK if "inkling" in name else ())
-    for name in NEWER
-]
+NEWER_TYPES = [pytest.param(name, id=f"newer-{name}") for name in NEWER]
 
 
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER_TYPES])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from published_models import published_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -51,6 +53,25 @@ def test_weights_that_changed_are_found(copied, opens_here):
     found = opened(weights, reference)
     assert found.kl > 1e-4 and found.faults()[0].startswith("KL=")
     assert found.faults() == found.differences()
+
+
+@pytest.mark.parametrize("fault", ["a name", "a value", "a tensor"])
+def test_an_adapter_that_is_not_loaded_as_it_was_saved_is_refused(fault, tmp_path):
+    # PEFT loads the adapters of DeepSeek-OCR 2 into no layer, and its own names stay as they were
+    model_type = "deepseek_ocr2" if fault == "a name" else "mistral3"
+    adapters = LoraConfig(target_modules=r".*language_model.*q_proj")
+    get_peft_model(published_model(model_type), adapters).save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(published_model(model_type, seed=1), tmp_path)
+    if fault != "a name":
+        plain.refuse_unread(loaded, str(tmp_path))
+        file = tmp_path / "adapter_model.safetensors"
+        tensors = load_file(file)
+        name, tensor = tensors.popitem()
+        if fault == "a value":
+            tensors[name] = tensor + 1e-6
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"PEFT does not load \d+ adapter tensors"):
+        plain.refuse_unread(loaded, str(tmp_path))
 
 
 def test_a_loss_or_an_agreement_that_no_rounding_explains_is_of_another_model(finished, opens_here):

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tiny_models import TINY, tiny_model
+from published_models import published_model
+from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -183,6 +184,30 @@ def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
     model.train()(input_ids=IDS, labels=IDS).loss.backward()
     of_b = {n: p.grad for n, p in model.named_parameters() if "lora_B" in n and "experts" not in n}
     assert not [name for name, gradient in of_b.items() if gradient is None]
+
+
+def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set TUNING_MODE=full"):
+        lora.add_adapters(published_model("deepseek_ocr2"), config_of())
+    with pytest.raises(ConfigError, match=r"no adapters on q_proj: PEFT \S+ does not load them"):
+        lora.add_adapters(published_model("deepseek_ocr2"), config_of(target_modules=["q_proj"]))
+    if "inkling2_text" in NEWER:
+        model = adapted("inkling2_text")
+        assert "linear" in adapted_names(model) and "weight_proj" not in adapted_names(model)
+        expected = logits(model)
+        model.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(tiny_model("inkling2_text").eval(), tmp_path)
+        assert torch.allclose(logits(again), expected, atol=SAME)
+
+
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER])
+def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type: str) -> None:
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counts = ("num_experts", "n_routed_experts", "num_local_experts")
+    says_experts = any((getattr(config, name, None) or 0) > 1 for name in counts)
+    assert bool(expert_weights(model)) >= says_experts
 
 
 def test_experts_are_refused_by_name_in_a_dense_model() -> None:

@@ -52,6 +52,8 @@ NO_TEXT_PASS = (*("diffusion_gemma", "florence2", "kyutai_speech_to_text", "pali
 # check before the first step refuses
 # packing
 NEVER_PACKED = ("qwen4_exp", "kosmos-2.5")
+# PEFT loads no saved adapter of theirs: they train in mode full alone
+NOT_ADAPTED = ("deepseek_ocr2",)
 
 
 def without_dropout(model: torch.nn.Module) -> None:
@@ -68,11 +70,11 @@ def step_gap(model_type: str, is_packed: bool, text_type: str | None = None) -> 
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     without_dropout(model)
-    lora = settings("lora")
-    plain = adapted(model, lora)
+    chosen = settings("full" if model_type in NOT_ADAPTED else "lora")
+    plain = adapted(model, chosen)
     if model_type == "gemma4":  # plain PEFT's own step in float32 is 9e-5 from one in float64
         plain = plain.double()
-    made = fused(plain, lora)
+    made = fused(plain, chosen)
     return gap(reference_step(plain), trained_step(made, is_packed))
 
 
@@ -201,7 +203,7 @@ def test_an_adapter_with_the_text_models_names_is_dead_and_refused(
         "revision": None,
         "stored": None,
     }
-    with pytest.raises(ValueError, match=r"(\d+) of \1 adapter tensors, .* belong to no layer"):
+    with pytest.raises(ValueError, match=r"PEFT does not load .* adapter tensors"):
         plain.load(request)
 
 

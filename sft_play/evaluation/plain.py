@@ -108,7 +108,7 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     adapted = PeftModel.from_pretrained(with_soft_caps(model), folder)
-    refuse_dead(adapted, folder)
+    refuse_unread(adapted, folder)
     return adapted.eval(), tokenizer
 
 
@@ -137,21 +137,25 @@ def opened(name: str, trust_remote_code: bool, revision: str | None = None, **op
     return model_class.from_pretrained(name, config=config, **source, **options)
 
 
-def refuse_dead(adapted: Any, folder: str) -> None:
-    """Raise ValueError where tensors of an adapter's file belong to no layer of the model.
+def refuse_unread(adapted: Any, folder: str) -> None:
+    """Raise ValueError unless the adapters of a model are what the adapter's file has.
 
-    PEFT would leave them out with a warning.
+    PEFT leaves out, with a warning or without, what it finds no layer for.
     """
     from peft import get_peft_model_state_dict
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    with safe_open(os.path.join(folder, "adapter_model.safetensors"), framework="pt") as file:
-        saved = set(file.keys())
-    dead = sorted(saved - get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
-    if dead:
+    saved = load_file(os.path.join(folder, "adapter_model.safetensors"))
+    loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    unread = saved.keys() ^ loaded.keys()
+    for name in saved.keys() & loaded.keys():
+        if not torch.equal(saved[name].to(loaded[name]), loaded[name]):  # its type and device
+            unread.add(name)
+    if unread:
         raise ValueError(
-            f"{len(dead)} of {len(saved)} adapter tensors, {dead[0]} first, belong to no layer of "
-            f"{type(adapted.get_base_model()).__name__}"
+            f"PEFT does not load {len(unread)} adapter tensors, {min(unread)} first, into "
+            f"{type(adapted.get_base_model()).__name__}; leave such layers out of "
+            "tuning.lora.target_modules"
         )
 
 

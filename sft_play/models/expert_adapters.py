@@ -15,10 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import peft
+import torch
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
     convert_peft_config_for_transformers,
     get_model_conversion_mapping,
 )
@@ -62,6 +65,7 @@ def names_targets(model: PreTrainedModel) -> bool:
         or routing_linears(model)
         or towers_of(model)
         or _without_effect(model)
+        or _unread_by_peft(model, linear_names(model))
     )
 
 
@@ -79,6 +83,14 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection) -> AdapterTargets:
     if in_layers is not None:
         linears = [name for name in linears if _layer_of(name) in in_layers]
         experts = [weight for weight in experts if _layer_of(weight.name) in in_layers]
+    unread = _unread_by_peft(model, [*linears, *(weight.module_name for weight in experts)])
+    if unread:
+        words = f"{_last_words(unread)}: PEFT {peft.__version__} does not load them once saved"
+        if isinstance(lora.target_modules, list):
+            raise ConfigError(f"tuning.lora.target_modules: no adapters on {words}; leave that out")
+        logger.info("adapters: none on %s", words)
+        linears = [name for name in linears if name not in unread]
+        experts = [weight for weight in experts if weight.module_name not in unread]
     if experts:
         _refuse_unsupported(lora)
     return AdapterTargets(tuple(linears), tuple(experts))
@@ -183,8 +195,10 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
         return [name for name in names if is_named(name, lora.target_modules)]
     refused = _without_effect(model)
     if refused:
-        words = ", ".join(sorted({name.rpartition(".")[2] for name in refused}))
-        logger.info("adapters: none on %s, where they would have no effect or no gradient", words)
+        logger.info(
+            "adapters: none on %s, where they would have no effect or no gradient",
+            _last_words(refused),
+        )
     left_out = refused | routing_linears(model)
     head = model.get_output_embeddings()
     return [
@@ -210,6 +224,21 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
         except ValueError:
             refused.add(name)
     return refused
+
+
+def _unread_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names of modules whose adapters PEFT would not find a module for.
+
+    When it loads them it renames them as transformers renames a checkpoint of the model type.
+    """
+    saved = {f"base_model.model.{name}.lora_A.weight": name for name in names}
+    tensors = dict.fromkeys(saved, torch.empty(0))
+    read = convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), tensors)
+    return {name for key, name in saved.items() if key not in read}
+
+
+def _last_words(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def _without_gradient(model: nn.Module) -> tuple[str, ...]:
@@ -250,10 +279,10 @@ def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> 
     if unknown:
         experts = [weight.name for weight in expert_weights(model)]
         nor_experts = " and no experts' parameter" if experts else ""
-        known = sorted({name.rpartition(".")[2] for name in (*linear_names(model), *experts)})
+        known = _last_words([*linear_names(model), *experts])
         raise ConfigError(
             f"tuning.lora.target_modules: the model has no linear layer{nor_experts} "
-            f"{', '.join(unknown)}; it has {', '.join(known)}"
+            f"{', '.join(unknown)}; it has {known}"
         )
 
 

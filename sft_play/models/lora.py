@@ -35,6 +35,10 @@ def add_adapters(
     if lora.layers_to_transform is not None:
         _check_layers(model, lora.layers_to_transform)
     targets = expert_adapters.choose_targets(model, lora)
+    if not (targets.linears or targets.experts):
+        raise ConfigError(
+            f"tuning.mode={config.tuning.mode}: no layer can have adapters; set TUNING_MODE=full"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adapters = LoraConfig(
