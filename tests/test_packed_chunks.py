@@ -58,7 +58,7 @@ def test_attention_stays_fused_in_rows_no_longer_than_a_chunk(monkeypatch) -> No
 
 @pytest.mark.parametrize(("chunk", "tokens"), [(7, 48), (64, 128), (512, 1000)])
 def test_chunks_of_the_row_are_refused_before_the_first_step(chunk, tokens, monkeypatch) -> None:
-    """As transformers cuts them: a model without the masks of `keep_chunks_in_documents`."""
+    """As transformers cuts them: a model without the masks of `mask_chunks`."""
     model = llama4(chunk, PUBLISHED_FLOOR, monkeypatch)
     collator = PackCollator(0, tokens)
     with pytest.raises(ConfigError, match=r"not kept apart.*TRAIN_PACKING=false"):

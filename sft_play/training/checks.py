@@ -12,7 +12,6 @@ Legend: T tokens of a document, V vocabulary.
 import contextlib
 import inspect
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +44,9 @@ TEXT_TOKENS = 24
 MAX_MOVED = 1e-4
 MAX_MOVED_COARSE = 0.05  # experts multiply the tokens that are sent to them together, in 16 bits
 LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
-# A row is checked up to this, or past twice the length of a chunk or block that the model's
-# config names: transformers 5.17 cuts Llama 4's chunks by the place in the row
-LONG_ROW = 1024  # tokens
-FIRST_PART = 0.38  # of a long row: no chunk of the second document begins where one of the row does
-CUT_BY_PLACE = "chunk|block|floor"  # in names of lengths; a window is a distance
+# Of the longest row, which shows chunks and blocks that a model cuts by the place in the row
+FIRST_PART = 0.38  # no chunk of the second document begins where one of the row does
+LONG_ROW_OF_CPU = 1024  # tokens: a longer one would take minutes
 # The limits are fractions of the change of a document's logits when it does attend to the one
 # before it. A batch with other tokens in the other document runs the same kernels, so its logits
 # are the same bits where documents are isolated.
@@ -168,10 +165,10 @@ def check_cross_document(
     `model` is the wrapped model (DDP, ZeRO), after the trainer has turned the cache off. Every rank
     must call it.
     """
-    for measure in (measure_cross_document, measure_long_row):
-        found = measure(model, collator, vocabulary, device)
-        if found is None or math.isnan(found.joined) or found.holds:
-            continue  # one that computes NaN, packed or not, is left to the first evaluation
+    found = measure_cross_document(model, collator, vocabulary, device)
+    if math.isnan(found.joined):
+        return  # the model computes NaN, packed or not: the first evaluation reports it
+    if not found.holds:
         raise ConfigError(
             "train.packing: packed documents are not kept apart by "
             f"{type(getattr(model, 'module', model)).__name__}: its logits change by "
@@ -187,6 +184,7 @@ def measure_cross_document(
     """Return how much the documents of a batch affect each other, without dropout.
 
     The batch has two sequences of the same two documents, in either order, as rows or in one row.
+    Of a document in a long row only the last logits are compared.
     """
     generator = np.random.default_rng(0)  # the same on all ranks
     first = generator.integers(vocabulary, size=LENGTHS[0])
@@ -195,9 +193,8 @@ def measure_cross_document(
 
     def packed(*sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return the logits (T, V) of the documents of each of two sequences."""
-        logits = model(
-            **_inputs(sequences, collator, device)
-        ).logits.float()  # (2, T, V), or (1, T, V) in one row
+        inputs = _inputs(sequences, collator, device)
+        logits = model(**inputs).logits.float()  # (2, T, V), or (1, T, V) in one row
         tokens = sum(LENGTHS)
         one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
         return one[:tokens], other[:tokens]
@@ -211,51 +208,48 @@ def measure_cross_document(
         behind_other, before_other = packed((other, second), (second, other))
         by_itself = alone(second)
         after_first = alone(np.concatenate([first, second]))
+        ends = _ends_of_long_row(model, collator, vocabulary, device)
     begin, length = LENGTHS
     behind = behind[begin : begin + length]
     behind_other = behind_other[begin : begin + length]
     before = before[:length]
     before_other = before_other[:length]
-    return _effect(
-        model,
-        max(_difference(behind, behind_other), _difference(before, before_other)),
-        [(behind, by_itself), (before, by_itself)],
-        _difference(after_first[begin:], by_itself),
+    pairs = [(behind, by_itself), (before, by_itself), *ends]
+    is_coarse = rounds_coarsely(model)
+    rounded = _median if is_coarse else _difference
+    return CrossDocumentEffect(
+        seen=max(_difference(behind, behind_other), _difference(before, before_other)),
+        apart=max(rounded(*pair) for pair in pairs),
+        joined=_difference(after_first[begin:], by_itself),
+        is_coarse=is_coarse,
     )
 
 
-def measure_long_row(
+def _ends_of_long_row(
     model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
-) -> CrossDocumentEffect | None:
-    """Return how much the last logits of a long row depend on where its last document begins.
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and alone.
 
-    None where rows are short, and where the model's class cannot leave out the other logits.
+    Empty where rows are short, and where the model's class cannot leave out the other logits.
     """
     base = base_model_of(getattr(model, "module", model))
-    tokens = LONG_ROW
-    for name, value in vars(base.config.get_text_config()).items():
-        if isinstance(value, int) and re.search(CUT_BY_PLACE, name):
-            tokens = max(tokens, 2 * value)
-    tokens = min(tokens, collator.max_seq_len)
+    tokens = collator.max_seq_len
+    if device.type == "cpu":
+        tokens = min(tokens, LONG_ROW_OF_CPU)
     begin = int(FIRST_PART * tokens)
     is_partial = "logits_to_keep" in inspect.signature(type(base).forward).parameters
     if begin <= LENGTHS[0] or not is_partial:
-        return None
+        return []
     text = np.random.default_rng(0).integers(vocabulary, size=tokens)
-    second = text[begin:]
+    first, second = text[:begin], text[begin:]
 
     def last(*documents: np.ndarray) -> Tensor:
-        """Return the logits (LENGTHS[1], V) of the last tokens."""
         end = sum(map(len, documents))
         kept = torch.arange(end - LENGTHS[1], end, device=device)
         batch = _inputs([documents], collator, device)
         return model(**batch, logits_to_keep=kept).logits[0].float()
 
-    with modes_restored(model), torch.no_grad():
-        model.eval()
-        by_itself = last(second)
-        apart, joined = last(text[:begin], second), last(text)
-    return _effect(model, 0.0, [(apart, by_itself)], _difference(joined, by_itself))
+    return [(last(first, second), last(second))]
 
 
 def _inputs(
@@ -268,15 +262,6 @@ def _inputs(
         if isinstance(value, Tensor):
             batch[name] = value.to(device)
     return batch
-
-
-def _effect(
-    model: nn.Module, seen: float, pairs: Sequence[tuple[Tensor, Tensor]], joined: float
-) -> CrossDocumentEffect:
-    """Return an effect, of pairs of logits of a document packed and by itself."""
-    is_coarse = rounds_coarsely(model)
-    rounded = _median if is_coarse else _difference
-    return CrossDocumentEffect(seen, max(rounded(*pair) for pair in pairs), joined, is_coarse)
 
 
 def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:

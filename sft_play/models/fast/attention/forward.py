@@ -184,16 +184,10 @@ def remove_mask(
     return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
 
 
-def keep_chunks_in_documents(decoder: nn.Module) -> None:
-    """Let layers that attend within chunks count them from the begin of each packed document."""
-    if "chunked_attention" in (getattr(decoder.config, "layer_types", None) or ()):
-        decoder.register_forward_pre_hook(mask_chunks, with_kwargs=True)
-
-
 def mask_chunks(
     decoder: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Forward pre-hook of a decoder: give packed rows longer than a chunk masks by document.
+    """Forward pre-hook of a decoder with chunks: mask longer packed rows by document.
 
     transformers cuts chunks by the place in the row. A causal mask of positions that begin anew at
     each chunk keeps the chunks of each document apart, as documents are.
