@@ -103,9 +103,7 @@ def read(path: str | Path) -> DeepSpeedJson:
     """
     if not os.path.isfile(path):
         near = nearest_path(path)
-        hint = "write configs/deepspeed_zero2.json, or another JSON file"
-        if near:
-            hint = f"did you mean {near}?"
+        hint = f"did you mean {near}?" if near else "write configs/deepspeed_zero2.json"
         raise ConfigError(f"{VARIABLE}={path}: no such file; {hint}")
     raw, origins = read_json(Path(path))
     if not isinstance(raw, dict):

@@ -47,7 +47,6 @@ from sft_play.progress import Stage, watched
 
 Found = TypeVar("Found")
 LONG_SECONDS = 20  # of generation, from which on its lines say what leaves it out
-LEAVES_OUT = "TRAIN_PREDICT_WITH_GENERATE=false leaves answers out"
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -185,8 +184,9 @@ class Evaluator:
 
         def pace() -> str:
             within = f"token {step.tokens} of at most {self.train.generation_max_new_tokens}"
-            is_long = stage.clock() - stage.started_at > LONG_SECONDS
-            return f"{within}; {LEAVES_OUT}" if is_long else within
+            if stage.clock() - stage.started_at > LONG_SECONDS:
+                within += "; TRAIN_PREDICT_WITH_GENERATE=false leaves answers out"
+            return within
 
         stage = Stage("generating answers", len(self.question_indices), "answers", pace)
         with watched(stage, self.process.is_main):

@@ -361,7 +361,7 @@ def _download(name: str, revision: str | None) -> Path:
             "/" in name and Path(name).parent.is_dir()
         )
         near = nearest_path(name)
-        if near and (Path(near) / "config.json").is_file():
+        if near and Path(near, "config.json").is_file():
             raise EnvironmentFault(
                 f"model.name={name}: no folder of that name here; did you mean {near}?"
             ) from None

@@ -141,10 +141,9 @@ def capture(
     kinds = kinds_of(decoder, base.config.get_text_config())
     samples: dict[Kind, Sample] = {}
     window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
-    longest = min(window, longest_row or window)
-    # a packed row is no longer than a trained one
-    last = longest if longest_row is None else min(longest, longest_row - sum(LENGTHS))
-    batches, documents = _batches(base, device, longest, last)
+    longest = longest_row or window + sum(LENGTHS)
+    last = min(window, longest - sum(LENGTHS))  # a packed row is no longer than a trained one
+    batches, documents = _batches(base, device, min(window, longest), last)
     if names_documents:
         batches = {PACKED: {**batches[PACKED], **documents.arguments}}
     for name, inputs in batches.items():

@@ -4,7 +4,6 @@ Packed documents may lie in one long row where no module counts the tokens befor
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
@@ -197,8 +196,9 @@ def reads_rows(decoder: nn.Module) -> bool:
 
 def scales_by_place(module: nn.Module, longest_row: int | None) -> bool:
     """Return whether an attention module scales queries by their place in rows of this length."""
-    is_long = longest_row is None or longest_row > getattr(module, "floor_scale", math.inf)
-    return is_long and getattr(module, "attn_temperature_tuning", False) and counts_tokens(module)
+    if not getattr(module, "attn_temperature_tuning", False) or not counts_tokens(module):
+        return False
+    return longest_row is None or longest_row > module.floor_scale
 
 
 def counts_tokens(module: nn.Module) -> bool:
