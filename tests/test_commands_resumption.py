@@ -225,6 +225,13 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
     assert json.loads((folder.path / lock.NAME).read_text())["pid"] == os.getpid()
 
 
+def test_no_lock_is_spoken_of_after_a_run_that_was_stopped(folder):
+    write_holder(folder.path)
+    said: list[str] = []
+    lock.take(folder.path, said.append, has_ended=True)
+    assert said == [] and lock.read_holder(folder.path) == ProcessId.read()
+
+
 def test_a_run_before_a_reboot_is_gone(folder):
     write_holder(folder.path, replace(GONE, boot="another"))
     assert_taken(folder)

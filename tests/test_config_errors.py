@@ -383,6 +383,8 @@ BAD_PATHS = [
     ("smal", "CONFIG=smal: no such file; did you mean CONFIG="),
     ("configs/run-bnb.yaml", "run_bnb.yaml?"),
     ("x" * 5000, "no such file"),
+    (f"{'x' * 5000}/small.yaml", "no such file"),
+    ("confgs/smal.yaml", "configs/small.yaml?"),
     ("a\0b", "no such file"),
     ("link.yaml", "CONFIG=link.yaml: a link to gone.yaml, which leads to no file; configs/ has "),
     (".", "CONFIG=. is a folder; name a file in it, such as CONFIG="),

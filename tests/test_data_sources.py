@@ -91,7 +91,9 @@ def test_a_folder_that_links_to_another_is_refused(tmp_path: Path) -> None:
     ("path", "words"),
     [
         ("data/trian.jsonl", r"no such file or folder; did you mean .*/data/train.jsonl\?"),
-        ("dta/train.jsonl", r"no such file or folder; did you mean .*/data\?"),
+        ("dta/train.jsonl", r"no such file or folder; did you mean .*/data/train.jsonl\?"),
+        ("dta/trian.jsonl", r"no such file or folder; did you mean .*/data/train.jsonl\?"),
+        ("dta/other.json", r"no such file or folder; did you mean .*/data\?"),
         (
             "data/0000000.csv",
             "no such file or folder; write a data file, a folder of them, or a hub data set id",

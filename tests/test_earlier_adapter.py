@@ -75,6 +75,8 @@ def test_the_remedy_for_another_shape_works(plan_run, earlier):
 def test_what_cannot_go_on_is_refused(plan_run, earlier, tmp_path):
     with pytest.raises(ConfigError, match="no run with an adapter"):
         plan_run({"model.adapter": tmp_path})
+    with pytest.raises(ConfigError, match=rf"did you mean \S*{earlier.name}\?"):
+        plan_run({"model.adapter": f"{earlier.path}x"})
     with pytest.raises(ConfigError, match="set TUNING_MODE=lora"):
         plan_run({"model.adapter": earlier.path, "tuning.mode": "full"})
     other = tiny_model("llama")

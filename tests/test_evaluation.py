@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from sft_play.models.fast.loss.head import fuse_loss
 from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
+from sft_play.progress import Stage
 from sft_play.training.callbacks import EvalSpeedCallback
 
 HERE = Process.alone(torch.device("cpu"))
@@ -278,6 +280,28 @@ def test_a_stop_ends_a_batch_of_answers_at_the_next_token(model, split, tokenize
         stopped.answers(model)
     ((_, width),) = widths
     assert width == max(len(split[index].prompt) for index in range(len(split))) + 1
+
+
+def test_the_lines_of_answers_count_tokens_and_say_what_leaves_them_out(
+    model, split, tokenizer, monkeypatch
+):
+    made = evaluator(split, tokenizer, generation_max_new_tokens=5)
+    stages: list[Stage] = []
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "sft_play.evaluation.evaluator.watched",
+        lambda stage, _: (stages.append(stage), contextlib.nullcontext(stage))[1],
+    )
+
+    def within_a_batch() -> bool:
+        lines.append(stages[0].line())
+        stages[0].started_at -= 5  # a token takes 5 s here
+        return False
+
+    made.is_stopping = within_a_batch
+    made.answers(model)
+    assert re.search("0/.* 5 s so far, token 2 of at most 5$", lines[1])
+    assert lines[-1].endswith("of at most 5; TRAIN_PREDICT_WITH_GENERATE=false leaves answers out")
 
 
 # How long generated answers may become

@@ -334,6 +334,16 @@ def called(folder: RunFolder, words: list[str], **variables: str):
             {"REPO": "a/b", "SFT_PLAY_VARIABLES": "HF_TOKEN"},
             "HF_TOKEN: other users can read a command line",
         ),
+        (
+            ["train"],
+            {"SFT_PLAY_VARIABLES": "HF_TOKEN"},
+            "HF_TOKEN: other users can read a command line",
+        ),
+        (
+            ["check-variables"],
+            {"SFT_PLAY_VARIABLES": "HF_TOKEN"},
+            "HF_TOKEN: other users can read a command line",
+        ),
         (["export"], {"FORMAT": "onnx"}, "FORMAT=onnx: write safetensors, gguf or adapter"),
         (["export"], {"QUANT": "Q8_0"}, "QUANT: FORMAT=safetensors does not read it"),
         (["export"], {"FORMAT": "adapter", "MODEL_DTYPE": "bfloat16"}, "does not read it"),

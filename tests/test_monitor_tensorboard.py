@@ -12,6 +12,7 @@ import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
@@ -130,6 +131,9 @@ def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path
         first = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
     assert first.port > port
     assert f"port {port} is taken, it uses {first.port}" in first.message
+    (address,) = re.findall(r"TensorBoard: (\S+)", first.message)
+    pinned = parse_qs(urlsplit(address).query)["pinnedCards"]
+    assert json.loads(pinned[0]) == [{"plugin": "scalars", "tag": "train/loss"}]
     assert json.loads(pid_file.read_text())["process"]["pid"] == first.pid
     with urllib.request.urlopen(f"{first.url}/data/environment") as answer:
         assert json.load(answer)["data_location"] == str(tmp_path / "logs")

@@ -336,10 +336,8 @@ def test_a_model_that_gives_no_numbers_is_left_to_its_evaluation() -> None:
 
 def test_nan_that_comes_of_packing_is_refused() -> None:
     def nowhere(batch: Batch) -> Batch:
-        return {
-            **batch,
-            "attention_mask": torch.full((len(batch["input_ids"]), 1, 48, 48), torch.nan),
-        }
+        rows, width = batch["input_ids"].shape
+        return {**batch, "attention_mask": torch.full((rows, 1, width, width), torch.nan)}
 
     with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
         check_cross_document(llama(), Changed(0, MAX_SEQ_LEN, change=nowhere), VOCABULARY, CPU)

@@ -82,7 +82,7 @@ OTHER_FILES = {
     ),
     "run": (
         {"plan.json": {}, "adapter": ""},
-        "a run; leave MODEL_NAME out, and set MODEL_ADAPTER=",
+        "a run; leave MODEL_NAME out, and set MODEL_ADAPTER=.* make merge RUN=.* MODEL_NAME=.*merged",
     ),
     "full run": ({"plan.json": {}, "model": ""}, "a run; set MODEL_NAME=.*model$"),
     "damaged adapter": ({"adapter_config.json": "{"}, "adapter_config.json: not valid JSON"),

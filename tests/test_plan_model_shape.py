@@ -1,6 +1,7 @@
 """sft_play.plan.model_shape: sizes from a config.json, beside real models and published counts."""
 
 import json
+import re
 import socket
 from dataclasses import replace
 from functools import cache
@@ -243,6 +244,32 @@ def test_a_model_that_can_be_had_nowhere_says_what_to_do() -> None:
     )
     with pytest.raises(EnvironmentFault, match=message):
         load_shape("a/b/c", None, {})  # no name that the hub could have, so that nothing is asked
+
+
+@pytest.mark.parametrize("name", ["models/tiny_lama", "./modls/tiny_llama", "tiny/tiny_llama"])
+def test_a_folder_of_a_model_that_is_misspelt_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "tiny_llama").mkdir(parents=True)
+    (tmp_path / "models" / "tiny_llama" / "config.json").write_text("{}")
+    (tmp_path / "models" / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = "no folder of that name here; did you mean models/tiny_llama?"
+    if name.startswith("tiny/"):
+        message = "no folder of that name here, and the hub gave none"
+    with pytest.raises(EnvironmentFault, match=re.escape(message)):
+        load_shape(name, None, {})
+
+
+def test_what_the_hub_says_is_no_answer_to_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentFault, match="models/other: no folder with a config"):
+        load_shape("models/other", None, {})
 
 
 # Well-known models

@@ -229,6 +229,16 @@ def test_a_data_file_that_is_not_there_is_refused_before_a_run_is_made(
     )
 
 
+@pytest.mark.parametrize("misspelt", ["rows/trian.jsonl", "rosw/train.jsonl"])
+def test_a_data_file_that_is_misspelt_is_named_with_the_nearest(
+    misspelt: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"did you mean \S*/rows/train.jsonl\? Else set"):
+        plan_for(CPU, f"data.train_path={tmp_path / misspelt}")
+
+
 def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

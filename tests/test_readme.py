@@ -89,6 +89,9 @@ RUN_CHANGED = {
         'make sweep OVER="train.learning_rate=1e-4"'
     ),
     "make setup-accelerate": "make setup-accelerate DEVICE=cpu",
+    "make train MODEL_NAME=outputs/name/merged DATA_TRAIN_PATH=more.jsonl": (
+        "make train MODEL_NAME=outputs/name/merged DATA_TRAIN_PATH=my.jsonl RUN=further"
+    ),
     "make train TRAIN_RESUME_FROM=outputs/<run>": (
         "rm -r outputs/name/checkpoints/checkpoint-2; make train TRAIN_RESUME_FROM=outputs/name"
     ),
@@ -158,6 +161,7 @@ NOT_RUN = {
     "has tests of its own": (
         "make init FROM=axolotl.yml OUT=config.yaml",
         "make train MODEL_ADAPTER=outputs/<run> DATA_TRAIN_PATH=more.jsonl",
+        "make train RUN=longer TRAIN_RESUME_FROM=outputs/<run> TRAIN_EXTEND=true TRAIN_EPOCHS=6",
     ),
     "needs a server's packages, or a hub": (
         "make serve",

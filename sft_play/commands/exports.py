@@ -16,7 +16,6 @@ from typing import Any
 
 from sft_play.commands import use
 from sft_play.commands.call import Call
-from sft_play.config import targets
 from sft_play.config.invocation import PORTS
 from sft_play.config.messages import refuse
 from sft_play.config.schema import ModelSection
@@ -33,7 +32,6 @@ PORT = 8000
 SERVED = ("safetensors", "gguf")
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def read_export(call: Call, run: RunFolder) -> ExportAsked:
@@ -184,7 +182,7 @@ def push(call: Call) -> list[str]:
     words = call.words
     repo = words.text("REPO")
     is_public = words.choice("PUBLIC", ("0", "1")) == "1"
-    refuse([*words.problems, *_problems_of_push(call, repo)])
+    refuse([*words.problems, *_problems_of_push(repo)])
     damage = seal.find_damage(folder, allows_more=False)
     if damage is not None:
         raise CheckpointError(f"{folder}: {damage}; make export writes it anew")
@@ -211,7 +209,7 @@ def push(call: Call) -> list[str]:
     return [f"pushed {folder} to {found} ({kind}, commit {done.oid[:12]})"]
 
 
-def _problems_of_push(call: Call, repo: str | None) -> list[str]:
+def _problems_of_push(repo: str | None) -> list[str]:
     """Return what is wrong with the words of a push."""
     from sft_play.reporting.model_card import HUB_ID
 
@@ -220,13 +218,6 @@ def _problems_of_push(call: Call, repo: str | None) -> list[str]:
         problems.append("REPO: write the repository on the hub, such as REPO=name/model")
     elif not HUB_ID.fullmatch(repo):
         problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
-    given = call.environ.get(targets.GIVEN, "").split()
-    for name in TOKENS:
-        if name in given:
-            problems.append(
-                f"{name}: other users can read a command line; type hf auth login, and make that "
-                "token invalid"
-            )
     return problems
 
 

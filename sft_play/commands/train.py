@@ -169,7 +169,7 @@ def prepare_run(
     earlier = plan_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
     timeline.note("config and plan")
     folder = new_run(call, loaded, planned.config)
-    lock.take(folder.path, print)
+    lock.take(folder.path, print, folder.read_report().status == "stopped")
     command_of = launch.rank_command if is_rank else launch.launch_command
     command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))

@@ -6,7 +6,6 @@ the JSON may repeat but not change.
 """
 
 import copy
-import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from sft_play.config.deepspeed_json import (
     zero_stage,
 )
 from sft_play.config.deepspeed_keys import OWN_AUTO
+from sft_play.config.layers import nearest_path
 from sft_play.config.messages import refuse, word
 from sft_play.config.yaml_source import read_json
 from sft_play.errors import ConfigError
@@ -102,7 +102,9 @@ def read(path: str | Path) -> DeepSpeedJson:
     values that no run could use.
     """
     if not os.path.isfile(path):
-        raise ConfigError(f"{VARIABLE}={path}: no such file; {_file_hint(Path(path))}")
+        near = nearest_path(path)
+        hint = f"did you mean {near}?" if near else "write configs/deepspeed_zero2.json"
+        raise ConfigError(f"{VARIABLE}={path}: no such file; {hint}")
     raw, origins = read_json(Path(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}:1: a DeepSpeed config is an object in braces, not {word(raw)}")
@@ -146,11 +148,3 @@ def _resolve_zero(raw: DeepSpeedJson, run: DeepSpeedRun) -> DeepSpeedJson:
     elif zero.get(GATHER_NAME) == AUTO:
         zero[GATHER_NAME] = False
     return zero
-
-
-def _file_hint(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("configs")
-    near = difflib.get_close_matches(path.name, [file.name for file in folder.glob("*.json")], n=1)
-    if near:
-        return f"did you mean {folder / near[0]}?"
-    return "write configs/deepspeed_zero2.json, or another JSON file"

@@ -47,6 +47,22 @@ def displayed(path: Path) -> str:
     return str(path.absolute()) if relative.startswith("..") else relative
 
 
+def nearest_path(missing: str | Path) -> str:
+    """Return the existing path most like a missing one, "" if there is none."""
+    path = Path(missing)
+    # os.path and not Path: its predicates answer False for names that no file can have
+    parent = next(folder for folder in path.parents if os.path.isdir(folder))
+    name, *below = path.relative_to(parent).parts
+    names = sorted(os.listdir(parent))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if name in names or not near:
+        return ""
+    found = parent.joinpath(near[0], *below)
+    if os.path.exists(found):
+        return displayed(found)
+    return nearest_path(found) or displayed(parent / near[0])
+
+
 def defaults() -> Layer:
     """Return every setting at its built-in default."""
     layer: Layer = {}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from sft_play.config import layers, rules
-from sft_play.config.layers import BUILT_IN, Layer, displayed
+from sft_play.config.layers import BUILT_IN, Layer, displayed, nearest_path
 from sft_play.config.messages import invalid, is_switch, no_such_file, refuse, word
 from sft_play.config.schema import Config, env_name, settings
 from sft_play.config.yaml_source import YamlValue
@@ -222,10 +222,10 @@ def _find(config_path: str) -> Path:
     if os.path.exists(path):
         return path
     known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-    near = difflib.get_close_matches(path.stem, known, n=1)
-    hint = f"configs/ has {', '.join(known)}"
-    if near:
-        hint = f"did you mean CONFIG={displayed(CONFIGS / near[0])}.yaml?"
+    near = nearest_path(path) if path.suffix else ""
+    for name in difflib.get_close_matches(path.stem, known, n=1):
+        near = near or displayed(CONFIGS / f"{name}.yaml")
+    hint = f"did you mean CONFIG={near}?" if near else f"configs/ has {', '.join(known)}"
     if os.path.islink(path):
         raise ConfigError(f"CONFIG={word(config_path)}: {no_such_file(path)}; {hint}")
     raise ConfigError(f"CONFIG={word(config_path)}: no such file; {hint}")

@@ -15,6 +15,7 @@ from sft_play.config.unknown import Suggestion, names_by_meaning, suggest
 # Names, not values, that the Makefile exports: a value could be a secret
 GIVEN = "SFT_PLAY_VARIABLES"  # variables on make's command line
 GOALS = "SFT_PLAY_TARGETS"  # targets of the same call
+TOKENS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
 SETTINGS = frozenset(map(env_name, settings()))
 MACHINE = frozenset({"DEVICE", "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"})
@@ -147,14 +148,20 @@ SYNONYMS = names_by_meaning(
 
 
 def refuse_unread(environ: Mapping[str, str]) -> None:
-    """Refuse variables on make's command line that none of its targets reads.
+    """Refuse tokens on make's command line, and variables that none of its targets reads.
 
     Raises: ConfigError that says what each most likely means, or which targets read it.
     """
     names = environ.get(GIVEN, "").split()
     goals = environ.get(GOALS, "").split()
-    problems = (problem_with(name, goals) for name in sorted(names) if not is_of_others(name))
-    refuse([problem for problem in problems if problem])
+    problems = [
+        f"{name}: other users can read a command line; type hf auth login, and make that token "
+        "invalid"
+        for name in names
+        if name in TOKENS
+    ]
+    found = (problem_with(name, goals) for name in sorted(names) if not is_of_others(name))
+    refuse([*problems, *filter(None, found)])
 
 
 def problem_with(name: str, goals: list[str]) -> str | None:

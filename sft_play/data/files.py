@@ -6,7 +6,6 @@ JSONL lines undecoded, and Parquet and Arrow rows as Arrow batches.
 """
 
 import contextlib
-import difflib
 import functools
 import gzip
 import io
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sft_play import reading
+from sft_play.config.layers import nearest_path
 from sft_play.data import json_files, text_files
 from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Json, NumberedRecord, UnreadableRecord
 from sft_play.data.tables import DELIMITERS, read_sheet, read_table
@@ -132,12 +132,10 @@ def format_origin(path: Path, number: int) -> str:
     return f"{path}[{number}]"
 
 
-def suggest_path(missing: Path) -> str:
+def suggest_path(missing: str | Path) -> str:
     """Return a hint that names the existing path most like a missing one, "" if there is none."""
-    parent = next(folder for folder in (*missing.parents, Path()) if folder.is_dir())
-    name = missing.relative_to(parent).parts[0]
-    near = difflib.get_close_matches(name, sorted(path.name for path in parent.iterdir()), n=1)
-    return f"; did you mean {parent / near[0]}?" if near else ""
+    near = nearest_path(missing)
+    return f"; did you mean {near}?" if near else ""
 
 
 def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:

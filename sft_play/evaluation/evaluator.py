@@ -46,6 +46,7 @@ from sft_play.process import Process
 from sft_play.progress import Stage, watched
 
 Found = TypeVar("Found")
+LONG_SECONDS = 20  # of generation, from which on its lines say what leaves it out
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -177,10 +178,17 @@ class Evaluator:
         accumulation_steps = self.train.eval_accumulation_steps or 1
         own: dict[int, Answer] = {}
         pending: list[tuple[list[int], torch.Tensor]] = []  # numbers of questions, ids (B, N)
-        stopping = None
-        if self.is_stopping is not None:  # a batch may take minutes
-            stopping = StoppingCriteriaList([StopWhen(self.is_stopping)])
-        stage = Stage("generating answers", len(self.question_indices), "answers")
+        # a batch may take minutes; bool() is False
+        step = StopWhen(self.is_stopping or bool)
+        stopping = StoppingCriteriaList([step])
+
+        def pace() -> str:
+            within = f"token {step.tokens} of at most {self.train.generation_max_new_tokens}"
+            if stage.clock() - stage.started_at > LONG_SECONDS:
+                within += "; TRAIN_PREDICT_WITH_GENERATE=false leaves answers out"
+            return within
+
+        stage = Stage("generating answers", len(self.question_indices), "answers", pace)
         with watched(stage, self.process.is_main):
             for numbers, prompts in self._prompt_batches(model):
                 for part, ids in self.generator.generate_or_halve(model, prompts, stopping):

@@ -170,14 +170,19 @@ class Generator:
 
 
 class StopWhen(StoppingCriteria):
-    """Ends all answers of a batch once `is_stopping` is true."""
+    """Ends all answers of a batch once `is_stopping` is true; counts the tokens of each answer."""
 
     def __init__(self, is_stopping: Callable[[], bool]) -> None:
         self._is_stopping = is_stopping
+        self._length = 0  # of prompt and answer
+        self.tokens = 0  # of each answer of the batch
 
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
     ) -> torch.BoolTensor:
+        length = input_ids.shape[1]
+        self.tokens = self.tokens + 1 if length == self._length + 1 else 1
+        self._length = length
         return torch.full((len(input_ids),), self._is_stopping(), device=input_ids.device)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from pydantic import BaseModel
 
@@ -23,6 +24,8 @@ START_SECONDS = 20.0
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
 LOG_LINES_SHOWN = 8
+# The groups of cards are sorted by name, `train` last: the loss is pinned above them
+OPENS_ON = "/?pinnedCards=" + quote('[{"plugin":"scalars","tag":"train/loss"}]')
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def start(
     if running and running.logdir != resolved:
         notes.append(stop(pid_file))
     elif running and _wait_until_it_answers(running, pid_file):
-        message = f"TensorBoard runs already: {running.url} (pid {running.pid})"
+        message = f"TensorBoard runs already: {running.url}{OPENS_ON} (pid {running.pid})"
         return Started(running.port, running.pid, running.url, message)
     candidates = range(port, min(port + PORTS_TRIED, 65536))
     for candidate in filter(_is_free, candidates):
@@ -85,7 +88,7 @@ def start(
         if _wait_until_it_answers(record, pid_file):
             if candidate != port:
                 notes.append(f"port {port} is taken, it uses {candidate}")
-            message = "; ".join([f"TensorBoard: {record.url} (pid {record.pid})", *notes])
+            message = "; ".join([f"TensorBoard: {record.url}{OPENS_ON} (pid {record.pid})", *notes])
             return Started(candidate, record.pid, record.url, message)
         if _is_free(candidate):
             raise EnvironmentFault(

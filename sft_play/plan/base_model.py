@@ -160,7 +160,10 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
     if ADAPTER in files:
         return _adapter(folder)
     if "plan.json" in files and "adapter" in files:
-        return f"a run; leave MODEL_NAME out, and set MODEL_ADAPTER={folder} to go on from it"
+        return (
+            f"a run; leave MODEL_NAME out, and set MODEL_ADAPTER={folder} to go on from it; or "
+            f"run make merge RUN={folder}, and set MODEL_NAME={folder / 'merged'}"
+        )
     if "plan.json" in files and "model" in files:
         return f"a run; set MODEL_NAME={folder / 'model'}"
     if "model_index.json" in files:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
+from sft_play.config.layers import nearest_path
 from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.config_json import ModelConfigJson, read_config_json, read_typed
@@ -345,17 +346,30 @@ def go_offline_without_network() -> None:
 
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     go_offline_without_network()
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
-    except HFValidationError:
-        raise EnvironmentFault(
-            f"model.name={name}: no folder with a config.json, and no name of the hub, which is "
-            f"owner/name; set MODEL_NAME to one of them{_similar_names(name)}"
-        ) from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        is_path = isinstance(error, HFValidationError) or (
+            "/" in name and Path(name).parent.is_dir()
+        )
+        near = nearest_path(name)
+        if near and Path(near, "config.json").is_file():
+            raise EnvironmentFault(
+                f"model.name={name}: no folder of that name here; did you mean {near}?"
+            ) from None
+        if is_path and not isinstance(error, GatedRepoError):
+            raise EnvironmentFault(
+                f"model.name={name}: no folder with a config.json, and no name of the hub, which "
+                f"is owner/name; set MODEL_NAME to one of them{_similar_names(name)}"
+            ) from None
         raise EnvironmentFault(
             f"model.name={name}: no folder of that name here, and the hub gave none "
             f"({first_line(error)}); check the name, run `hf auth login` for a gated model, or "

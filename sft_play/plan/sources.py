@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from sft_play.config.layers import nearest_path
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.messages import no_such_file
 from sft_play.config.schema import DataSection, SourceSection, env_name
@@ -46,8 +47,10 @@ def require(loaded: LoadedConfig) -> None:
         for path in list_paths(getattr(data, setting)):
             if not Path(path).exists() and not HUB_ID.fullmatch(path):
                 name = f"data.{setting}"
+                near = nearest_path(path)
+                meant = f"did you mean {near}? Else " if near else ""
                 raise DataError(
-                    f"{name}={path} ({loaded.origin[name]}): {no_such_file(path)}; set "
+                    f"{name}={path} ({loaded.origin[name]}): {no_such_file(path)}; {meant}set "
                     f"{env_name(name)} to a data file, a folder of them, or a hub data set id; "
                     "for some of its rows write [{path: a.jsonl, rows: 500}]"
                 )

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.layers import Layer
+from sft_play.config.layers import Layer, nearest_path
 from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
@@ -57,8 +57,10 @@ def find_adapter(named: str, output_dir: Path) -> Path:
             )
         ModelFolder(folder, output_dir, None).refuse_damage()
         return folder
+    near = nearest_path(named if "/" in named else output_dir / named)
+    meant = f"did you mean {near}? " if near else ""
     raise ConfigError(
-        f"{SETTING}={named}: no run with an adapter, and no folder with {ADAPTER_CONFIG}; "
+        f"{SETTING}={named}: no run with an adapter, and no folder with {ADAPTER_CONFIG}; {meant}"
         "`make runs` lists the runs"
     )
 

@@ -36,9 +36,10 @@ WAIT_SECONDS = 0.005
 _held: dict[int, Path] = {}  # run folders whose locks this process has, by descriptor
 
 
-def take(folder: Path, say: Callable[[str], None]) -> None:
+def take(folder: Path, say: Callable[[str], None], has_ended: bool = False) -> None:
     """Make a run folder this process's own until it ends, also where its former holder is gone.
 
+    Of a run that has ended as it should (`has_ended`) no former holder is named.
     Raises: EnvironmentFault where another process has it.
     """
     if folder in _held.values():
@@ -50,7 +51,7 @@ def take(folder: Path, say: Callable[[str], None]) -> None:
         own = ProcessId.read()
         if holder != own and _goes_on(folder, holder, has_lock):
             raise _refusal(folder, holder)
-        if holder not in (None, own):
+        if holder not in (None, own) and not has_ended:
             say(f"{folder / NAME} was {holder}'s, which is gone; this run takes it over")
         if has_lock is None:
             say(

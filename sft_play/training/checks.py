@@ -10,7 +10,9 @@ Legend: T tokens of a document, V vocabulary.
 """
 
 import contextlib
+import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,10 @@ TEXT_TOKENS = 24
 MAX_MOVED = 1e-4
 MAX_MOVED_COARSE = 0.05  # experts multiply the tokens that are sent to them together, in 16 bits
 LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
+# Of a long row, which shows chunks and blocks that a model cuts by the place in the row
+FIRST_PART = 0.38  # no chunk of the second document begins where one of the row does
+LONG_ROW = 1024  # tokens; on a GPU past twice a length that the model's config names
+CUT_BY_PLACE = "chunk|block|floor"  # in the names of such lengths; a window is a distance
 # The limits are fractions of the change of a document's logits when it does attend to the one
 # before it. A batch with other tokens in the other document runs the same kernels, so its logits
 # are the same bits where documents are isolated.
@@ -180,6 +186,7 @@ def measure_cross_document(
     """Return how much the documents of a batch affect each other, without dropout.
 
     The batch has two sequences of the same two documents, in either order, as rows or in one row.
+    Of a document in a long row only the last logits are compared.
     """
     generator = np.random.default_rng(0)  # the same on all ranks
     first = generator.integers(vocabulary, size=LENGTHS[0])
@@ -188,12 +195,8 @@ def measure_cross_document(
 
     def packed(*sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return the logits (T, V) of the documents of each of two sequences."""
-        batch = collator([_sequence(documents) for documents in sequences])
-        del batch["labels"]
-        for name, value in batch.items():
-            if isinstance(value, Tensor):
-                batch[name] = value.to(device)
-        logits = model(**batch).logits.float()  # (2, T, V), or (1, T, V) in one row
+        inputs = _inputs(sequences, collator, device)
+        logits = model(**inputs).logits.float()  # (2, T, V), or (1, T, V) in one row
         tokens = sum(LENGTHS)
         one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
         return one[:tokens], other[:tokens]
@@ -207,19 +210,63 @@ def measure_cross_document(
         behind_other, before_other = packed((other, second), (second, other))
         by_itself = alone(second)
         after_first = alone(np.concatenate([first, second]))
+        ends = _ends_of_long_row(model, collator, vocabulary, device)
     begin, length = LENGTHS
     behind = behind[begin : begin + length]
     behind_other = behind_other[begin : begin + length]
     before = before[:length]
     before_other = before_other[:length]
+    pairs = [(behind, by_itself), (before, by_itself), *ends]
     is_coarse = rounds_coarsely(model)
     rounded = _median if is_coarse else _difference
     return CrossDocumentEffect(
         seen=max(_difference(behind, behind_other), _difference(before, before_other)),
-        apart=max(rounded(behind, by_itself), rounded(before, by_itself)),
+        apart=max(rounded(*pair) for pair in pairs),
         joined=_difference(after_first[begin:], by_itself),
         is_coarse=is_coarse,
     )
+
+
+def _ends_of_long_row(
+    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and alone.
+
+    Empty where rows are short, and where the model's class cannot leave out the other logits.
+    """
+    base = base_model_of(getattr(model, "module", model))
+    tokens = LONG_ROW
+    if device.type != "cpu":  # there it would take minutes
+        lengths = vars(base.config.get_text_config()).items()
+        named = [value for name, value in lengths if re.search(CUT_BY_PLACE, name)]
+        tokens = max([tokens, *(2 * value for value in named if isinstance(value, int))])
+    tokens = min(tokens, collator.max_seq_len)
+    begin = int(FIRST_PART * tokens)
+    is_partial = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+    if begin <= LENGTHS[0] or not is_partial:
+        return []
+    text = np.random.default_rng(0).integers(vocabulary, size=tokens)
+    first, second = text[:begin], text[begin:]
+
+    def last(*documents: np.ndarray) -> Tensor:
+        end = sum(map(len, documents))
+        kept = torch.arange(end - LENGTHS[1], end, device=device)
+        batch = _inputs([documents], collator, device)
+        return model(**batch, logits_to_keep=kept).logits[0].float()
+
+    return [(last(first, second), last(second))]
+
+
+def _inputs(
+    sequences: Sequence[Sequence[np.ndarray]], collator: PackCollator, device: torch.device
+) -> dict[str, Any]:
+    """Return what a model gets of sequences of documents."""
+    batch = collator([_sequence(documents) for documents in sequences])
+    del batch["labels"]
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            batch[name] = value.to(device)
+    return batch
 
 
 def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:

@@ -141,7 +141,9 @@ def capture(
     kinds = kinds_of(decoder, base.config.get_text_config())
     samples: dict[Kind, Sample] = {}
     window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
-    batches, documents = _batches(base, device, min(window, longest_row or window))
+    longest = longest_row or window + sum(LENGTHS)
+    last = min(window, longest - sum(LENGTHS))  # a packed row is no longer than a trained one
+    batches, documents = _batches(base, device, min(window, longest), last)
     if names_documents:
         batches = {PACKED: {**batches[PACKED], **documents.arguments}}
     for name, inputs in batches.items():
@@ -153,13 +155,13 @@ def capture(
 
 
 def _batches(
-    base: PreTrainedModel, device: torch.device, least_tokens: int
+    base: PreTrainedModel, device: torch.device, row_tokens: int, last_tokens: int
 ) -> tuple[dict[str, dict[str, Any]], Documents]:
     """Return a packed row of documents and an unpacked batch of two rows.
 
-    The last document and the rows have `least_tokens` or more.
+    The rows have `row_tokens` or more, and the last document `last_tokens` or more.
     """
-    last = max(LENGTHS[-1], least_tokens)
+    last = max(LENGTHS[-1], last_tokens)
     lengths = (*LENGTHS[:-1], last)
     vocabulary = base.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(SEED)
@@ -170,7 +172,7 @@ def _batches(
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     packed = {"input_ids": draw(1, sum(lengths)), "position_ids": positions}
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    batches = {PACKED: packed, PLAIN: {"input_ids": draw(2, last)}}
+    batches = {PACKED: packed, PLAIN: {"input_ids": draw(2, max(LENGTHS[-1], row_tokens))}}
     return batches, Documents(starts, last)
 
 

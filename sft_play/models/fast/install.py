@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
+from sft_play.models.fast.attention.forward import mask_chunks
 from sft_play.models.fast.attention.install import install_attention, reads_rows
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.mlp import (
@@ -112,6 +113,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
     on: dict[str, int] = {}
     off: dict[str, str] = {}
     parts = [*INSTALLERS]
+    if getattr(setup.decoder.config, "attention_chunk_size", None):
+        setup.decoder.register_forward_pre_hook(mask_chunks, with_kwargs=True)
     if setup.config.train.fast_path is False:
         off[ALL_PARTS] = "train.fast_path=false"
         parts = [MIXERS]

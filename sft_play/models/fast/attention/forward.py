@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    create_causal_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from sft_play.models.architecture import decoder_of
@@ -178,6 +182,28 @@ def remove_mask(
     if cache is not None or not (is_packed or is_plain_step):
         return None
     return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
+
+
+def mask_chunks(
+    decoder: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Forward pre-hook of a decoder with chunks: mask longer packed rows by document.
+
+    transformers cuts chunks by the place in the row. A causal mask of positions that begin anew at
+    each chunk keeps the chunks of each document apart, as documents are.
+    """
+    positions = kwargs.get("position_ids")
+    size = decoder.config.attention_chunk_size
+    if positions is None or positions.shape[1] <= size:
+        return None
+    if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values")):
+        return None
+    # shape, type and device are read of the embeddings
+    embeddings = positions.new_empty((*positions.shape, 0), dtype=decoder.dtype)
+    masks = {}
+    for kind, begun in (("full_attention", positions), ("chunked_attention", positions % size)):
+        masks[kind] = create_causal_mask(decoder.config, embeddings, None, None, begun)
+    return args, {**kwargs, "attention_mask": masks}
 
 
 @functools.cache

@@ -61,7 +61,11 @@ def _install(setup: TrainingSetup) -> int:
     if others:
         _use_interface(setup, others)
     fuse(whole, attention_forward)
-    hook = setup.decoder.register_forward_pre_hook(remove_mask, with_kwargs=True)
+    hook = setup.decoder.register_forward_pre_hook(
+        remove_mask,
+        prepend=True,
+        with_kwargs=True,  # before masks are made
+    )
     reason = _why_mask_is_read(setup)
     if reason is not None:
         hook.remove()
@@ -188,6 +192,13 @@ def reads_rows(decoder: nn.Module) -> bool:
     """
     modules = (module for module in decoder.modules() if calls_attention_interface(module))
     return any(counts_tokens(module) for module in modules)
+
+
+def scales_by_place(module: nn.Module, longest_row: int | None) -> bool:
+    """Return whether an attention module scales queries by their place in rows of this length."""
+    if not getattr(module, "attn_temperature_tuning", False) or not counts_tokens(module):
+        return False
+    return longest_row is None or longest_row > module.floor_scale
 
 
 def counts_tokens(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from sft_play.models.fast.attention.install import scales_by_place
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
 from sft_play.models.fast.documents import (
     DocumentBatch,
@@ -193,6 +194,9 @@ def install_mixers(setup: TrainingSetup) -> int:
     Raises: Unsupported with the module that keeps a state whatever is tried.
     """
     packed = watch_documents(setup.base, setup.decoder)
+    for module in setup.decoder.modules():
+        if scales_by_place(module, setup.longest_row):
+            install_mixer(module, packed, is_fast=False)
     reason = why_no_fla()
     if setup.on_gpu and reason and likely_mixers(setup.decoder):
         logger.warning(WITHOUT_FLA, reason)
