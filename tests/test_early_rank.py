@@ -81,7 +81,9 @@ def test_a_run_has_its_rank_before_its_rows(settings_of, tmp_path) -> None:
     assert "When what happened" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_a_rank_saves_a_checkpoint_when_its_relay_is_stopped_or_killed(
     settings_of, tmp_path, number
 ) -> None:
@@ -99,54 +101,6 @@ def test_a_rank_saves_a_checkpoint_when_its_relay_is_stopped_or_killed(
     assert any(RunFolder(tmp_path / "run").path.glob("checkpoints/*/MANIFEST.json"))
 
 
-OPENS_TWICE = """
-import json, sys
-from pathlib import Path
-from sft_play.evaluation import opener
-opener.start()
-(waiting, _), = opener._waiting
-import sft_play.models.load  # of which the process that waits is to know nothing
-from sft_play.evaluation.reopened import Folder, Reference, reopen
-weights, evaluation = map(Path, sys.argv[1:])
-found = []
-for fresh in (None, opener.subprocess):  # the first one must not start a process
-    opener.subprocess = fresh
-    found += [reopen(Folder(weights, "float32", {"": "cpu"}), Reference.read(evaluation))]
-print(json.dumps([waiting, *(each.as_json() for each in found)]))
-"""
-
-
-def test_a_process_that_waited_opens_weights_as_a_fresh_one_does(finished) -> None:
-    folder = finished("lora")
-    words = [sys.executable, "-c", OPENS_TWICE, str(folder.weights("lora")), folder.evaluation]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    waited, first, second = json.loads(done.stdout)
-    assert first == second and first["faults"] == []
-    assert not psutil.pid_exists(waited)
-
-
-def test_a_process_that_is_not_needed_ends() -> None:
-    program = (
-        "import os; from sft_play.evaluation import opener; opener.start(); "
-        "((pid, _),) = opener._waiting; opener.dismiss(); "
-        "print(os.path.exists(f'/proc/{pid}'))"
-    )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "False\n"
-
-
-def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeypatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    monkeypatch.setattr(opener, "_waiting", [(0, writing)])
-    monkeypatch.setattr(opener, "SCRIPT", tmp_path / "script.py")
-    opener.SCRIPT.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
-    assert opener.run(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
-    assert str(tmp_path / "a") in (tmp_path / "said").read_text()
-
-
 # packages that take long to import, and that training a LoRA does not use
 UNUSED_BY_A_RANK = (
     "deepspeed",
@@ -157,14 +111,43 @@ UNUSED_BY_A_RANK = (
     "sklearn",
     "matplotlib",
 )
+OPENS_TWICE = """
+import json, sys
+from pathlib import Path
+from sft_play.evaluation import opener
+opener.start()
+opener.dismiss()  # of no use, it ends
+opener.start()
+(waiting, _), = opener._waiting
+import sft_play.training.worker  # of which the process that waits is to know nothing
+unused = [name for name in sys.argv[3:] if name in sys.modules]
+from sft_play.evaluation.reopened import Folder, Reference, reopen
+weights, evaluation = map(Path, sys.argv[1:3])
+found = []
+for fresh in (None, opener.subprocess):  # the first one must not start a process
+    opener.subprocess = fresh
+    found += [reopen(Folder(weights, "float32", {"": "cpu"}), Reference.read(evaluation))]
+print(json.dumps([waiting, unused, *(each.as_json() for each in found)]))
+"""
 
 
-def test_a_rank_imports_nothing_that_takes_long_and_is_not_used() -> None:
-    program = (
-        "import sys; import sft_play.training.runtime, sft_play.training.worker; "
-        f"print([name for name in {UNUSED_BY_A_RANK} if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+def test_a_process_that_waited_opens_weights_as_a_fresh_one_does(finished) -> None:
+    folder = finished("lora")
+    weights = str(folder.weights("lora"))
+    words = [sys.executable, "-c", OPENS_TWICE, weights, str(folder.evaluation), *UNUSED_BY_A_RANK]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    waited, imported, first, second = json.loads(done.stdout)
+    assert imported == []
+    assert first == second and first["faults"] == []
+    assert not psutil.pid_exists(waited)
+
+
+def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeypatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(opener, "_waiting", [(0, writing)])
+    monkeypatch.setattr(opener, "SCRIPT", tmp_path / "script.py")
+    opener.SCRIPT.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    assert opener.run(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
+    assert str(tmp_path / "a") in (tmp_path / "said").read_text()
