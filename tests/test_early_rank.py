@@ -19,6 +19,7 @@ from sft_play.plan.launch import Launch
 from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
+REOPENED = "plain transformers opens the saved weights and says the same"
 # what becomes the relay of a program that it has started
 STARTER = """
 import os, subprocess, sys
@@ -77,7 +78,12 @@ def test_a_run_has_its_rank_before_its_rows(settings_of, tmp_path) -> None:
     parts = {span["name"]: span for span in report["timeline"]}
     assert parts["imports"]["start"] < parts["rows are tokenised"]["end"]
     assert parts["config and plan"]["start"] <= min(span["start"] for span in parts.values())
-    assert "reopened by plain transformers" in parts
+    (check,) = [check for check in report["checks"] if check["name"] == REOPENED]
+    assert check["passed"] and "reopened by plain transformers" in parts
+    (line,) = [line for line in said.splitlines() if "adapter eval_loss=" in line]
+    assert line.endswith("on 6 rows top-1 agreement=1.000 KL=0.0e+00 (at most 1e-06) stops=6/6")
+    loss = report["metrics"]["after"]["eval_loss"]
+    assert f"eval_loss={loss:.4f} (run {loss:.4f})" in line, "six rows are all of the test rows"
     assert "When what happened" in (tmp_path / "run" / "report.html").read_text()
 
 
