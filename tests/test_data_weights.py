@@ -187,6 +187,7 @@ def test_the_ledger_counts_rows_with_weights(tmp_path: Path) -> None:
     assert notes == {"some": [f"{path}: 4 rows: {WEIGHTS}"], "none": []}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_train_weighted_rows_as_one_process_does(
     plan_run, run_worker, losses_of, tmp_path: Path

@@ -82,6 +82,7 @@ def test_the_six_lines_train_on_two_processes(model, rows, tmp_path):
     assert printed.count("'train_loss'") == 1  # one process reports
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_train_an_adapter_and_write_the_files_of_the_guide(model, rows, tmp_path):
     output = tmp_path / "multi_gpu_output"

@@ -41,6 +41,7 @@ def replay_on_cpu() -> None:
     decoder.record_on_gpu = lambda: again
 
 
+@pytest.mark.long
 def test_two_ranks_that_replay_train_as_under_ddp(plan_run: Callable, taught_base: Path) -> None:
     found = {}
     for graphs in (False, True):

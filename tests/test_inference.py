@@ -88,6 +88,7 @@ def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["lora", pytest.param("qlora", marks=pytest.mark.long)])
 def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
     plan_run, run_worker, taught_base, mode

@@ -276,6 +276,7 @@ def test_a_process_of_its_own_counts(tmp_path) -> None:
     assert shape.structure == counter.structure_of(on_meta("qwen3_moe"))
 
 
+@pytest.mark.long
 def test_the_process_that_counts_finds_packages_of_the_users_python_path(tmp_path):
     """The module is found by PYTHONPATH alone."""
     (tmp_path / "counts_here.py").write_text("""def answer(_): return {"answer": 1}""")
