@@ -22,13 +22,15 @@ ROOT = Path(__file__).parents[1]
 REOPENED = "plain transformers opens the saved weights and says the same"
 # what becomes the relay of a program that it has started
 STARTER = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # as the front end, until it is relayed
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[2]])
 os.execv(sys.executable, [sys.executable, "-S", sys.argv[1], str(rank.pid)])
 """
 SLEEPS = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 print("ready", flush=True)
 time.sleep(60)
 """

@@ -3,6 +3,7 @@
 What a rank imports takes seconds, and so do planning and tokenising: they go on beside each other.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -67,12 +68,12 @@ class EarlyRank:
         """
         asked = rank_environment(launch, environ)
         changed = {name for name, _ in asked.items() ^ self._env.items()} - {OF_RUN_FOLDER}
-        if changed or self.process.poll() is not None:
-            self.end()
-            return None
-        os.write(self._pipe, f"{folder.absolute()}\n".encode())
-        os.close(self._pipe)
-        return Launch((sys.executable, "-S", str(RELAY), str(self.process.pid)), launch.env)
+        if not changed and self.process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):  # it has just ended
+                os.write(self._pipe, f"{folder.absolute()}\n".encode())
+                return Launch((sys.executable, "-S", str(RELAY), str(self.process.pid)), launch.env)
+        self.end()
+        return None
 
     def end(self) -> None:
         """End it: the run has other ranks."""
