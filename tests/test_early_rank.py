@@ -15,7 +15,7 @@ from test_launch_variables import SECONDS, start
 from sft_play.errors import ExitClass
 from sft_play.evaluation import opener
 from sft_play.plan.early import RELAY, EarlyRank
-from sft_play.plan.launch import Launch
+from sft_play.plan.launch import WORKER, Launch
 from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -50,10 +50,19 @@ def test_a_relay_passes_signals_on_and_ends_as_its_rank_ends() -> None:
     assert relay("raise SystemExit(14)").wait(10) == ExitClass.DIVERGED
 
 
-def test_a_rank_that_the_plan_would_start_otherwise_is_not_taken(tmp_path) -> None:
-    launch = Launch((sys.executable,), {"CUDA_VISIBLE_DEVICES": ""})
-    early = EarlyRank.start(launch, os.environ)
-    other = Launch((sys.executable,), {"CUDA_VISIBLE_DEVICES": "1"})
+RANK = (sys.executable, str(WORKER), "outputs/a")
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Launch(RANK, {"CUDA_VISIBLE_DEVICES": "1"}),
+        Launch((sys.executable, "-m", "torch.distributed.run"), CPU),  # as of ZeRO's only rank
+    ],
+)
+def test_a_rank_that_the_plan_would_start_otherwise_is_not_taken(tmp_path, other) -> None:
+    early = EarlyRank.start(Launch(RANK, CPU), os.environ)
     assert early.begin(other, tmp_path, os.environ) is None
     assert early.process.returncode == -signal.SIGKILL
 

@@ -68,7 +68,8 @@ class EarlyRank:
         """
         asked = rank_environment(launch, environ)
         changed = {name for name, _ in asked.items() ^ self._env.items()} - {OF_RUN_FOLDER}
-        if not changed and self.process.poll() is None:
+        is_rank = launch.argv[:2] == (sys.executable, str(WORKER))  # and no launcher of one rank
+        if is_rank and not changed and self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # it has just ended
                 os.write(self._pipe, f"{folder.absolute()}\n".encode())
                 return Launch((sys.executable, "-S", str(RELAY), str(self.process.pid)), launch.env)
