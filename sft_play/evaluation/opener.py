@@ -20,16 +20,14 @@ from typing import NoReturn
 
 from sft_play import stops
 from sft_play.config.loader import environment
+from sft_play.config.place import is_of_launcher
 
 SCRIPT = Path(__file__).with_name("plain.py")
 # What the script needs, as far as importing it starts no CUDA: PEFT's would, by way of bitsandbytes
 LIBRARIES = ("transformers.models.auto.tokenization_auto", "transformers.masking_utils")
 MODELS = "transformers.modeling_utils"  # imports torchao where it is installed, which starts CUDA
-# Variables of a launcher's ranks, which would make transformers wait for the others
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
 POLL_SECONDS = 0.02
 SECONDS = 3600
-
 
 _waiting: list[tuple[int, int]] = []  # its process id, and the pipe on which it waits
 
@@ -84,9 +82,8 @@ def run(asked: Path, answered: Path, said: Path) -> int:
             pass
         else:
             return _exit_code(pid)
-    environ = {
-        name: value for name, value in environment().items() if not name.startswith(OF_RANKS)
-    }
+    # with a launcher's variables transformers would wait for the other ranks
+    environ = {name: value for name, value in environment().items() if not is_of_launcher(name)}
     # -P: the folder of the script holds modules of ours
     words = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
     with said.open("wb") as file:
@@ -122,7 +119,7 @@ def _serve(reading: int) -> NoReturn:
             descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            for name in [name for name in os.environ if name.startswith(OF_RANKS)]:
+            for name in filter(is_of_launcher, list(os.environ)):
                 del os.environ[name]
             runpy.run_path(str(SCRIPT))["answer"](asked, answered)
         code = 0
