@@ -29,7 +29,9 @@ def note(name: str, start: float | None = None) -> None:
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
-    """Note what is done inside this context."""
+    """Note what is done inside this context, also where it fails."""
     start = time.time()
-    yield
-    note(name, start)
+    try:
+        yield
+    finally:
+        note(name, start)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from test_launch_variables import SECONDS, start
 
+from sft_play import timeline
 from sft_play.errors import ExitClass
 from sft_play.evaluation import opener
 from sft_play.plan.early import RELAY, EarlyRank
@@ -95,7 +96,14 @@ def test_a_run_has_its_rank_before_its_rows(settings_of, tmp_path) -> None:
     assert line.endswith("on 6 rows top-1 agreement=1.000 KL=0.0e+00 (at most 1e-06) stops=6/6")
     loss = report["metrics"]["after"]["eval_loss"]
     assert f"eval_loss={loss:.4f} (run {loss:.4f})" in line, "six rows are all of the test rows"
-    assert "When what happened" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "When what happened" in page and " s of steps, " in page
+
+
+def test_what_fails_is_in_the_timeline_too() -> None:
+    with pytest.raises(ValueError), timeline.span("a part that fails"):
+        raise ValueError
+    assert timeline.spans.pop().name == "a part that fails"
 
 
 @pytest.mark.parametrize(
