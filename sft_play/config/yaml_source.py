@@ -84,6 +84,7 @@ class _Loader(yaml.SafeLoader):
         self.values_of: dict[int, int] = {}  # by id(node)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Return the next node. Raises: RecursionError where it lies too deep, MarkedYAMLError."""
         self.depth += 1
         if self.depth > MOST_DEPTH:  # a scanner takes ever longer, the deeper it is
             raise RecursionError
