@@ -334,6 +334,19 @@ def test_the_module_and_its_options_exist(command: Command) -> None:
             assert f'"{option}"' in source
 
 
+# hardware of README's table of cards
+CARDS = {"8 GiB": "1x8GiB", "4090": "1x4090", "two": "2x4090", "H100": "1xH100", "eight": "8xH100"}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_the_readme_names_for_a_card_fits_it(card: str) -> None:
+    row = re.search(rf"^\| {card}[^|]*\| `make [a-z-]+ ([^`]+)`", README.read_text(), re.MULTILINE)
+    environ = dict(word.split("=") for word in row[1].split())
+    environ |= {"GPUS": CARDS[card], "MODEL_MAX_SEQ_LEN": "2048"}
+    result = CliRunner().invoke(app, ["plan"], env=environ)
+    assert result.exit_code == 0 and " fits: " in result.stdout, result.output
+
+
 @pytest.mark.parametrize("command", named(PLANS))
 def test_a_plan_for_other_hardware_is_printed(command: Command) -> None:
     environ = {name: value for name, value in command.variables.items() if name != "EXACT"}
