@@ -24,7 +24,7 @@ def note(name: str, start: float | None = None) -> None:
         import psutil  # it takes a while
 
         start = psutil.Process().create_time()
-    spans.append(Span(name, round(start, 3), round(time.time(), 3)))
+    spans.append(Span(name, start, time.time()))
 
 
 @contextlib.contextmanager
