@@ -1,5 +1,6 @@
 """Which process is which: not changed by a clock, and not guessed where it cannot be seen."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ import pytest
 from namespaces import CONTAINER, in_container, moved_clock, needs_namespaces, run
 from run_files import GONE
 
+from sft_play import process_id
 from sft_play.process_id import ProcessId
 
+# with the module itself, as the project's folder may be closed to another user
 ASK = (
-    "import json, sys; from sft_play.process_id import ProcessId; "
+    inspect.getsource(process_id) + "\nimport json\n"
     "print(ProcessId.from_json(json.loads(sys.argv[1])).is_alive())"
 )
 
