@@ -3,7 +3,7 @@
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
@@ -16,6 +16,7 @@ MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 # Of a turn: what is said, however a program calls it
 CONTENT_KEYS = ("content", "value", "parts", "text", "message")
+IMAGE_MARK = "\ufffc"  # stands in a message's content for each of its images
 
 
 class InvalidRowError(ValueError):
@@ -23,17 +24,28 @@ class InvalidRowError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An encoded image that was opened once: a file, or its bytes; its size as it is shown."""
+
+    path: str  # "" where the row has its bytes
+    data: bytes = field(repr=False)  # b"" where it is a file
+    width: int  # pixels
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation, with the role system, user, assistant or tool."""
 
     role: str
-    content: str
+    content: str  # with IMAGE_MARK for each image
     reasoning: str | None = None  # what an assistant thinks before it answers
     tool_calls: tuple[Json, ...] = ()  # of an assistant, as `messages` parses them
     name: str | None = None  # of the tool that a tool message answers for
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
     weight: float = 1.0  # of its tokens in the loss
+    images: tuple[ImageFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
