@@ -52,6 +52,7 @@ class Document:
     ids: np.ndarray
     labels: np.ndarray
     weights: np.ndarray | None = None
+    images: tuple = ()
 
 
 def documents(vocabulary: int = TINY.vocabulary) -> list[Document]:

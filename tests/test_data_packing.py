@@ -21,6 +21,7 @@ class Document:
     ids: list[int]
     labels: list[int]
     weights: list[float] | None = None
+    images: tuple = ()
 
 
 ROWS = TrainRows(

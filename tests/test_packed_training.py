@@ -50,6 +50,7 @@ class Document:
     ids: list[int]
     labels: list[int]
     weights: list[float] | None = None
+    images: tuple = ()
 
 
 def documents(count: int) -> list[Document]:

@@ -10,15 +10,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
 from sft_play.data.ledger import Tally
+from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_COLUMNS_CHARACTERS, MAX_LISTED_ROWS, BadRow, Row, shorten
+from sft_play.data.rows import (
+    MAX_COLUMNS_CHARACTERS,
+    MAX_LISTED_ROWS,
+    BadRow,
+    InvalidRowError,
+    Message,
+    Row,
+    shorten,
+)
 from sft_play.data.store import LongRow, RowHashes, SampleArrays, StoredSample, to_arrays
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
@@ -59,6 +69,8 @@ def fit_sample(
     if total <= max_tokens:
         return FittedSample((rendered,))
     pieces: list[RenderedSample] = []
+    if rendered.images:
+        policy = "drop"  # a cut would go through an image
     if policy == "split":
         for start in range(0, total, max_tokens):
             pieces.append(_cut_piece(rendered, start, start + max_tokens))
@@ -133,6 +145,7 @@ class ChunkTokenizer:
         self._template = ChatTemplate(tokenizer)
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config)
+        self._processor = Processor(config, tokenizer)
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
@@ -185,6 +198,11 @@ class ChunkTokenizer:
         for number, rows in zip(chunk.numbers, parsed, strict=True):
             if isinstance(rows, BadRow):
                 done.drop(rows, "bad_row")
+                continue
+            try:
+                rows = list(map(self._processor.write, rows))
+            except InvalidRowError as error:
+                done.drop(_bad_row(rows, str(error)), "bad_row")
                 continue
             for index, row in enumerate(rows):
                 if row.begins_with_answer:
@@ -246,22 +264,32 @@ def hash_row(row: Row) -> RowHashes:
     asked = 0  # messages before the last trained answer
     messages = [message for message in row.messages if message.role != "system"]
     if row.messages:
-        content = "\n".join(message.content for message in messages)
+        content = "\n".join(map(_content, messages))
         exact = repr(
             [
-                (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id)
+                (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id, _key(m))
                 for m in row.messages
             ]
             + ([row.variables] if row.variables else [])
         )
         answers = (n for n, m in enumerate(messages) if m.role == "assistant" and m.is_trained)
         asked = max(answers, default=len(messages))
-    question = "\n".join(message.content for message in messages[:asked])
+    question = "\n".join(map(_content, messages[:asked]))
     asked_words = _words(question)
     # a text may have no words
     words = f"{asked_words} {_words(content[len(question) :])}".strip() or content
     group = _hash(row.group) if row.group else 0
     return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
+
+
+def _key(message: Message) -> str:
+    """Return what tells the images of a message from others: a hash of their bytes."""
+    data = (image.data or Path(image.path).read_bytes() for image in message.images)
+    return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
+
+
+def _content(message: Message) -> str:
+    return f"{message.content} {_key(message)}" if message.images else message.content
 
 
 def _words(text: str) -> str:
@@ -280,7 +308,8 @@ def _hash(text: str) -> int:
 def _bad_row(rows: Sequence[Row], reason: str) -> BadRow:
     origin = rows[0].origin
     facts = [asdict(row) for row in rows]
-    text = json.dumps(facts[0] if len(facts) == 1 else facts, ensure_ascii=False)
+    facts = facts[0] if len(facts) == 1 else facts
+    text = json.dumps(facts, ensure_ascii=False, default=lambda data: f"{len(data):,} bytes")
     return BadRow(origin, reason.removeprefix(f"{origin}: "), text)
 
 

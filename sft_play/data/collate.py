@@ -14,7 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from sft_play.data.packing import batch_shape, padded_width
+from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.rows import ImageFile
 from sft_play.data.store import Sample, Split
 
 Batch = dict[str, torch.Tensor | int | list[int]]
@@ -30,6 +32,7 @@ class TokenSequence:
     lengths: tuple[int, ...]
     real_tokens: int  # without fillers
     weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weighs 1
+    images: tuple[tuple[ImageFile, ...], ...] = ()  # of each document; (): none has any
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
@@ -68,7 +71,9 @@ class TrainRows(Dataset[TokenSequence]):
                 labels = np.full_like(labels, IGNORE_INDEX)
                 real_tokens = 0
             lengths = (len(ids),)
-            documents.append(TokenSequence(ids, labels, lengths, real_tokens, sample.weights))
+            documents.append(
+                TokenSequence(ids, labels, lengths, real_tokens, sample.weights, (sample.images,))
+            )
         return _join(documents)
 
 
@@ -81,6 +86,7 @@ def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
         tuple(chain.from_iterable(sequence.lengths for sequence in sequences)),
         sum(sequence.real_tokens for sequence in sequences),
         np.concatenate(weights) if weights else None,
+        tuple(chain.from_iterable(sequence.images for sequence in sequences)),
     )
 
 
@@ -104,6 +110,7 @@ class PadCollator:
 
     pad_id: int
     max_seq_len: int | None = None
+    images: ImageInputs | None = None  # of a base that reads them
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         assert all(len(sequence.lengths) == 1 for sequence in sequences), (
@@ -113,12 +120,15 @@ class PadCollator:
         width = max(map(len, ids))
         if self.max_seq_len is not None:
             width = padded_width(width, self.max_seq_len)
-        return {
+        batch: Batch = {
             "input_ids": _pad(ids, self.pad_id, width),
             "attention_mask": _pad([np.ones_like(row) for row in ids], 0, width),
             "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
             **_pad_weights(sequences, width),
         }
+        if self.images is not None:
+            batch |= self.images(images_of(sequences), batch["input_ids"])
+        return batch
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,7 @@ class PackCollator:
     varlen: bool = False
     brings_lengths: bool = False  # with varlen: document_lengths too, a list that stays on the CPU
     in_one_row: bool = False  # with varlen
+    images: ImageInputs | None = None  # of a base that reads them
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         lengths = [sequence.lengths for sequence in sequences]
@@ -176,7 +187,15 @@ class PackCollator:
             batch["max_length_k"] = max(filled)
             if self.brings_lengths:
                 batch["document_lengths"] = filled
+        if self.images is not None:
+            documents = [sequence.lengths for sequence in sequences]
+            batch |= self.images(images_of(sequences), batch["input_ids"], documents)
         return batch
+
+
+def images_of(sequences: Sequence[TokenSequence]) -> list[tuple[ImageFile, ...]]:
+    """Return the images of each document of sequences."""
+    return list(chain.from_iterable(sequence.images for sequence in sequences))
 
 
 class LabelledPositions(NamedTuple):

@@ -9,11 +9,12 @@ Legend: T tokens of one sample.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from sft_play.data.limits import allocating_little, encode
-from sft_play.data.rows import Json, Message, Notes, Row, Segment
+from sft_play.data.rows import ImageFile, Json, Message, Notes, PromptIds, Row, Segment
 from sft_play.data.special_text import TokensInText, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
@@ -42,6 +43,7 @@ class RenderedSample:
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
     weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
     notes: Notes = field(default=(), repr=False)  # what becomes of its row otherwise
+    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # that its ids stand for
 
     @property
     def trained_tokens(self) -> int:
@@ -172,8 +174,7 @@ class Renderer:
         try:
             for text in prepared.texts if row.weight else ():
                 if row.text is None:
-                    weights = [message.weight for message in row.messages]
-                    samples += self._label_answers(text, tails, weights)
+                    samples += self._label_answers(text, tails, row.messages)
                     continue
                 ids = text.ids
                 if ids[:1] != self._text_prefix:
@@ -202,12 +203,11 @@ class Renderer:
         )
 
     def _label_answers(
-        self, text: TrainingText, tails: Mapping[str, list[int]], weights: Sequence[float]
+        self, text: TrainingText, tails: Mapping[str, list[int]], messages: Sequence[Message]
     ) -> list[RenderedSample]:
         """Return the sample of a text, and one of each answer whose line breaks join its prompt's.
 
-        Such an answer is tokenized apart, as it follows the prompt's tokens at use. `weights` are
-        those of the messages.
+        Such an answer is tokenized apart, as it follows the prompt's tokens at use.
         """
         ids = text.ids
         self._refuse_second_bos(ids)
@@ -216,14 +216,17 @@ class Renderer:
         apart: list[RenderedSample] = []
         checks_marks = text.generated is not None and not marks_equal_answers(text)
         for answer, tail in zip(text.answers, text.tails, strict=True):
-            weight = weights[answer.message]
+            weight = messages[answer.message].weight
+            before = images_of(messages[: answer.message])
             try:
                 spans.append(self._find_answer(text, answer, tail.first_token, tails[tail.text]))
                 span_weights.append(weight)
+                images = before
             except _JoinedLineBreaks:
                 if checks_marks:
                     raise
-                apart.append(self._label_apart(text.text, answer, weight))
+                sample = self._label_apart(text.text, answer, weight)
+                apart.append(replace(sample, images=before))
         if not spans:
             return apart
         if apart:
@@ -240,7 +243,8 @@ class Renderer:
             of_tokens = [1.0] * len(ids)
             for (start, end), weight in zip(spans, span_weights, strict=True):
                 of_tokens[start:end] = [weight] * (end - start)
-        return [*apart, RenderedSample(ids, labels, spans[-1].start, weights=of_tokens)]
+        start = spans[-1].start
+        return [*apart, RenderedSample(ids, labels, start, weights=of_tokens, images=images)]
 
     def _label_apart(self, text: str, answer: AnswerSpan, weight: float) -> RenderedSample:
         """Return the sample of one answer, its tokens after those of the prompt."""
@@ -307,6 +311,11 @@ class Renderer:
             )
 
 
+def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...]:
+    """Return the images of messages in their order."""
+    return tuple(chain.from_iterable(message.images for message in messages))
+
+
 def _join_segments(segments: Sequence[Segment], texts: Sequence[TrainingText]) -> RenderedSample:
     ids: list[int] = []
     labels: list[int] = []
@@ -331,10 +340,11 @@ def render_prompt(
     tools: Sequence[Json] = (),
     tokens_in_text: TokensInText = "as_text",
     variables: Json | None = None,
-) -> list[int]:
+) -> PromptIds:
     """Return the ids of a prompt that the model is to answer. Raises RenderError.
 
-    `variables` are those of the chat template for this prompt alone.
+    `variables` are those of the chat template for this prompt alone. The model's processor has
+    written the images of the messages.
     """
     special = special_text(tokenizer, tokens_in_text)
     asked = Row(tuple(messages), "the prompt", tools=tuple(tools), variables=variables)
@@ -342,4 +352,4 @@ def render_prompt(
     asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
     row = special.escape(asked)
     text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
-    return special.encode([text])[0].ids
+    return PromptIds(special.encode([text])[0].ids, images_of(messages))

@@ -31,6 +31,21 @@ class ImageFile:
     data: bytes = field(repr=False)  # b"" where it is a file
     width: int  # pixels
     height: int
+    token: str = ""  # that the chat template writes for it, once the model's processor was asked
+    text: str = ""  # that the model reads in its place
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Its width and height in pixels."""
+        return self.width, self.height
+
+
+class PromptIds(list[int]):
+    """The ids of a prompt, with the images that some of them stand for."""
+
+    def __init__(self, ids: Iterable[int], images: tuple[ImageFile, ...] = ()):
+        super().__init__(ids)
+        self.images = images
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +61,11 @@ class Message:
     is_trained: bool = True  # of an assistant: the answer carries loss
     weight: float = 1.0  # of its tokens in the loss
     images: tuple[ImageFile, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The content, in the pieces that images leave."""
+        return self.content.split(IMAGE_MARK) if self.images else [self.content]
 
 
 @dataclass(frozen=True, slots=True)

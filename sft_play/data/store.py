@@ -20,13 +20,15 @@ import numpy as np
 from sft_play.data.files import file_format, format_origin
 from sft_play.data.ledger import Tally
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.rows import BadRow, Json
+from sft_play.data.rows import BadRow, ImageFile, Json, PromptIds
 from sft_play.errors import DataError
 
 IDS = "ids.bin"
 TRAINED = "trained.bin"
 WEIGHTS = "weights.bin"
 RECORDS = "samples.bin"  # "records.bin" of older versions had fewer fields
+IMAGES = "images.bin"
+IMAGE_BYTES = "image_bytes.bin"  # of each image: its path, or itself
 SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
 MAX_PARTS = 99  # of a path
@@ -46,8 +48,27 @@ RECORD = np.dtype(
         ("trained", "<i4"),  # tokens that carry loss
         ("cut", "<i4"),  # tokens of its row that the length policy cut
         ("weights", "<i8"),  # where those of its tokens begin in weights.bin; -1: each weighs 1
+        ("images", "<i8"),  # end of its images in images.bin
     ]
 )
+IMAGE = np.dtype(
+    [
+        ("end", "<i8"),  # of its bytes in image_bytes.bin
+        ("is_path", "?"),
+        ("width", "<i4"),
+        ("height", "<i4"),
+    ]
+)
+
+
+ARRAYS = {  # the fields of SampleArrays
+    IDS: ID,
+    TRAINED: np.dtype(np.bool_),
+    WEIGHTS: WEIGHT,
+    RECORDS: RECORD,
+    IMAGES: IMAGE,
+    IMAGE_BYTES: np.dtype(np.uint8),
+}
 
 
 @dataclass(frozen=True)
@@ -55,22 +76,23 @@ class Sample:
     """One sequence as the model sees it.
 
     ids (T,) int32; labels (T,) int64, IGNORE_INDEX where no loss; weights (T,) float32 of tokens in
-    the loss, None where each weighs 1.
+    the loss, None where each weighs 1; the images that ids stand for, in their order.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     answer_start: int
     weights: np.ndarray | None = None
+    images: tuple[ImageFile, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
         return int(np.count_nonzero(self.labels != IGNORE_INDEX))
 
     @property
-    def prompt(self) -> list[int]:
+    def prompt(self) -> PromptIds:
         """The ids before the last answer, which the model is given at use; empty for plain text."""
-        return self.ids[: self.answer_start].tolist()
+        return PromptIds(self.ids[: self.answer_start].tolist(), self.images)
 
 
 class Store:
@@ -85,18 +107,31 @@ class Store:
         self.ids = _map_array(folder / IDS, ID)
         self.trained = _map_array(folder / TRAINED, np.dtype(np.bool_))
         self.weights = _map_array(folder / WEIGHTS, WEIGHT)
+        self.images = _map_array(folder / IMAGES, IMAGE)
+        self.image_bytes = _map_array(folder / IMAGE_BYTES, np.dtype(np.uint8))
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Sample:
-        start = int(self.records["end"][index - 1]) if index else 0
-        end = int(self.records["end"][index])
+        start, end = self._bounds("end", index)
         ids = np.asarray(self.ids[start:end])
         labels = np.where(self.trained[start:end], ids.astype(np.int64), IGNORE_INDEX)
         first = int(self.records["weights"][index])
         weights = None if first < 0 else np.asarray(self.weights[first : first + end - start])
-        return Sample(ids, labels, int(self.records["answer_start"][index]), weights)
+        images = tuple(self._image(place) for place in range(*self._bounds("images", index)))
+        return Sample(ids, labels, int(self.records["answer_start"][index]), weights, images)
+
+    def _bounds(self, column: str, index: int) -> tuple[int, int]:
+        """Return where a sample begins and ends in an array, of which a column has the ends."""
+        ends = self.records[column]
+        return int(ends[index - 1]) if index else 0, int(ends[index])
+
+    def _image(self, place: int) -> ImageFile:
+        start = int(self.images["end"][place - 1]) if place else 0
+        end, is_path, *size = self.images[place].tolist()
+        data = self.image_bytes[start:end].tobytes()
+        return ImageFile(data.decode() if is_path else "", b"" if is_path else data, *size)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -130,13 +165,15 @@ class StoredSample(NamedTuple):
 class SampleArrays(NamedTuple):
     """Samples as a store has them: ids and trained of all tokens, records (N,) RECORD.
 
-    `weights` are those of the samples that have some.
+    `weights` are those of the samples that have some; `images` (I,) IMAGE with `image_bytes`.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     weights: np.ndarray
     records: np.ndarray
+    images: np.ndarray
+    image_bytes: np.ndarray
 
 
 class StoreWriter(contextlib.ExitStack):
@@ -145,13 +182,14 @@ class StoreWriter(contextlib.ExitStack):
     def __init__(self, folder: Path):
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        names = (IDS, TRAINED, WEIGHTS, RECORDS)
-        self._files = [self.enter_context((folder / name).open("wb")) for name in names]
+        self._files = [self.enter_context((folder / name).open("wb")) for name in ARRAYS]
         self._tokens = 0
         self._weights = 0
+        self._images = 0
+        self._image_bytes = 0
 
     def append(self, samples: SampleArrays) -> None:
-        """Add samples whose records' `end` and `weights` count from 0."""
+        """Add samples whose `end`, `weights` and `images` count from 0."""
         records = samples.records.copy()
         tokens = int(records["end"][-1]) if len(records) else 0
         assert len(samples.ids) == len(samples.trained) == tokens, (
@@ -161,10 +199,13 @@ class StoreWriter(contextlib.ExitStack):
         self._tokens += tokens
         records["weights"][records["weights"] >= 0] += self._weights
         self._weights += len(samples.weights)
-        arrays = (*samples[:-1], records)
-        for file, array, dtype in zip(
-            self._files, arrays, (ID, np.bool_, WEIGHT, RECORD), strict=True
-        ):
+        records["images"] += self._images
+        self._images += len(samples.images)
+        images = samples.images.copy()
+        images["end"] += self._image_bytes
+        self._image_bytes += len(samples.image_bytes)
+        arrays = samples._replace(records=records, images=images)
+        for file, array, dtype in zip(self._files, arrays, ARRAYS.values(), strict=True):
             file.write(np.ascontiguousarray(array, dtype=dtype).tobytes())
 
 
@@ -175,14 +216,26 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     labels = np.fromiter(chain.from_iterable(sample.labels for sample in rendered), dtype=np.int64)
     records = np.zeros(len(samples), dtype=RECORD)
     weights: list[float] = []
-    end = 0
+    images = [image for sample in rendered for image in sample.images]
+    end = end_of_images = 0
     for index, (sample, file, number, hashes, cut) in enumerate(samples):
         end += len(sample.ids)
         tokens = (sample.answer_start, sample.trained_tokens, cut)
         first = -1 if sample.weights is None else len(weights)
         weights += sample.weights or ()
-        records[index] = (end, number, *hashes, file, *tokens, first)
-    return SampleArrays(ids, labels != IGNORE_INDEX, np.array(weights, WEIGHT), records)
+        end_of_images += len(sample.images)
+        records[index] = (end, number, *hashes, file, *tokens, first, end_of_images)
+    held = [image.data or image.path.encode() for image in images]
+    ends = np.cumsum([len(data) for data in held])
+    table = [(end, bool(image.path), *image.size) for end, image in zip(ends, images, strict=True)]
+    return SampleArrays(
+        ids,
+        labels != IGNORE_INDEX,
+        np.array(weights, WEIGHT),
+        records,
+        np.array(table, IMAGE),
+        np.frombuffer(b"".join(held), np.uint8),
+    )
 
 
 class Split:
@@ -212,6 +265,11 @@ class Split:
 
     def __getitem__(self, index: int) -> Sample:
         return self.stores[self.store_of[index]][int(self.index_in[index])]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a sample of its stores has an image."""
+        return any(len(store.images) for store in self.stores)
 
     def source(self, index: int) -> str | None:
         """Return the name of a sample's source in scores, None if there is but one."""

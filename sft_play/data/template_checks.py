@@ -98,15 +98,18 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
         # Messages must be found in order, so that a question asked twice is written twice. But
         # Mistral's template puts the system message into the last question.
         start = 0 if message.role == "system" else position
-        places = [(prompt.find(form, start), form) for form in _accepted_forms(message)]
-        ends = [place + len(form) for place, form in places if place >= 0]
-        if not ends:
-            raise RenderError(
-                f"the chat template leaves out or changes messages[{index}], "
-                f"of the role {message.role}: {quote(message.content.strip())}"
-            )
+        for text in message.texts:
+            forms = _accepted_forms(replace(message, content=text, images=()))
+            places = [(prompt.find(form, start), form) for form in forms]
+            ends = [place + len(form) for place, form in places if place >= 0]
+            if not ends:
+                raise RenderError(
+                    f"the chat template leaves out or changes messages[{index}], "
+                    f"of the role {message.role}: {quote(text.strip())}"
+                )
+            start = ends[0]
         if message.role != "system":
-            position = ends[0]
+            position = start
 
 
 def check_answer(

@@ -8,13 +8,14 @@ import copy
 import functools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.calls import with_short_ids
 from sft_play.data.limits import REMEDY, limited
-from sft_play.data.rows import Json, Message
+from sft_play.data.rows import ImageFile, Json, Message
 from sft_play.errors import DataError
 
 MAX_REFUSED = 1000  # characters of what a template says of a row
@@ -220,7 +221,41 @@ class ChatTemplate:
                 refused = f"the chat template refuses the conversation: {error}"
                 raise RenderError(refused[:MAX_REFUSED]) from error
         spans = [Span(*span) for span in marks[0]] if has_marks else None
-        return TemplateText(texts[0], spans)
+        return _write_images(TemplateText(texts[0], spans), messages)
+
+
+def _write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateText:
+    """Return what a template wrote with the text of each image in place of its token.
+
+    Raises: RenderError where the template leaves images out.
+    """
+    images: list[ImageFile] = []
+    for message in messages:
+        if isinstance(message["content"], list):
+            images += (part["image"] for part in message["content"] if part["type"] == "image")
+    if not images:
+        return written
+    pieces = written.text.split(images[0].token)
+    if len(pieces) != len(images) + 1:
+        raise RenderError(
+            f"the chat template writes {images[0].token} {len(pieces) - 1} times for {len(images)} "
+            "images; set MODEL_CHAT_TEMPLATE to the one of the model's processor"
+        )
+    text = pieces[0]
+    places: list[int] = []  # where each token ends in what was written
+    grown = [0]  # characters that are added before it, and before each of the next
+    end = len(text)
+    for image, piece in zip(images, pieces[1:], strict=True):
+        end += len(image.token)
+        places.append(end)
+        grown.append(grown[-1] + len(image.text) - len(image.token))
+        end += len(piece)
+        text += image.text + piece
+    spans = written.generated
+    if spans is not None:
+        moved = [[at + grown[bisect_right(places, at)] for at in span] for span in spans]
+        spans = [Span(*span) for span in moved]
+    return TemplateText(text, spans)
 
 
 def pin_clock(jinja: str) -> None:
@@ -249,8 +284,20 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
             "tool_call_id": message.tool_call_id,
         }
         given = {name: value for name, value in optional.items() if value is not None}
-        read.append({"role": message.role, "content": message.content, **given})
+        content = _parts(message) if message.images else message.content
+        read.append({"role": message.role, "content": content, **given})
     return read
+
+
+def _parts(message: Message) -> list[Json]:
+    """Return the content of a message with images as the parts that templates read."""
+    first, *texts = message.texts
+    parts = [{"type": "text", "text": first}] if first else []
+    for image, text in zip(message.images, texts, strict=True):
+        parts.append({"type": "image", "image": image})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def stop_ids(tokenizer: Any) -> set[int]:

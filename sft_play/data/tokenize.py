@@ -52,7 +52,8 @@ CHUNKS_IN_FLIGHT = 3  # for each process
 # Of data. What is done with every row is a part of the cache's key.
 ROW_SETTINGS = {
     *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
-    *("system_prompt", "system_prompt_mode", "on_bad_row"),
+    *("system_prompt", "system_prompt_mode", "on_bad_row", "image_min_pixels"),
+    "image_max_pixels",
 }
 
 

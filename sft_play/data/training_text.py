@@ -294,10 +294,11 @@ def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
 def is_trimmed(messages: Sequence[Message], text: str) -> bool:
     """Return whether a text has a message without the blanks around it."""
     return any(
-        message.content != message.content.strip()
-        and message.content not in text
-        and json_characters(message.content) not in text  # as Llama 3 writes a tool's answer
+        content != content.strip()
+        and content not in text
+        and json_characters(content) not in text  # as Llama 3 writes a tool's answer
         for message in messages
+        for content in message.texts
     )
 
 

@@ -12,12 +12,15 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
-from sft_play.data.collate import PadCollator, TrainRows, labelled
+from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.collate import PadCollator, TrainRows, images_of, labelled
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.rows import ImageFile
 from sft_play.data.special_text import match_any
 from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
@@ -59,6 +62,7 @@ class LossBatch(NamedTuple):
     indices: list[int]  # of the rows in the split
     tokens: list[int]  # labelled, of each row
     tensors: dict[str, torch.Tensor]
+    images: list[tuple[ImageFile, ...]]  # of each row; their pixels would be gigabytes
 
 
 @dataclass(eq=False)
@@ -69,6 +73,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     train: TrainSection
     process: Process
+    images: ImageInputs | None = None  # of rows that have some
     synced_gpus: bool = False  # see Generator, and the next
     saved_stops: tuple[int, ...] = ()
     memory_limit: Callable[[], int | None] = lambda: None  # bytes of its GPU for this process
@@ -78,7 +83,12 @@ class Evaluator:
         assert isinstance(self.train.eval_batch_size, int), "the plan resolves eval_batch_size"
         self.batch_size = self.train.eval_batch_size
         self.generator = Generator(
-            self.tokenizer, self.train, self.process, self.synced_gpus, self.saved_stops
+            self.tokenizer,
+            self.train,
+            self.process,
+            self.synced_gpus,
+            self.saved_stops,
+            images=self.images,
         )
 
     @cached_property
@@ -157,10 +167,10 @@ class Evaluator:
 
     def _nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
         """Return the nats of each row of a batch, float32 (B,)."""
-        device = self.process.device
-        inputs = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()
-        }
+        inputs = dict(batch.tensors)
+        if self.images is not None:
+            inputs |= self.images(batch.images, inputs["input_ids"])
+        inputs = send_to_device(inputs, self.process.device, non_blocking=True)
         labels = inputs.pop("labels")
         positions = inputs.pop("positions")
         targets = inputs.pop("targets")
@@ -249,10 +259,11 @@ class Evaluator:
         batches = []
         every = split_batches(self.split.lengths, lambda _: self.batch_size)
         for indices in take_rank_share(every, self.process):
-            tensors = collate([rows[index] for index in indices])
+            sequences = [rows[index] for index in indices]
+            tensors = collate(sequences)
             tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
             tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
-            batches.append(LossBatch(indices, tokens, tensors))
+            batches.append(LossBatch(indices, tokens, tensors, images_of(sequences)))
         return batches
 
     def _prompt_batches(

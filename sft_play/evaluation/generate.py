@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -29,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sft_play.config.schema import TrainSection
+from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import stop_ids
 from sft_play.models.positions import room_for_answer
 from sft_play.plan.devices import host_memory
@@ -79,6 +81,7 @@ class Generator:
     synced_gpus: bool = False  # divided weights: every rank takes part in every forward pass
     saved_stops: tuple[int, ...] = ()  # ids that end an answer; () is the tokenizer's `stop_ids`
     sampling: Sampling | None = None  # None: the most likely token, or the best of the beams
+    images: ImageInputs | None = None  # of a model that reads them
 
     @property
     def stops(self) -> list[int]:
@@ -107,6 +110,10 @@ class Generator:
         input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
         limit = room_for_answer(model, input_ids.shape[1], limit)
         device = self.process.device
+        seen = {}
+        if self.images is not None:
+            pictures = [getattr(prompt, "images", ()) for prompt in prompts]
+            seen = send_to_device(self.images(pictures, input_ids), device)
         # else PEFT casts the input of each adapter to float32, and autocast casts it back
         is_half = self.process.compute_dtype != torch.float32
         casting = disable_input_dtype_casting(model, active=is_half)
@@ -125,6 +132,7 @@ class Generator:
                 streamer=streamer,
                 stopping_criteria=stopping,
                 logits_processor=None if scored is None else LogitsProcessorList([scored]),
+                **seen,
             )
         return ids[:, input_ids.shape[1] :]
 

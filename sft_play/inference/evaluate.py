@@ -172,6 +172,7 @@ def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:
         trained.tokenizer,
         trained.config.train,
         trained.process,
+        trained.images if rows.split.has_images else None,
         saved_stops=trained.stops,
     )
     scores = evaluator.score(trained.model)

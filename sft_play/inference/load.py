@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from transformers.utils import logging as hf_logging
 
 from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
+from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_memory
 from sft_play.evaluation.generate import Generator, Sampling
 from sft_play.models import expert_adapters
 from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
+from sft_play.models.images import image_inputs_of
 from sft_play.models.load import load_base
 from sft_play.models.placement import move_inputs
 from sft_play.plan.launch import allocator_defaults
@@ -63,7 +66,13 @@ class TrainedModel:
             self.process,
             saved_stops=self.stops,
             sampling=sampling,
+            images=self.images,
         )
+
+    @cached_property
+    def images(self) -> ImageInputs | None:
+        """What makes the inputs of images, None for a model of text."""
+        return image_inputs_of(self.model, self.config, self.tokenizer)
 
     def answer_limit(self, prompt_tokens: int) -> int:
         """Return the longest answer to a prompt: as asked, where that is auto what fits behind it.

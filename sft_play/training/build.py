@@ -16,6 +16,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
 from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.images import image_inputs_of
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import step_flops
@@ -64,7 +65,7 @@ def build_trainer(
         processing_class=tokenizer,
         train_dataset=TrainRows(data.train),
         eval_dataset=TrainRows(data.validation),  # Trainer requires one; `evaluator` evaluates
-        data_collator=build_collator(context, tokenizer, model),
+        data_collator=build_collator(context, tokenizer, model, data.train.has_images),
         order=order,
         evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
@@ -114,20 +115,27 @@ def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None
 
 
 def build_collator(
-    context: RunContext, tokenizer: PreTrainedTokenizerBase, model: nn.Module
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    has_images: bool = False,
 ) -> PackCollator | PadCollator:
     """Return the collator: packed sequences of several documents, or one padded row each."""
     config = context.config
-    if not context.plan.packing:
-        return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
     kernels = fused_kernels_of(model)
-    varlen = needs_boundaries(config.model.attn_implementation, kernels.reads_boundaries)
+    varlen = context.plan.packing and needs_boundaries(
+        config.model.attn_implementation, kernels.reads_boundaries
+    )
+    images = image_inputs_of(model, config, tokenizer, context.plan.packing, varlen) if has_images else None
+    if not context.plan.packing:
+        return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len, images)
     return PackCollator(
         tokenizer.pad_token_id,
         config.model.max_seq_len,
         varlen,
         brings_lengths=kernels.has_mixers,
         in_one_row=context.plan.layout.in_one_row and kernels.in_one_row,
+        images=images,
     )
 
 
@@ -146,11 +154,13 @@ def build_evaluator(
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp
     train = context.config.train
+    images = image_inputs_of(model, context.config, tokenizer) if split.has_images else None
     return Evaluator(
         split,
         tokenizer,
         train,
         context.process,
+        images,
         synced_gpus=is_divided,
         saved_stops=tuple(trained_stops(data.train, tokenizer, stops_of(model))),
         memory_limit=lambda: context.plan.memory.predicted_peak,  # a probe changes the plan

@@ -141,6 +141,16 @@ class DataSection(Section):
         "which ends no turn, fail refuses the row, allow reads the tokens, as rows of plain text "
         "always do.",
     )
+    image_min_pixels: PositiveInt | None = Field(
+        None,
+        description="Pixels that an image has at least when the model's processor has resized it; "
+        "null is the processor's own bound.",
+    )
+    image_max_pixels: PositiveInt | None = Field(
+        None,
+        description="Pixels that it has at most: fewer are fewer tokens. null is the processor's "
+        "own bound.",
+    )
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05,
         description="Fraction of the training rows that is held out where there is no val_path, at "

@@ -24,8 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sft_play.models.architecture import towers_of
+
 # The keywords by which transformers' models are told of documents
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+IMAGE_BLOCKS = "image_blocks"
+ImageBlock = tuple[int, int, int]  # start, end and begin of its document in the flattened rows
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
 
 
@@ -64,8 +68,14 @@ class Groups(NamedTuple):
 class DocumentBatch:
     """The documents of one packed batch, and indices computed from them once."""
 
-    def __init__(self, documents: Documents, lengths: Sequence[int] | None = None):
+    def __init__(
+        self,
+        documents: Documents,
+        lengths: Sequence[int] | None = None,
+        image_blocks: Sequence[ImageBlock] = (),
+    ):
         self.documents = documents
+        self.image_blocks = image_blocks
         self._lengths = lengths
         self._places_with_gaps: dict[int, Tensor] = {}
         self._elsewhere: dict[torch.device, DocumentBatch] = {}
@@ -76,7 +86,7 @@ class DocumentBatch:
             return self
         if device not in self._elsewhere:
             documents = self.documents.on(device)
-            self._elsewhere[device] = DocumentBatch(documents, self.lengths)
+            self._elsewhere[device] = DocumentBatch(documents, self.lengths, self.image_blocks)
         return self._elsewhere[device]
 
     @property
@@ -142,6 +152,7 @@ class PackedDocuments:
 
     def __init__(self) -> None:
         self.batch: DocumentBatch | None = None
+        self.has_images = False  # the batch, packed or not
         self._is_inside_model = False
 
     def on(self, device: torch.device) -> Documents | None:
@@ -175,14 +186,17 @@ class PackedDocuments:
     ) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of a decoder: keep the documents of the batch.
 
-        `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further.
+        `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further, and nor
+        do `image_blocks`.
         """
         if self._is_inside_model:
             return args, kwargs
         passed_on = dict(kwargs)
         lengths = passed_on.pop("document_lengths", None)
+        blocks = passed_on.pop(IMAGE_BLOCKS, ())
         documents = named_documents(passed_on)
-        self.batch = None if documents is None else DocumentBatch(documents, lengths)
+        self.batch = None if documents is None else DocumentBatch(documents, lengths, blocks)
+        self.has_images = passed_on.get("pixel_values") is not None
         return args, passed_on
 
 
@@ -197,7 +211,16 @@ def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
     if model is not decoder:
         model.register_forward_pre_hook(packed.enter_model, with_kwargs=True)
         model.register_forward_hook(packed.leave_model, always_call=True)
+    for tower in towers_of(model).values():
+        tower.register_forward_pre_hook(_without_documents, with_kwargs=True)
     return packed
+
+
+def _without_documents(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a tower: the documents of a text are not its own sequences."""
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -33,8 +33,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.reference import Scoring, apply_rotary
+from sft_play.models.fast.attention.images import image_masks, with_image_rows
 from sft_play.models.fast.documents import (
     UNMASKED,
+    PackedDocuments,
     is_unmasked,
     named_documents,
 )
@@ -78,6 +80,7 @@ def attention_forward(
     scoring = Scoring(self.scaling, _window(self))
     documents = self.packed_documents.on(query.device)  # set where attention is installed
     mixed = attend(query, key, value, scoring, documents)
+    mixed = with_image_rows(mixed, (query, key, value), scoring, attention_mask)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
@@ -175,13 +178,20 @@ def remove_mask(
     is on the right.
     """
     is_packed = named_documents(kwargs) is not None
+    watched: PackedDocuments | None = vars(module).get("packed_documents")
+    given = kwargs.get("attention_mask")
+    is_made = isinstance(given, dict) or (isinstance(given, Tensor) and given.dim() == 4)
+    sees_ahead = is_made and watched is not None and watched.has_images
+    if sees_ahead and not (is_packed and watched.batch.image_blocks):
+        return None  # the model's own mask says what its images see
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
     # the second is its name in newer versions
     cache = kwargs.get("past_key_values", kwargs.get("cache"))
     if cache is not None or not (is_packed or is_plain_step):
         return None
-    return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
+    mask = image_masks(given, watched.batch.image_blocks) if sees_ahead else UNMASKED
+    return args, {**kwargs, "attention_mask": mask, "use_cache": False}
 
 
 def mask_chunks(
@@ -248,7 +258,8 @@ def attention_interface_forward(
     for tensor in (query, key, value):
         tokens_first.append(tensor.transpose(1, 2))
     documents = module.packed_documents.on(query.device)
-    return attend(*tokens_first, scoring, documents), None
+    mixed = attend(*tokens_first, scoring, documents)
+    return with_image_rows(mixed, tokens_first, scoring, attention_mask), None
 
 
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -1,0 +1,145 @@
+"""The model's own processor: what stands for an image in a text, and the tensors of its pixels.
+
+Nothing is resized here: transformers' processor of the base does it, with its own settings.
+torchvision is used where it is installed, as transformers does, and Pillow elsewhere.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, cast
+
+from sft_play.config.schema import Config
+from sft_play.data.rows import ImageFile, InvalidRowError, Row
+from sft_play.errors import EnvironmentFault, first_line
+
+SIZES = 1 << 14  # of images, whose texts are kept
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+NO_IMAGES = "the row has an image, and {} reads none; set MODEL_NAME to a model that does"
+
+
+class Processor:
+    """Reads images as one base reads them. It is loaded when the first image comes."""
+
+    def __init__(self, config: Config, tokenizer: Any):
+        self._model = config.model
+        self._tokenizer = tokenizer
+        limits = {
+            "min_pixels": config.data.image_min_pixels,
+            "max_pixels": config.data.image_max_pixels,
+        }
+        self._limits = {name: value for name, value in limits.items() if value is not None}
+
+    def write(self, row: Row) -> Row:
+        """Return a row whose images have the text that stands for them.
+
+        Raises: InvalidRowError for an image that the processor does not take, and where the model
+        reads none; EnvironmentFault where its processor cannot be loaded.
+        """
+        if not any(message.images for message in row.messages):
+            return row
+        messages = []
+        for message in row.messages:
+            images = tuple(map(self._written, message.images))
+            messages.append(replace(message, images=images))
+        return replace(row, messages=tuple(messages))
+
+    def _written(self, image: ImageFile) -> ImageFile:
+        return replace(image, token=self._own.image_token, text=self._text(*image.size))
+
+    @functools.lru_cache(SIZES)  # noqa: B019 - one processor for each process
+    def _text(self, width: int, height: int) -> str:
+        """Return what the processor writes for an image of a size; it reads a black one."""
+        from PIL import Image
+
+        try:
+            found = self._run([Image.new("RGB", (width, height))], with_text=True)
+        except ValueError as error:
+            raise InvalidRowError(
+                f"an image of {width} x {height} pixels is refused by "
+                f"{type(self._own).__name__}: {first_line(error)}"
+            ) from error
+        ((place,),) = found["text_replacement_offsets"]
+        return place["replacement"]
+
+    def inputs(self, images: Sequence[Any]) -> dict[str, Any]:
+        """Return the tensors of PIL images by the names of the model's arguments."""
+        found = self._run(images)
+        return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
+
+    def token_types(self, ids: Sequence[int]) -> list[int]:
+        """Return 1 for each id that stands for a part of an image, 0 for all others."""
+        return self._own.create_mm_token_type_ids([list(ids)])[0]
+
+    def _run(self, images: Sequence[Any], with_text: bool = False) -> dict[str, Any]:
+        text = [self._own.image_token * len(images)]
+        return self._own(
+            text=text,
+            images=[list(images)],
+            text_kwargs={"return_text_replacement_offsets": with_text},
+            images_kwargs=self._limits,
+            return_tensors="pt",
+        )
+
+    @cached_property
+    def _own(self) -> Any:
+        found = load_processor(self._model, self._tokenizer)
+        if found is None:
+            raise InvalidRowError(NO_IMAGES.format(self._model.name))
+        return found
+
+
+def load_processor(model: Any, tokenizer: Any) -> Any | None:
+    """Return transformers' processor of a base, None where it reads no images.
+
+    Raises: EnvironmentFault where its files cannot be read.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(model.name, **options)
+        name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+        if name is None or not hasattr(config, "vision_config"):
+            return None
+        image_processor = AutoImageProcessor.from_pretrained(model.name, **options)
+        processor_class = _processor_class(name)
+        settings, _ = processor_class.get_processor_dict(model.name, revision=model.revision)
+    except (OSError, ValueError, ImportError) as error:
+        raise EnvironmentFault(
+            f"model.name={model.name}: its image processor could not be loaded: "
+            f"{first_line(error)}; copy preprocessor_config.json and processor_config.json of its "
+            "base into the folder"
+        ) from error
+    parts = dict.fromkeys(processor_class.get_attributes())
+    parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
+    known = inspect.signature(processor_class.__init__).parameters
+    own = {key: value for key, value in settings.items() if key in known and key not in parts}
+    return _without_others(processor_class)(**parts, **own)
+
+
+def _processor_class(name: str) -> type:
+    """Return a processor's class, also where transformers asks for a package that it can miss."""
+    import transformers
+
+    found = getattr(transformers, name)
+    module = importlib.import_module(found.__module__)
+    return getattr(module, name, found)
+
+
+def _without_others(processor_class: type) -> type:
+    """Return the class as one that may lack what reads video and sound, and its packages."""
+
+    class ImagesAlone(processor_class):  # type: ignore[misc, valid-type]
+        """The processor of images and text."""
+
+        def check_argument_for_proper_class(self, name: str, part: Any) -> Any:
+            """Refuse other parts than transformers does, but for none."""
+            return part and super().check_argument_for_proper_class(name, part)
+
+    return cast(type, ImagesAlone)

@@ -1,0 +1,49 @@
+"""How a model reads images: what its batches need beside pixels, and which of its rows see ahead."""
+
+import inspect
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sft_play.config.schema import Config
+from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.processor import Processor
+from sft_play.models.architecture import empty_twin, towers_of
+from sft_play.models.fast.setup import base_model_of
+
+# transformers' name for what numbers the images of a row whose tokens see each other
+ROPE_INDEX = "get_rope_index"  # its method where positions are of three axes
+BLOCKS = "get_block_sequence_ids_for_mask"
+
+
+def image_inputs_of(
+    model: nn.Module,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    is_packed: bool = False,
+    has_boundaries: bool = False,
+) -> ImageInputs | None:
+    """Return what makes the inputs of images for a model, None for a model of text.
+
+    `has_boundaries` says that packed batches have them in place of a mask.
+    """
+    base = base_model_of(model)
+    if not towers_of(base):
+        return None
+    rope = None
+    if is_packed:
+        parts = empty_twin(base).modules()
+        rope = next((part for part in parts if hasattr(part, ROPE_INDEX)), None)
+    arguments = frozenset(inspect.signature(type(base).forward).parameters)
+    gives_blocks = has_boundaries and reads_both_ways(base)
+    return ImageInputs(Processor(config, tokenizer), arguments, rope, gives_blocks)
+
+
+def reads_both_ways(model: PreTrainedModel) -> bool:
+    """Return whether the tokens of an image see each other, as the code of the class says."""
+    classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return any(
+        BLOCKS in inspect.unwrap(one.forward).__code__.co_names
+        for one in classes
+        if hasattr(one.forward, "__code__") or hasattr(one.forward, "__wrapped__")
+    )
