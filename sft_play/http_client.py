@@ -4,6 +4,8 @@ Loads no torch.
 """
 
 import asyncio
+from collections.abc import Coroutine
+from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
 import httpx
@@ -55,10 +57,23 @@ def fetch(
 
     Raises: NoAnswer.
     """
+    return _wait(_receive(url, body, headers or {}, uses_proxy), seconds)
+
+
+def download(url: str, seconds: float, max_bytes: int) -> bytes:
+    """Return the file at a URL, of at most so many bytes; redirects are followed.
+
+    Raises: NoAnswer.
+    """
+    answer = _wait(_receive(url, None, {}, max_bytes=max_bytes, follows=True), seconds)
+    if answer.status != HTTPStatus.OK:
+        raise NoAnswer(f"it answers with status {answer.status}")
+    return answer.body
+
+
+def _wait(receiving: Coroutine[None, None, Answer], seconds: float) -> Answer:
     try:
-        return asyncio.run(
-            asyncio.wait_for(_receive(url, body, headers or {}, uses_proxy), seconds)
-        )
+        return asyncio.run(asyncio.wait_for(receiving, seconds))
     except TimeoutError:
         raise NoAnswer(f"no whole answer in {seconds:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
@@ -66,13 +81,18 @@ def fetch(
 
 
 async def _receive(
-    url: str, body: dict[str, object] | None, headers: dict[str, str], uses_proxy: bool
+    url: str,
+    body: dict[str, object] | None,
+    headers: dict[str, str],
+    uses_proxy: bool = True,
+    max_bytes: int = MAX_BYTES,
+    follows: bool = False,
 ) -> Answer:
     method = "GET" if body is None else "POST"
     # compressed answers have no size before they are unpacked
     headers = {**headers, "Accept-Encoding": "identity"}
     async with (
-        httpx.AsyncClient(timeout=None, trust_env=uses_proxy) as client,
+        httpx.AsyncClient(timeout=None, trust_env=uses_proxy, follow_redirects=follows) as client,
         client.stream(method, url, json=body, headers=headers) as answer,
     ):
         if answer.has_redirect_location:
@@ -82,6 +102,6 @@ async def _receive(
         received = bytearray()
         async for part in answer.aiter_raw():
             received += part
-            if len(received) > MAX_BYTES:
-                raise NoAnswer(f"its answer is longer than {MAX_BYTES >> 20} MiB")
+            if len(received) > max_bytes:
+                raise NoAnswer(f"its answer is longer than {max_bytes >> 20} MiB")
         return Answer(answer.status_code, bytes(received))

@@ -26,7 +26,7 @@ ALLOWED = {
     "config": {"errors", "masking", "reading"},
     "runs": {"errors", "timeline", "process_id", "config"},
     "plan": {"errors", "stops", "config", "runs"},
-    "data": {"errors", "reading", "stops", "progress", "config", "runs", "plan"},
+    "data": {"errors", "reading", "stops", "progress", "http_client", "config", "runs", "plan"},
     "reporting": {"errors", "timeline", "config", "runs", "plan", "data"},
     "models": {"errors", "timeline", "process", "progress", "config", "runs", "plan", "data"},
     "evaluation": {

@@ -28,11 +28,11 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_400,
+    ".": 10_550,
     "commands": 20_050,
     "compat": 1_300,
-    "config": 22_950,
-    "data": 62_800,
+    "config": 23_000,
+    "data": 66_000,
     "evaluation": 11_250,
     "inference": 16_400,
     "models": 91_550,
@@ -40,11 +40,11 @@ TOKENS = {
     "notebooks": 15_050,
     "plan": 45_900,
     "reporting": 12_050,
-    "runs": 14_400,
+    "runs": 14_450,
     "training": 43_850,
 }
-FILES = 317
-FUNCTIONS = 3_745
+FILES = 318
+FUNCTIONS = 3_765
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

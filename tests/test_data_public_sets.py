@@ -206,10 +206,10 @@ def test_functions_and_function_calls_are_read_as_tools(tmp_path: Path) -> None:
         ({"prompt": "Hi", "completion": "Hello.", "label": True},
          "label says which completions are good (KTO), and preference training is not here; "
          "to train on the good ones alone: jq -c 'select(.label)'"),
-        ({"image": "1.jpg", **said(("human", "<image>\nWhat is it?"), ("gpt", "An oak."))},
-         "the text holds <image>, for what is in the column image; models here take text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "1.jpg"}]}]},
-         "models here take text"),
+        ({"video": "1.mp4", **said(("human", "<video>\nWhat is it?"), ("gpt", "An oak."))},
+         "the column video is of a video; texts and images alone are read: write its frames"),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "1.mp4"}]}]},
+         "messages[0].content[0] is a video"),
     ],
 )  # fmt: skip
 def test_rows_for_another_training_are_refused(

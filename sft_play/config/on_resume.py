@@ -41,7 +41,7 @@ FREE = """
     train.eval_time_budget train.eval_strategy train.eval_steps train.eval_do_concat_batches
     train.eval_accumulation_steps train.logging_steps train.on_nonfinite train.max_skipped_steps
     train.on_untrained train.save_strategy train.save_steps train.save_total_limit data.cache_dir
-    data.max_lost
+    data.max_lost data.image_folder data.image_urls
 """.split()
 # Listed, too, so that a new setting has no class until someone has thought of one
 MUST_MATCH = """

@@ -99,6 +99,7 @@ SAME_SETTING = names_by_meaning(
         "data.val_size": "eval_split_size test_size val_set_size",
         "data.columns": "column_mapping",
         "data.cache_dir": "dataset_prepared_path",
+        "data.image_folder": "image_dir image_root media_dir",
         "data.system_prompt": "data.system default_system system_message",
         # sections
         "data": "data_args data_arguments",

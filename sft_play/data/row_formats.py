@@ -86,15 +86,15 @@ VARIABLE_FIELDS = (
     *(VARIABLES, "enable_thinking", "reasoning_effort", "thinking_budget", "documents"),
     *("custom_instructions", "xml_tools", "python_tools", "builtin_tools", "model_identity"),
 )
-# What the assistant thinks before it answers; and the earlier turns
-TURN_FIELDS = (*SHARED_FIELDS, *VARIABLE_FIELDS, "reasoning")
+# What the assistant thinks before it answers, and what its texts show; and the earlier turns
+TURN_FIELDS = (*SHARED_FIELDS, *VARIABLE_FIELDS, "reasoning", "images")
 PAIR_FIELDS = (*TURN_FIELDS, "history")
 OPTIONAL_FIELDS = {
     **dict.fromkeys(ROW_FORMATS, PAIR_FIELDS),
     **dict.fromkeys(TURN_FORMATS, TURN_FIELDS),
     "instruction": (*PAIR_FIELDS, "input"),
     "instruction_response": (*PAIR_FIELDS, "context"),
-    "calls": ("system", "reasoning", "weight", *VARIABLE_FIELDS),
+    "calls": ("system", "reasoning", "images", "weight", *VARIABLE_FIELDS),
     **dict.fromkeys(TEXT_FORMATS, ("weight",)),
 }
 FIELDS = (
@@ -105,6 +105,7 @@ OTHER_NAMES = {  # that an optional field may have
     "system": ("system_prompt", "systemInstruction", "system_instruction"),
     "tools": ("functions", "available_tools", "available_functions", "tool_definitions"),
     "weight": ("sample_weight",),
+    "images": ("image",),
     "history": ("chat_history", "conversation_history"),
     "reasoning": (
         *("reasoning_content", "thinking", "Complex_CoT", "thinking_trajectories"),
@@ -113,7 +114,8 @@ OTHER_NAMES = {  # that an optional field may have
     ),
 }
 LONGEST_FLAG = 5  # characters: "on", "off", "False" in a reasoning column are no reasoning
-MEDIA_COLUMNS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
+IMAGE_COLUMNS = frozenset(("image", "images"))
+MEDIA_COLUMNS = frozenset((*IMAGE_COLUMNS, "audio", "audios", "video", "videos"))
 
 
 def parse_message_list(value: Any, name: str) -> list[Json]:
@@ -266,7 +268,7 @@ class RowFormat:
     name: str
     columns: Columns
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
-    media_column: str | None = None  # has images, sound or films
+    media: frozenset[str] = frozenset()  # those of MEDIA_COLUMNS in the file's first rows
     group_by: str | None = None  # the column or path that data.split_by names
 
     @cached_property
@@ -277,7 +279,8 @@ class RowFormat:
     @cached_property
     def file_columns(self) -> frozenset[str]:
         """The columns of the file that are read."""
-        whole = set(self.columns.values()).difference(self.paths)
+        media = MEDIA_COLUMNS if "images" in self.columns else ()  # plain texts have none
+        whole = {*self.columns.values(), *media}.difference(self.paths)
         paths = filter(None, (*self.paths, self.group_by))
         return frozenset((*whole, *(path.partition(".")[0] for path in paths)))
 
@@ -306,15 +309,10 @@ def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
             named = column_of[name]
             has_required = all(top_column(named[field], record) in record for field in required)
             if has_required and columns.keys() <= named.keys():
-                paths = (
+                paths = tuple(
                     column for column in named.values() if "." in column and column not in keys
                 )
-                return RowFormat(
-                    name,
-                    named,
-                    paths=tuple(paths),
-                    media_column=min(MEDIA_COLUMNS.intersection(keys), default=None),
-                )
+                return RowFormat(name, named, paths, MEDIA_COLUMNS.intersection(keys))
     return None
 
 

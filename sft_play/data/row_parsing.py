@@ -24,6 +24,7 @@ from sft_play.data.files import (
     read_text_lines,
     refuse_bad_rows,
 )
+from sft_play.data.images import BESIDE_FILES, ImageReader, attach_images
 from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
     FLAG_KEYS,
@@ -87,7 +88,7 @@ MEANINGS = {
     **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
     "split": "all rows are read; name files of their own in data.train_path and data.val_path",
     **dict.fromkeys(("chosen", "rejected"), "preference training is not here"),
-    **dict.fromkeys(MEDIA_COLUMNS, "models here take text"),
+    **dict.fromkeys(MEDIA_COLUMNS, "plain texts and segments have none"),
     **dict.fromkeys(("tools", "functions"), "plain texts and segments have no functions"),
     "context": "to put it behind the question: "
     "DATA_COLUMNS='{instruction: <question>, input: context, output: <answer>}'",
@@ -99,7 +100,6 @@ MEANINGS = {
         for key in THOUGHTS
     },
 }
-MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column has
 
 
 def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
@@ -152,12 +152,14 @@ class SystemPrompt:
 
     text: str | None = None
     replaces_own: bool = False  # else conversations with a system message keep their own
+    images: ImageReader = BESIDE_FILES  # not put before them, but read for them
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """Return the system message of data.system_prompt."""
         data = config.data
-        return cls(data.system_prompt, data.system_prompt_mode == "replace")
+        replaces_own = data.system_prompt_mode == "replace"
+        return cls(data.system_prompt, replaces_own, ImageReader.from_config(config))
 
 
 NO_SYSTEM_PROMPT = SystemPrompt()
@@ -187,6 +189,10 @@ def parse_record_rows(
             unused.update(unused_keys(record, row_format))
         try:
             rows = parse_record(record, row_format, origin, system_prompt)
+            for index, row in enumerate(rows):
+                messages = system_prompt.images.open_images(row.messages, chunk.path)
+                if messages is not row.messages:
+                    rows[index] = replace(row, messages=messages)
             if row_format.group_by:
                 group = find_group(record, row_format.group_by)
                 if not group:
@@ -239,14 +245,6 @@ def _parse_row(
         segments = parse_segments(record[column], column)
         return Row((), origin, segments=weigh(segments, weight))
     messages = parse_messages(record, row_format)
-    media_column = row_format.media_column
-    for message in messages if media_column is not None else ():
-        for mark in MEDIA_MARKS:
-            if mark in message.content:
-                raise InvalidRowError(
-                    f"the text holds {mark}, for what is in the column {media_column}; "
-                    "models here take text"
-                )
     tools_column = row_format.columns["tools"]
     given = record.get(tools_column)
     if row_format.turn_column and is_blank(given):
@@ -265,6 +263,7 @@ def _parse_row(
             raise InvalidRowError("a system column and a system message; keep one of them")
         messages = (Message("system", system), *messages[has_system:])
         has_system = True
+    messages = attach_images(messages, record, row_format)
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
         rest = dropwhile(lambda message: message.role == "system", messages)
         messages = (Message("system", system_prompt.text), *rest)
@@ -336,7 +335,9 @@ def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> l
             bad.append(record)
             continue
         try:
-            found.append(read_prompt(record, columns, system_prompt, origin))
+            prompt = read_prompt(record, columns, system_prompt, origin)
+            messages = system_prompt.images.open_images(prompt.messages, path)
+            found.append(prompt._replace(messages=messages))
         except InvalidRowError as error:
             bad.append(BadRow(origin, str(error), raw))
     refuse_bad_rows(bad, len(found) + len(bad))

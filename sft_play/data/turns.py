@@ -13,9 +13,19 @@ from itertools import chain
 from typing import Any
 
 from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
+from sft_play.data.images import (
+    IMAGE_TYPES,
+    MEDIA_TYPES,
+    NO_ANSWER,
+    is_image,
+    name_image,
+    refuse_media,
+)
 from sft_play.data.row_formats import parse_json_text, parse_nested
 from sft_play.data.rows import (
     CONTENT_KEYS,
+    IMAGE_MARK,
+    ImageFile,
     InvalidRowError,
     Json,
     Message,
@@ -44,7 +54,11 @@ ROLES = {  # in a file, small: ours
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Harmony's channels whose turn is a part of the answer that follows
 OPEN_CHANNELS = ("analysis", "commentary")
-PART_TYPES = {"text", "input_text", "output_text", "thinking", "tool_use", "tool_result"}
+PART_TYPES = {
+    *("text", "input_text", "output_text", "thinking", "tool_use", "tool_result"),
+    *IMAGE_TYPES,
+    *MEDIA_TYPES,
+}
 RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
 FUNCTION_PREFIX = "functions."  # of names in Harmony
 THOUGHT_END = "</think>"
@@ -161,10 +175,17 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
     thoughts: list[str] = []
     calls: list[Json] = []
     found: list[Message] = []
+    images: list[ImageFile] = []
     for number, given in enumerate(parts):
         part = parse_nested(given)
         where = f"{name}[{number}]"
+        refuse_media(part, where)
         match part:
+            case dict() if is_image(part):
+                if role in ("assistant", CALL):
+                    raise InvalidRowError(f"{where} is an image, and {NO_ANSWER}")
+                texts.append(IMAGE_MARK)
+                images.append(name_image(part, where))
             case (
                 {"reasoningContent": {"reasoningText": {"text": thought}}}
                 | {"type": "thinking" | "reasoning", "thinking": thought}
@@ -195,8 +216,8 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
                 texts.append(join_texts([part], where))
             case _:
                 raise InvalidRowError(
-                    f"{where} is {shorten(part)}; "
-                    "models here take text, as {'type': 'text', 'text': '...'}"
+                    f"{where} is {shorten(part)}; models here take texts and images, as "
+                    "{'type': 'text', 'text': '...'} and {'type': 'image', 'image': '1.jpg'}"
                 )
     if found and not texts:
         return found
@@ -204,24 +225,32 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
     changed = {**record, "tool_calls": calls}
     if thoughts:
         changed["reasoning_content"] = "\n\n".join(thoughts)
-    return [*found, _build_message(role, changed, "".join(texts), name)]
+    message = _build_message(role, changed, "".join(texts), name)
+    return [*found, replace(message, images=tuple(images))]
 
 
 def _read_result(part: Json, result: Any, name: str) -> Message:
     """Return what a tool answers, as Anthropic, Bedrock and Gemini write it in parts."""
     held = next((part[key] for key in RESULT_KEYS if key in part), part)
     result = parse_nested(result) if isinstance(result, list) else result
+    images: list[ImageFile] = []
     if isinstance(result, list):
-        result = "".join(
-            json.dumps(item["json"], ensure_ascii=False)
-            if isinstance(item, dict) and "json" in item
-            else join_texts([item], name)
-            for item in result
-        )
+        texts = []
+        for item in result:
+            refuse_media(item, name)
+            if is_image(item):
+                texts.append(IMAGE_MARK)
+                images.append(name_image(item, name))
+            elif isinstance(item, dict) and "json" in item:
+                texts.append(json.dumps(item["json"], ensure_ascii=False))
+            else:
+                texts.append(join_texts([item], name))
+        result = "".join(texts)
     if isinstance(result, dict):
         result = json.dumps(result, ensure_ascii=False)
     call_id = held.get("tool_use_id", held.get("toolUseId"))
-    return _build_message("tool", {"name": held.get("name"), "tool_call_id": call_id}, result, name)
+    facts = {"name": held.get("name"), "tool_call_id": call_id}
+    return replace(_build_message("tool", facts, result, name), images=tuple(images))
 
 
 def join_texts(value: Any, name: str) -> str:

@@ -71,7 +71,12 @@ def rename(source: Path, target: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text`: temporary file, fsync, rename.
+    """Replace `path` with `text`, as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`: temporary file, fsync, rename.
 
     A reader sees the old file or the new one.
     """
@@ -79,8 +84,8 @@ def write_text(path: Path, text: str) -> None:
     # made by open, so that the umask decides who may read it
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with naming(path), temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with naming(path), temporary.open("xb") as file:
+            file.write(data)
         sync(temporary)
         rename(temporary, path)
     except BaseException:

@@ -183,6 +183,16 @@ class DataSection(Section):
         description="Which conversations get data.system_prompt: add those without a system "
         "message, replace all of them.",
     )
+    image_folder: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder where relative paths of images begin; null is the data file's.",
+    )
+    image_urls: Literal["refuse", "fetch"] = Field(
+        "refuse",
+        description="What happens to rows whose images are URLs: refuse fetches nothing, fetch "
+        "stores each image in the folder of data.cache_dir, once.",
+    )
     cache_dir: str | None = Field(
         None,
         min_length=1,
