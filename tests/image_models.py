@@ -123,7 +123,7 @@ def write_image_model(
     write_processor(model.config.model_type, folder)
     settings = folder / "preprocessor_config.json"
     values = json.loads(settings.read_text())
-    if "size" in values and "shortest_edge" in values["size"] or "min_pixels" in values:
+    if ("size" in values and "shortest_edge" in values["size"]) or "min_pixels" in values:
         bounds = {"min_pixels": 256, "max_pixels": 2048}
         size = {"size": {"shortest_edge": 256, "longest_edge": 2048}}
         values |= bounds if "min_pixels" in values else size

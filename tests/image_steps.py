@@ -5,10 +5,8 @@ Legend: T tokens of a document, V vocabulary.
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from architecture_steps import Step, gradients_of, loss_of
 from image_models import draw_image
@@ -121,9 +119,7 @@ def batch_of(model: nn.Module, samples: Split, config: Config, tokenizer, packed
     return collate_for_step(packer, [rows[indices]])
 
 
-def trained_step(
-    model: nn.Module, samples: Split, config: Config, tokenizer, packed: bool
-) -> Step:
+def trained_step(model: nn.Module, samples: Split, config: Config, tokenizer, packed: bool) -> Step:
     """Return the step as a run computes it."""
     model.zero_grad()
     batch = batch_of(model, samples, config, tokenizer, packed)

@@ -4,8 +4,9 @@ import pytest
 from architecture_steps import adapted, fused, gap, settings
 from image_models import image_model, image_tokenizer, write_image_model
 from image_steps import conversations, reference_step, stored, trained_step
-from sft_play.config.schema import Config
 from test_published_training import without_dropout
+
+from sft_play.config.schema import Config
 
 TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 

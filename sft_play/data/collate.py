@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile
 from sft_play.data.store import Sample, Split

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
-from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.collate import PadCollator, TrainRows, images_of, labelled
+from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile
 from sft_play.data.special_text import match_any

@@ -1,4 +1,4 @@
-"""How a model reads images: what its batches need beside pixels, and which of its rows see ahead."""
+"""How a model reads images: which arguments its batches have, and which of its tokens see ahead."""
 
 import inspect
 
