@@ -22,6 +22,7 @@ from torch import Tensor
 TOKENS = 64  # K: most likely ones, whose probabilities are kept; the others count as one
 POSITIONS = 64  # whose probabilities over the full vocabulary are in memory at a time
 FREE_TOKENS = 4  # generated where the first one is no stop
+IMAGES = "images."  # the row's number and the name of an argument follow
 SHOWN_TOKENS = 40  # of a prompt before a forced stop
 Said = dict[str, Tensor]
 
@@ -176,8 +177,10 @@ def scored(model: Any, rows: Mapping[str, Tensor]) -> Said:
     if device.type == "meta":
         return scored_together(model, rows)
     parts: list[Said] = []
-    for ids, positions, here in each_row(rows):
-        logits = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+    for number, (ids, positions, here) in enumerate(each_row(rows)):
+        inputs = {"input_ids": ids[None], **pictures(rows, number)}
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+        logits = model(**inputs, use_cache=False).logits[0]
         labels = ids[positions]
         parts.append(said(logits[positions.to(logits.device) - 1], labels, rows["tokens"][here]))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -204,6 +207,16 @@ def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:
     hook.remove()
     labels = torch.cat([ids[positions] for ids, positions, _ in each])
     return said(logits, labels, rows["tokens"])
+
+
+def pictures(rows: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """Return the inputs of a row's images, {} of a row of text."""
+    prefix = f"{IMAGES}{number}."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in rows.items()
+        if name.startswith(prefix)
+    }
 
 
 def each_row(rows: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, slice]]:

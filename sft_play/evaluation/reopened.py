@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import opener
-from sft_play.evaluation.plain import Said, each_row, said
+from sft_play.evaluation.plain import IMAGES, Said, each_row, pictures, said
 from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
 from sft_play.runs.files import share
@@ -35,6 +37,7 @@ from sft_play.runs.files import share
 REFERENCE_FILE = "reference.safetensors"
 MOST_ROWS = 8
 MOST_TOKENS = 512  # of a row, from its beginning
+MOST_IMAGE_TOKENS = 4096  # of a row with images
 MOST_LABELS = 64  # of a row
 FLOAT8 = "float8"  # compute_dtype of a model over a float8 base
 FACTS = ("stops", "prompts", "compute_dtype", "device")
@@ -62,6 +65,7 @@ class Reference:
         count = max(1, int((self.rows["ends"] <= most_tokens).sum()))
         tokens, positions = (int(self.rows[name][count - 1]) for name in ("ends", "position_ends"))
         rows = {
+            **self.rows,  # the images of rows that are left out are not looked at
             "ids": self.rows["ids"][:tokens],
             "ends": self.rows["ends"][:count],
             "positions": self.rows["positions"][:positions],
@@ -88,6 +92,7 @@ class Reference:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = json.loads(file.metadata()["facts"])
         rows = {name: tensors.pop(name) for name in OF_ROWS}
+        rows |= {name: tensors.pop(name) for name in list(tensors) if name.startswith(IMAGES)}
         return cls(rows, tensors, **facts)
 
 
@@ -98,20 +103,25 @@ def make_reference(
     tokenizer: PreTrainedTokenizerBase,
     process: Process,
     system_prompt: str | None,
+    images: ImageInputs | None = None,
 ) -> Reference | None:
     """Return what a model in evaluation mode says of rows of a split; None if none is labelled.
 
-    Every rank of divided weights must call it.
+    `images` makes the inputs of a split that has some. Every rank of divided weights must call it.
     """
     samples = chosen_samples(split)
     if not samples:
         return None
     rows = as_tensors(samples)
+    for number, (sample, (ids, _, _)) in enumerate(zip(samples, each_row(rows), strict=True)):
+        if images is not None and sample.images:
+            for name, tensor in images([sample.images], ids[None]).items():
+                rows[f"{IMAGES}{number}.{name}"] = tensor
     parts: list[Said] = []
     with process.autocast():
-        for ids, positions, _ in each_row(rows):
-            inputs = ids[None].to(process.device)
-            logits = model(input_ids=inputs, use_cache=False).logits[0]
+        for number, (ids, positions, _) in enumerate(each_row(rows)):
+            inputs = {"input_ids": ids[None], **pictures(rows, number)}
+            logits = model(**send_to_device(inputs, process.device), use_cache=False).logits[0]
             parts.append(said(logits[positions.to(logits.device) - 1], ids[positions]))
     return Reference(
         rows,
@@ -124,7 +134,10 @@ def make_reference(
 
 
 def chosen_samples(split: Split) -> list[Sample]:
-    """Return samples spread over a split that have a label among their first tokens."""
+    """Return samples spread over a split that have a label among their first tokens.
+
+    Of one with images the last prompt is whole, and so has all of them.
+    """
     found: list[Sample] = []
     for index in np.unique(np.linspace(0, len(split) - 1, 4 * MOST_ROWS, dtype=np.int64)).tolist():
         sample = split[index]
@@ -135,6 +148,10 @@ def chosen_samples(split: Split) -> list[Sample]:
 
 def labelled_positions(sample: Sample) -> list[int]:
     """Return the first positions of a sample that have a label."""
+    if sample.images:
+        labels = sample.labels[:MOST_IMAGE_TOKENS].copy()
+        labels[: sample.answer_start] = IGNORE_INDEX
+        return np.flatnonzero(labels != IGNORE_INDEX)[:MOST_LABELS].tolist()
     return np.flatnonzero(sample.labels[:MOST_TOKENS] != IGNORE_INDEX)[:MOST_LABELS].tolist()
 
 

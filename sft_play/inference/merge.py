@@ -175,8 +175,9 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trained = load_run(folder, device)
     split = prepared_data(folder, config, trained.tokenizer).test
+    system = config.data.system_prompt
     reference = make_reference(
-        trained.model, split, trained.tokenizer, trained.process, config.data.system_prompt
+        *(trained.model, split, trained.tokenizer, trained.process, system), trained.images
     )
     if reference is None:
         raise CheckpointError(

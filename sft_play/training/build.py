@@ -126,11 +126,9 @@ def build_collator(
     varlen = context.plan.packing and needs_boundaries(
         config.model.attn_implementation, kernels.reads_boundaries
     )
-    images = (
-        image_inputs_of(model, config, tokenizer, context.plan.packing, varlen)
-        if has_images
-        else None
-    )
+    images = None
+    if has_images:
+        images = image_inputs_of(model, config, tokenizer, context.plan.packing, varlen)
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len, images)
     return PackCollator(

@@ -123,6 +123,7 @@ def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
             evaluator.tokenizer,
             context.process,
             context.config.data.system_prompt,
+            evaluator.images,
         )
     if reference is not None and context.process.is_main:
         reference.write(context.folder.evaluation)
