@@ -6,6 +6,7 @@ import takes seconds: what a run trains on comes from `render.Renderer`, which a
 no torch, unless a tokenizer must be fetched.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,10 +24,17 @@ from sft_play.data.limits import encode, load_limited
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Columns, Row
+from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow, Columns, InvalidRowError, Row
 from sft_play.data.sources import SETTINGS, Source, find_source, source_sections
 from sft_play.data.template_sources import Template, find_template, read_text
-from sft_play.data.templates import DEFAULT_TEMPLATE, Render, compile_template, template_messages
+from sft_play.data.templates import (
+    DEFAULT_TEMPLATE,
+    Render,
+    TemplateText,
+    compile_template,
+    template_messages,
+    write_images,
+)
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.plan import sources
 from sft_play.plan.model_shape import find_file
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from sft_play.data.assemble import RunData
+    from sft_play.data.processor import Processor
 
 ADDITIONAL_TEMPLATES = "additional_chat_templates/*.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -100,7 +109,9 @@ class TokenCounter:
         if row.text is not None or row.segments:
             begin = self.special_tokens.get("bos_token", "")
             return f"{begin}{row.plain_text}{self.special_tokens.get('eos_token', '')}"
-        return self._render(template_messages(row.messages), row.tools)
+        messages = template_messages(row.messages)
+        text = self._render(messages, row.tools)
+        return None if text is None else write_images(TemplateText(text, None), messages).text
 
     @cached_property
     def _render(self) -> Render:
@@ -201,10 +212,14 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
     if not rows:
         return "none of the first rows can be used"
     counter = TokenCounter.find(config, environ)
-    if counter is None and may_fetch:
-        from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
+    has_images = any(message.images for row in rows for message in row.messages)
+    if may_fetch and (counter is None or has_images):
+        from sft_play.data.processor import Processor  # transformers: seconds
+        from sft_play.data.tokenizer import load_tokenizer
 
-        counter = TokenCounter.from_tokenizer(load_tokenizer(config))
+        tokenizer = load_tokenizer(config)
+        counter = TokenCounter.from_tokenizer(tokenizer)
+        rows = list(_written(rows, Processor(config, tokenizer)))
     lengths, uncounted_because = _count_tokens(rows, counter, config.model.name)
     mean_tokens = sum(lengths) / len(lengths)
     return RowFacts(
@@ -214,6 +229,13 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
         uncounted_because=uncounted_because,
         are_texts=all(row.text is not None for row in rows),
     )
+
+
+def _written(rows: Sequence[Row], processor: "Processor") -> Iterator[Row]:
+    """Yield the rows whose images the model's processor takes, with what it writes for them."""
+    for row in rows:
+        with contextlib.suppress(InvalidRowError):  # the run itself names the row
+            yield processor.write(row)
 
 
 def _sample_rows(chunks: Sequence[tuple[Chunk, RowFormat]], config: Config) -> list[Row]:

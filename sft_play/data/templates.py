@@ -221,10 +221,10 @@ class ChatTemplate:
                 refused = f"the chat template refuses the conversation: {error}"
                 raise RenderError(refused[:MAX_REFUSED]) from error
         spans = [Span(*span) for span in marks[0]] if has_marks else None
-        return _write_images(TemplateText(texts[0], spans), messages)
+        return write_images(TemplateText(texts[0], spans), messages)
 
 
-def _write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateText:
+def write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateText:
     """Return what a template wrote with the text of each image in place of its token.
 
     Raises: RenderError where the template leaves images out.
@@ -234,6 +234,8 @@ def _write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateTe
         if isinstance(message["content"], list):
             images += (part["image"] for part in message["content"] if part["type"] == "image")
     if not images:
+        return written
+    if not images[0].token:  # an estimate without the model's processor
         return written
     pieces = written.text.split(images[0].token)
     if len(pieces) != len(images) + 1:
