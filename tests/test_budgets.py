@@ -43,7 +43,7 @@ TOKENS = {
     "runs": 14_450,
     "training": 43_850,
 }
-FILES = 318
+FILES = 319
 FUNCTIONS = 3_765
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890

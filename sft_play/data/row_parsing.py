@@ -24,7 +24,8 @@ from sft_play.data.files import (
     read_text_lines,
     refuse_bad_rows,
 )
-from sft_play.data.images import BESIDE_FILES, ImageReader, attach_images
+from sft_play.data.image_parts import attach_images
+from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
     FLAG_KEYS,

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
-from sft_play.data.images import (
+from sft_play.data.image_parts import (
     IMAGE_TYPES,
     MEDIA_TYPES,
     NO_ANSWER,
