@@ -24,7 +24,7 @@ from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows, read_prompts, unused_notes
 from sft_play.data.rows import IMAGE_MARK, Message
 from sft_play.errors import DataError
-from tests.record_files import read_rows, to_parquet
+from tests.record_files import read_rows, to_jsonl, to_parquet
 
 ANSWER = {"role": "assistant", "content": "A cat."}
 
@@ -303,9 +303,9 @@ def test_a_broken_image_is_named(data: bytes, words: str, is_file: bool, folder:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("A.PNG", "is missing: no file {0}/A.PNG; did you mean a.png? Paths begin in DATA_IMAGE_"),
-        ("a.jpg", "; did you mean a.png?"),
-        ("subs/c.webp", "is missing: no file {0}/subs/c.webp; did you mean {0}/sub?"),
+        ("A.PNG", "is missing: no file '{0}/A.PNG'; did you mean 'a.png'? Paths begin in DATA_"),
+        ("a.jpg", "; did you mean 'a.png'?"),
+        ("subs/c.webp", "is missing: no file '{0}/subs/c.webp'; did you mean '{0}/sub'?"),
         ("sub", "cannot be read: Is a directory"),
         ("x" * 300, "cannot be read: File name too long"),
         ("pipe", "cannot be read: a FIFO, not a regular file"),
@@ -319,6 +319,16 @@ def test_an_image_that_is_not_there_is_named(path: str, words: str, folder: Path
     with pytest.raises(DataError) as error:
         read_messages(folder, {"question": "q", "answer": "x", "image": path})
     assert words.format(folder) in str(error.value)
+
+
+def test_a_folder_that_is_missing_is_one_cause(folder: Path) -> None:
+    records = [{"question": "q", "answer": "x", "image": f"{name}.png"} for name in "abcdefgh"]
+    (folder / "rows.jsonl").write_bytes(to_jsonl(records))
+    with pytest.raises(DataError) as error:
+        read_rows(folder / "rows.jsonl", images=ImageReader(folder / "pics"))
+    first, shared = str(error.value).splitlines()
+    assert first.startswith(f"{folder}/rows.jsonl:1: image 1 'a.png' is missing: no file ")
+    assert shared == "so it is with 8 of 8 rows, the first of them named"
 
 
 def with_exif(orientation: int) -> Image.Exif:
@@ -335,7 +345,6 @@ def with_late_exif(orientation: int) -> bytes:
     return data[:start] + data[end:-12] + data[start:end] + data[-12:]
 
 
-DEEP = Image.new("I;16", (5, 7), 40_000)
 READ = {
     **{mode: drawn(mode, "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")},
     **{f"turned {n}": encoded((40, 9), "JPEG", exif=with_exif(n)) for n in (1, 3, 6, 8)},
@@ -361,10 +370,11 @@ def test_an_image_is_decoded_as_transformers_does(data: bytes, is_file: bool, fo
     assert decoded.mode == "RGB" and decoded.tobytes() == expected.tobytes()
 
 
-def test_sixteen_bits_that_would_become_white_are_refused(folder: Path) -> None:
-    DEEP.save(folder / "x.png")
+@pytest.mark.parametrize("deep", [Image.new("I;16", (5, 7), 40_000), Image.new("F", (5, 7), 0.5)])
+def test_values_that_rgb_would_cut_off_are_refused(deep: Image.Image, folder: Path) -> None:
+    deep.save(folder / "x.tiff")
     with pytest.raises(DataError, match="has more than 8 bits a channel, which RGB would cut off"):
-        read_messages(folder, {"question": "q", "answer": "x", "image": "x.png"})
+        read_messages(folder, {"question": "q", "answer": "x", "image": "x.tiff"})
 
 
 def test_an_image_that_changed_since_is_named(folder: Path) -> None:
@@ -454,6 +464,15 @@ def test_another_column_may_have_the_images(folder: Path) -> None:
             path.write_text(json.dumps({"question": "q", "answer": "x", **record}) + "\n")
         (row,) = read_rows(path, {"images": column})
         assert shown(row.messages[0]) == ("#q", [A])
+
+
+def test_logs_of_gemini_and_anthropic_have_images(folder: Path) -> None:
+    parts = [{"text": "What is "}, {"inlineData": {"mimeType": "image/png", "data": AS_TEXT}}]
+    answer = {"role": "model", "parts": [{"text": "A cat."}]}
+    question, _ = read_messages(folder, {"contents": [{"role": "user", "parts": parts}, answer]})
+    assert shown(question) == ("What is #", [("", 6, 4)])
+    block = {"type": "image", "source": {"type": "url", "url": "a.png"}}
+    assert shown(read_messages(folder, asked(block, text("?")))[0]) == ("#?", [A])
 
 
 def test_a_file_of_questions_has_images(folder: Path) -> None:

@@ -280,7 +280,7 @@ def _hash(text: str) -> int:
 def _bad_row(rows: Sequence[Row], reason: str) -> BadRow:
     origin = rows[0].origin
     facts = [asdict(row) for row in rows]
-    text = json.dumps(facts[0] if len(facts) == 1 else facts, default=str, ensure_ascii=False)
+    text = json.dumps(facts[0] if len(facts) == 1 else facts, ensure_ascii=False)
     return BadRow(origin, reason.removeprefix(f"{origin}: "), text)
 
 

@@ -95,12 +95,15 @@ def attach_images(
 
     Without marks, all come before the first question. Raises InvalidRowError.
     """
-    for column in row_format.file_columns & MEDIA_COLUMNS - IMAGE_COLUMNS:
-        mark = f"<{column.removesuffix('s')}>"
-        is_marked = column in row_format.media and any(mark in each.content for each in messages)
-        if is_marked or is_given(record.get(column)):
-            raise InvalidRowError(f"the column {column} is of {MEDIA['video' in column]}")
     column = row_format.columns["images"]
+    has_column = column in record or row_format.media or not MEDIA_COLUMNS.isdisjoint(record)
+    if not has_column and not any(message.images for message in messages):
+        return messages
+    for other in MEDIA_COLUMNS - IMAGE_COLUMNS:
+        mark = f"<{other.removesuffix('s')}>"
+        is_marked = other in row_format.media and any(mark in each.content for each in messages)
+        if is_marked or is_given(record.get(other)):
+            raise InvalidRowError(f"the column {other} is of {MEDIA['video' in other]}")
     own = {each for each in (column, *IMAGE_COLUMNS) if is_given(record.get(each))}
     if len(own) > 1:
         raise InvalidRowError(f"images in the columns {' and '.join(sorted(own))}; keep one")
@@ -108,9 +111,6 @@ def attach_images(
     value = parse_nested(record.get(column))
     values = value if isinstance(value, list) else [value] if own else []
     images = [name_image(each, f"{column}[{n}]") for n, each in enumerate(values)]
-    has_column = column in record or row_format.media & IMAGE_COLUMNS
-    if not has_column and not any(message.images for message in messages):
-        return messages
     marks = sum(
         message.content.count(TEXT_MARK) + message.images.count(NEXT_IMAGE) for message in messages
     )

@@ -242,7 +242,8 @@ def _decode_small(opened: "Image.Image") -> bool:
     is_turned = opened.getexif().get(ORIENTATION) in TURNED
     opened.draft(None, tuple(-(-pixels // DRAFT) for pixels in opened.size))
     ImageOps.exif_transpose(opened, in_place=True)
-    if opened.mode.startswith(DEEP_MODES) and opened.getextrema()[1] > MAX_CHANNEL:
+    is_deep = opened.mode.startswith("I") and opened.getextrema()[1] > MAX_CHANNEL
+    if is_deep or opened.mode == "F":
         raise InvalidRowError(
             "has more than 8 bits a channel, which RGB would cut off; save it with 8"
         )
@@ -257,7 +258,7 @@ def _explain(image: ImageFile, error: Exception) -> str:
     path = Path(image.path)
     if isinstance(error, FileNotFoundError):
         hint = _suggest_file(path)
-        return f"is missing: no file {path}{hint} Paths begin in DATA_IMAGE_FOLDER=<folder>"
+        return f"is missing: no file '{path}'{hint} Paths begin in DATA_IMAGE_FOLDER=<folder>"
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     if not isinstance(error, UnidentifiedImageError):
@@ -285,7 +286,7 @@ def _suggest_file(missing: Path) -> str:
             near = _names_by_stem(missing.parent).get(missing.stem.lower(), "")
         else:
             near = _near_folder(missing.parent)
-    return f"; did you mean {near}?" if near else "."
+    return f"; did you mean '{near}'?" if near else "."
 
 
 # A set may lack many files of one folder, which is listed once

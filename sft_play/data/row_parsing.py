@@ -149,11 +149,11 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SystemPrompt:
-    """The system message that a run puts before conversations."""
+    """The system message that a run puts before conversations, and where their images are."""
 
     text: str | None = None
     replaces_own: bool = False  # else conversations with a system message keep their own
-    images: ImageReader = BESIDE_FILES  # not put before them, but read for them
+    images: ImageReader = BESIDE_FILES
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
