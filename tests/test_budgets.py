@@ -44,7 +44,7 @@ TOKENS = {
     "training": 43_850,
 }
 FILES = 319
-FUNCTIONS = 3_765
+FUNCTIONS = 3_770
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -157,6 +157,14 @@ def test_a_row_without_images_may_have_the_column(nothing: Any, folder: Path) ->
     assert found == (Message("user", "q"), Message("assistant", "a"))
 
 
+def test_a_message_has_images_as_ollama_writes_them(folder: Path) -> None:
+    turns = [{**text_turn("What?"), "images": ["a.png", AS_TEXT]}, ANSWER]
+    question, answer = read_messages(folder, {"messages": turns})
+    assert shown(question) == ("##What?", [A, ("", 6, 4)]) and answer.images == ()
+    with pytest.raises(DataError, match="an answer holds an image"):
+        read_messages(folder, {"messages": [text_turn("q"), {**ANSWER, "images": ["a.png"]}]})
+
+
 REFUSED = {
     "fewer images": (
         {"question": "<image><image>", "answer": "x", "images": ["a.png"]},

@@ -73,6 +73,14 @@ def name_image(value: Any, name: str) -> ImageFile:
     )
 
 
+def name_images(value: Any, name: str) -> list[ImageFile]:
+    """Return the images that a list names, or one value. Raises InvalidRowError."""
+    values = parse_nested(value)
+    if not isinstance(values, list):
+        values = [values] if is_given(values) else []
+    return [name_image(each, f"{name}[{number}]") for number, each in enumerate(values)]
+
+
 def is_image(part: Any) -> bool:
     """Return whether a part of a content is an image."""
     if not isinstance(part, dict):
@@ -108,9 +116,7 @@ def attach_images(
     if len(own) > 1:
         raise InvalidRowError(f"images in the columns {' and '.join(sorted(own))}; keep one")
     column = min(own, default=column)
-    value = parse_nested(record.get(column))
-    values = value if isinstance(value, list) else [value] if own else []
-    images = [name_image(each, f"{column}[{n}]") for n, each in enumerate(values)]
+    images = name_images(record.get(column), column)
     marks = sum(
         message.content.count(TEXT_MARK) + message.images.count(NEXT_IMAGE) for message in messages
     )

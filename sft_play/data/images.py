@@ -148,7 +148,7 @@ def decode(image: ImageFile) -> "Image.Image":
         was = f"{image.width} x {image.height}"
         raise DataError(
             f"{name}: {shown.width} x {shown.height} pixels, and {was} when the rows were read; "
-            "begin the run anew"
+            "to read them anew: DATA_CACHE_DIR=<a new folder>"
         )
     return shown
 

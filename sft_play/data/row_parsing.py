@@ -71,7 +71,7 @@ USED_TURN_KEYS = frozenset(
     (
         *("role", "from", "input", "output", "name", "system_prompt", "channel", "recipient"),
         *("tool_calls", "tool_call_id", "tool_call_ids", "function_call", "function_calls"),
-        *("tools", "functions"),
+        *("tools", "functions", "images"),
         *CONTENT_KEYS,
         *REASONING_KEYS,
         *FLAG_KEYS,
