@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
+from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -158,14 +159,17 @@ def parquet_of(**columns: Any) -> bytes:
 
 
 def read_rows(
-    path: Path, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
+    path: Path,
+    columns: Mapping[str, str] | None = None,
+    system_prompt: str | None = None,
+    images: ImageReader = BESIDE_FILES,
 ) -> list[Row]:
     """Return all rows of a file that fits into memory. Raises DataError."""
     row_format = detect_format(path, columns or {})
     rows: list[Row] = []
     bad: list[BadRow] = []
     for chunk in read_chunks(path):
-        for row in parse_rows(chunk, row_format, SystemPrompt(system_prompt)):
+        for row in parse_rows(chunk, row_format, SystemPrompt(system_prompt, images=images)):
             if isinstance(row, BadRow):
                 bad.append(row)
             else:

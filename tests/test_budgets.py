@@ -43,8 +43,8 @@ TOKENS = {
     "runs": 14_450,
     "training": 43_850,
 }
-FILES = 318
-FUNCTIONS = 3_765
+FILES = 319
+FUNCTIONS = 3_770
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -1,16 +1,30 @@
 """Images of rows: however a row names them, they are opened once, and a broken one is named."""
 
+import base64
 import io
 import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import datasets
 import pytest
 from PIL import Image
+from transformers.image_utils import load_image
 
+from sft_play.config.schema import Config
+from sft_play.data.files import read_chunks
+from sft_play.data.images import ImageReader, decode
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows, read_prompts, unused_notes
 from sft_play.data.rows import IMAGE_MARK, Message
 from sft_play.errors import DataError
-from tests.record_files import read_rows
+from tests.record_files import read_rows, to_jsonl, to_parquet
 
 ANSWER = {"role": "assistant", "content": "A cat."}
 
@@ -143,18 +157,26 @@ def test_a_row_without_images_may_have_the_column(nothing: Any, folder: Path) ->
     assert found == (Message("user", "q"), Message("assistant", "a"))
 
 
+def test_a_message_has_images_as_ollama_writes_them(folder: Path) -> None:
+    turns = [{**text_turn("What?"), "images": ["a.png", AS_TEXT]}, ANSWER]
+    question, answer = read_messages(folder, {"messages": turns})
+    assert shown(question) == ("##What?", [A, ("", 6, 4)]) and answer.images == ()
+    with pytest.raises(DataError, match="an answer holds an image"):
+        read_messages(folder, {"messages": [text_turn("q"), {**ANSWER, "images": ["a.png"]}]})
+
+
 REFUSED = {
     "fewer images": (
         {"question": "<image><image>", "answer": "x", "images": ["a.png"]},
-        "2 marks of images (<image>, or a part that names none), and 1 images in the column images",
+        "marks for images (<image>, or a part that names none): 2; images in the column images: 1; ",
     ),
     "more images": (
         {"question": "<image>", "answer": "x", "image": ["a.png", "b.jpg"]},
-        "1 marks of images (<image>, or a part that names none), and 2 images in the column image",
+        "(<image>, or a part that names none): 1; images in the column image: 2; write as many",
     ),
-    "no image": ({"question": "<image>", "answer": "x", "images": None}, "and 0 images"),
-    "a part alone": (asked({"type": "image"}, text("?")), "1 marks of images"),
-    "parts and a column": (asked(PARTS["transformers"], images=["b.jpg"]), "0 marks of images"),
+    "no image": ({"question": "<image>", "answer": "x", "images": None}, "1; images in the column images: 0"),
+    "a part alone": (asked({"type": "image"}, text("?")), "names none): 1; images"),
+    "parts and a column": (asked(PARTS["transformers"], images=["b.jpg"]), "names none): 0; images in the column images: 1"),
     "two columns": (
         {"question": "q", "answer": "x", "image": "a.png", "images": ["b.jpg"]},
         "images in the columns image and images; keep one",
@@ -185,3 +207,360 @@ def test_a_row_whose_images_cannot_be_placed_is_refused(
         read_messages(folder, record)
     assert str(error.value).startswith(f"{folder}/rows.jsonl:1: ")
     assert words in str(error.value)
+
+
+PIXELS = encoded((6, 4))
+AS_TEXT = base64.b64encode(PIXELS).decode()
+EMBEDDED = {
+    "data URI": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{AS_TEXT}"}},
+    "raw base64": {"type": "image", "image": AS_TEXT},
+    "in lines": {"type": "image", "base64": "\n".join(AS_TEXT[n:][:76] for n in range(0, 400, 76))},
+    "a file's bytes": {"type": "image", "image": {"bytes": AS_TEXT, "path": "gone.png"}},
+    "Anthropic": {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": AS_TEXT},
+    },
+    "Gemini": {"inlineData": {"mimeType": "image/png", "data": AS_TEXT}},
+    "Gemini in snake case": {"inline_data": {"mime_type": "image/png", "data": AS_TEXT}},
+    "Bedrock": {"image": {"format": "png", "source": {"bytes": AS_TEXT}}},
+}
+
+
+@pytest.mark.parametrize("part", EMBEDDED.values(), ids=EMBEDDED)
+def test_a_part_has_its_image_as_base64(part: dict[str, Any], folder: Path) -> None:
+    question, _ = read_messages(folder, asked(text("What?"), part))
+    (image,) = question.images
+    assert image.path == "" and (image.width, image.height) == (6, 4)
+    assert image.data == PIXELS
+
+
+def test_a_tool_shows_an_image(folder: Path) -> None:
+    shot = [{"type": "text", "text": "Shot: "}, PARTS["transformers"]]
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": shot}
+    by_role = {"role": "tool", "content": shot, "tool_call_id": "1"}
+    for turn in ({"role": "user", "content": [result]}, by_role):
+        turns = [text_turn("q"), {"role": "assistant", "content": [call]}, turn, ANSWER]
+        tool = read_messages(folder, {"messages": turns})[2]
+        assert tool.role == "tool" and shown(tool) == ("Shot: #", [A])
+
+
+def text_turn(words: str) -> dict[str, str]:
+    return {"role": "user", "content": words}
+
+
+def test_paths_begin_in_the_folder_of_the_setting(folder: Path, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    record = {"question": "q", "answer": "x", "image": "sub/c.webp"}
+    elsewhere.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match="DATA_IMAGE_FOLDER"):
+        read_rows(elsewhere)
+    (row,) = read_rows(elsewhere, images=ImageReader(folder))
+    assert row.messages[0].images[0].path == str(folder / "sub" / "c.webp")
+    for absolute in (str(folder / "a.png"), (folder / "a.png").as_uri()):
+        elsewhere.write_text(json.dumps({**record, "image": absolute}) + "\n")
+        (row,) = read_rows(elsewhere)
+        assert row.messages[0].images[0].path == str(folder / "a.png")
+
+
+def drawn(mode: str, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (5, 7)).save(file, kind, **options)
+    return file.getvalue()
+
+
+FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (5, 7), "red")]}
+HUGE = b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + (20_000).to_bytes(4, "little") * 2
+BROKEN = {
+    "empty": (b"", "is empty; fetch or write it anew"),
+    "cut png": (encoded((64, 64))[:-400], "is damaged, or breaks off (Truncated File Read)"),
+    "overwritten png": (
+        encoded((64, 64))[:-100] + bytes(100),
+        "is damaged, or breaks off (broken PNG file",
+    ),
+    "cut jpeg": (encoded((64, 64), "JPEG")[:-400], "is damaged, or breaks off (image file is trun"),
+    "cut webp": (encoded((64, 64), "WEBP")[:-400], "is damaged, or breaks off ("),
+    "web page": (b"\n<!DOCTYPE html><html>", "is a web page, not an image; fetch the image itself"),
+    "pointer": (
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "is a pointer of git-lfs, not the image; git lfs p",
+    ),
+    "svg": (b'<?xml version="1.0"?><svg xmlns="x"/>', "is an SVG drawing; save it as PNG"),
+    "text": (b"hello", "is no image that is read: it begins with 'hello'; save it as JPEG, PNG or"),
+    "postscript": (drawn("RGB", "EPS"), "is no image that is read: it begins with '%!PS-Adobe"),
+    "bomb": (HUGE + b"\1\0\x18\0" + bytes(24), "has more than 89,478,485 pixels; save it smaller"),
+    "animation": (drawn("RGB", "GIF", **FRAMES), "has 2 frames or pages; save the one that is"),
+    "animated png": (drawn("RGB", "PNG", **FRAMES), "has 2 frames or pages"),
+    "pages": (drawn("RGB", "TIFF", **FRAMES), "has 2 frames or pages"),
+}
+
+
+@pytest.mark.parametrize(("data", "words"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_broken_image_is_named(data: bytes, words: str, is_file: bool, folder: Path) -> None:
+    (folder / "x.png").write_bytes(data)
+    image = "x.png" if is_file else {"bytes": base64.b64encode(data).decode()}
+    if not (is_file or data):
+        words = 'image[0] is {"bytes": ""}; an image is a path, a URL, base64 text or bytes'
+    with pytest.raises(DataError) as error:
+        read_messages(folder, {"question": "q", "answer": "x", "image": image})
+    name = "image 1 'x.png' " if is_file else "image 1 " if data else ""
+    assert f"rows.jsonl:1: {name}{words}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("A.PNG", "is missing: no file '{0}/A.PNG'; did you mean 'a.png'? Paths begin in DATA_"),
+        ("a.jpg", "; did you mean 'a.png'?"),
+        ("subs/c.webp", "is missing: no file '{0}/subs/c.webp'; did you mean '{0}/sub'?"),
+        ("sub", "cannot be read: Is a directory"),
+        ("x" * 300, "cannot be read: File name too long"),
+        ("pipe", "cannot be read: a FIFO, not a regular file"),
+        ("data:image/png,abc", "image[0] begins with data:image/png, not data:image/...;base64,"),
+        ("data:image/png;base64,a*", "image[0] is no base64 text, or a damaged one"),
+        ("https://example.org/a.png", "is a URL, which is not fetched; to fetch each once: "),
+    ],
+)  # fmt: skip
+def test_an_image_that_is_not_there_is_named(path: str, words: str, folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(DataError) as error:
+        read_messages(folder, {"question": "q", "answer": "x", "image": path})
+    assert words.format(folder) in str(error.value)
+
+
+def test_a_folder_that_is_missing_is_one_cause(folder: Path) -> None:
+    records = [{"question": "q", "answer": "x", "image": f"{name}.png"} for name in "abcdefgh"]
+    (folder / "rows.jsonl").write_bytes(to_jsonl(records))
+    with pytest.raises(DataError) as error:
+        read_rows(folder / "rows.jsonl", images=ImageReader(folder / "pics"))
+    first, shared = str(error.value).splitlines()
+    assert first.startswith(f"{folder}/rows.jsonl:1: image 1 'a.png' is missing: no file ")
+    assert shared == "so it is with 8 of 8 rows, the first of them named"
+
+
+def with_exif(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def with_late_exif(orientation: int) -> bytes:
+    """Return a PNG whose EXIF data come behind its pixels."""
+    data = encoded((40, 9), exif=with_exif(orientation))
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4])
+    return data[:start] + data[end:-12] + data[start:end] + data[-12:]
+
+
+READ = {
+    **{mode: drawn(mode, "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")},
+    **{f"turned {n}": encoded((40, 9), "JPEG", exif=with_exif(n)) for n in (1, 3, 6, 8)},
+    "turned png": encoded((40, 9), exif=with_exif(5)),
+    "turned late": with_late_exif(6),
+    "cmyk": drawn("CMYK", "JPEG"),
+    "progressive": encoded((40, 9), "JPEG", progressive=True),
+    "still gif": drawn("P", "GIF"),
+    "avif": encoded((40, 9), "AVIF"),
+    "with a preview": drawn("RGB", "MPO", **FRAMES),
+}
+
+
+@pytest.mark.parametrize("data", READ.values(), ids=READ)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_image_is_decoded_as_transformers_does(data: bytes, is_file: bool, folder: Path) -> None:
+    (folder / "x").write_bytes(data)
+    image = "x" if is_file else {"bytes": base64.b64encode(data).decode()}
+    question, _ = read_messages(folder, {"question": "q", "answer": "x", "image": image})
+    (found,) = question.images
+    decoded, expected = decode(found), load_image(str(folder / "x"))
+    assert (found.width, found.height) == decoded.size == expected.size
+    assert decoded.mode == "RGB" and decoded.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("deep", [Image.new("I;16", (5, 7), 40_000), Image.new("F", (5, 7), 0.5)])
+def test_values_that_rgb_would_cut_off_are_refused(deep: Image.Image, folder: Path) -> None:
+    deep.save(folder / "x.tiff")
+    with pytest.raises(DataError, match="has more than 8 bits a channel, which RGB would cut off"):
+        read_messages(folder, {"question": "q", "answer": "x", "image": "x.tiff"})
+
+
+def test_an_image_that_changed_since_is_named(folder: Path) -> None:
+    question, _ = read_messages(folder, {"question": "q", "answer": "x", "image": "a.png"})
+    (image,) = question.images
+    (folder / "a.png").write_bytes(encoded((7, 4)))
+    with pytest.raises(DataError, match=r"a.png: 7 x 4 pixels, and 6 x 4 when the rows were read"):
+        decode(image)
+    (folder / "a.png").unlink()
+    with pytest.raises(DataError, match=r"a.png: it was an image when the rows were read"):
+        decode(image)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_rows_that_datasets_writes_have_their_images(suffix: str, folder: Path) -> None:
+    pair = {"question": ["q", "<image>?", "none"], "answer": ["x", "y", "z"]}
+    files = [{"bytes": (folder / n).read_bytes(), "path": n} for n in ("a.png", "b.jpg")]
+    for name, values, feature in (
+        ("one", [*files, None], datasets.Image()),
+        ("many", [files[:1], files[1:], []], datasets.Sequence(datasets.Image())),
+    ):
+        features = datasets.Features(
+            {"question": datasets.Value("string"), "answer": datasets.Value("string")}
+            | {"images": feature}
+        )
+        rows = datasets.Dataset.from_dict({**pair, "images": values}, features=features)
+        path = folder / f"{name}.{suffix}"
+        if suffix == "parquet":
+            rows.to_parquet(path)  # with the bytes of each file
+        else:
+            rows.save_to_disk(folder / name)
+            (folder / name / "data-00000-of-00001.arrow").rename(path)
+        found = [row.messages[0] for row in read_rows(path)]
+        sizes = [[(each.width, each.height) for each in message.images] for message in found]
+        assert sizes == [[(6, 4)], [(9, 5)], []]
+        assert [message.content.replace(IMAGE_MARK, "#") for message in found] == [
+            "#q",
+            "#?",
+            "none",
+        ]
+        assert all(each.data for message in found for each in message.images)
+
+
+def test_parts_of_arrow_rows_may_have_keys_that_are_null(folder: Path) -> None:
+    parts = [
+        {"type": "text", "text": "What is ", "image": None, "index": None},
+        {"type": "image", "text": None, "image": "a.png", "index": None},
+        {"type": "image", "text": None, "image": None, "index": 0},
+    ]
+    record = {"messages": [{"role": "user", "content": parts}], "images": ["b.jpg"]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+    record["messages"].append(answer)
+    (folder / "rows.parquet").write_bytes(to_parquet([record]))
+    (row,) = read_rows(folder / "rows.parquet")
+    assert shown(row.messages[0]) == ("What is ##", [A, B])
+
+
+def test_a_cell_of_a_table_names_one_image_or_a_list(folder: Path) -> None:
+    path = folder / "rows.csv"
+    path.write_text('question,answer,images\nq,x,a.png\n<image>?,y,"[""a.png"", ""b.jpg""]"\n')
+    with pytest.raises(DataError, match=r"rows.csv:3: .*names none\): 1; images .*: 2;"):
+        read_rows(path)
+    path.write_text("question,answer,images\nq,x,a.png\n<image><image>,y,\"['a.png', 'b.jpg']\"\n")
+    assert [shown(row.messages[0]) for row in read_rows(path)] == [("#q", [A]), ("##", [A, B])]
+
+
+def test_rows_of_large_images_are_read_from_parquet(folder: Path) -> None:
+    large = encoded((2600, 1500), "BMP")  # 11 MiB: two are more than a line of text may have
+    record = {"question": "q", "answer": "x", "images": [{"bytes": large, "path": None}] * 2}
+    (folder / "rows.parquet").write_bytes(to_parquet([record, record]))  # and a chunk each
+    for row in read_rows(folder / "rows.parquet"):
+        assert [image.data for image in row.messages[0].images] == [large, large]
+
+
+def test_a_bad_row_tells_the_size_of_its_bytes(folder: Path) -> None:
+    record = {"question": "q", "answer": "", "image": {"bytes": PIXELS}}
+    (folder / "rows.parquet").write_bytes(to_parquet([record]))
+    (chunk,) = read_chunks(folder / "rows.parquet")
+    assert chunk.raw(0).endswith(f'"image": {{"bytes": "<{len(PIXELS)} bytes>"}}}}')
+
+
+def test_another_column_may_have_the_images(folder: Path) -> None:
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "x", "view": {"left": "a.png"}}) + "\n")
+    for column, record in (("view.left", None), ("view", {"view": "a.png"})):
+        if record:
+            path.write_text(json.dumps({"question": "q", "answer": "x", **record}) + "\n")
+        (row,) = read_rows(path, {"images": column})
+        assert shown(row.messages[0]) == ("#q", [A])
+
+
+def test_logs_of_gemini_and_anthropic_have_images(folder: Path) -> None:
+    parts = [{"text": "What is "}, {"inlineData": {"mimeType": "image/png", "data": AS_TEXT}}]
+    answer = {"role": "model", "parts": [{"text": "A cat."}]}
+    question, _ = read_messages(folder, {"contents": [{"role": "user", "parts": parts}, answer]})
+    assert shown(question) == ("What is #", [("", 6, 4)])
+    block = {"type": "image", "source": {"type": "url", "url": "a.png"}}
+    assert shown(read_messages(folder, asked(block, text("?")))[0]) == ("#?", [A])
+
+
+def test_a_file_of_questions_has_images(folder: Path) -> None:
+    path = folder / "asked.jsonl"
+    path.write_text(json.dumps({"prompt": "<image>\nWhat?", "image": "a.png"}) + "\n")
+    (prompt,) = read_prompts(path, {}, SystemPrompt())
+    assert shown(prompt.messages[0]) == ("#\nWhat?", [A])
+
+
+def test_columns_of_images_are_used_and_those_of_plain_texts_are_not(folder: Path) -> None:
+    notes = []
+    for record in ({"question": "q", "answer": "x"}, {"text": "A cat."}):
+        path = folder / "rows.jsonl"
+        path.write_text(json.dumps({**record, "image": "a.png"}) + "\n")
+        unused: Counter[str] = Counter()
+        (chunk,) = read_chunks(path)
+        list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
+        notes.append(unused_notes(unused, "rows"))
+    note = "rows: image (1 rows) not used: plain texts and segments have none"
+    assert notes == [[], [note]]
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """A server of the folder's files; what it was asked for."""
+    asked_for: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked_for.append(self.path)
+            if self.path == "/moved.png":
+                self.send_response(302)
+                self.send_header("Location", "/a.png")
+                self.end_headers()
+            else:
+                super().do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as running:
+        Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_address[1]}", asked_for
+        running.shutdown()
+
+
+def test_an_image_is_fetched_once_if_the_setting_says_so(
+    server: tuple[str, list[str]], folder: Path
+) -> None:
+    url, asked_for = server
+    config = Config.model_validate(
+        {"data": {"image_urls": "fetch", "cache_dir": str(folder / "cache")}}
+    )
+    path = folder / "rows.jsonl"
+    record = {"question": "q", "answer": "x", "images": [f"{url}/a.png", f"{url}/moved.png"]}
+    path.write_text(json.dumps(record) + "\n")
+    for _ in range(2):
+        (row,) = read_rows(path, images=ImageReader.from_config(config))
+        for image in row.messages[0].images:
+            assert Path(image.path).parent == folder / "cache" / "images"
+            assert Path(image.path).read_bytes() == (folder / "a.png").read_bytes()
+            assert decode(image).size == (6, 4)
+    assert asked_for == ["/a.png", "/moved.png", "/a.png"]
+
+
+def test_a_url_without_an_image_is_named_and_not_kept(
+    server: tuple[str, list[str]], folder: Path
+) -> None:
+    url, _ = server
+    (folder / "page.html").write_text("<!doctype html>")
+    reader = ImageReader(fetched=folder / "cache")
+    for name, words in (
+        ("gone.png", f"image 1 '{url}/gone.png' cannot be fetched: it answers with status 404"),
+        ("page.html", "is a web page, not an image"),
+    ):
+        path = folder / "rows.jsonl"
+        path.write_text(
+            json.dumps({"question": "q", "answer": "x", "image": f"{url}/{name}"}) + "\n"
+        )
+        with pytest.raises(DataError) as error:
+            read_rows(path, images=reader)
+        assert words in str(error.value)
+    assert not (folder / "cache").exists()

@@ -11,7 +11,7 @@ import pytest
 from sft_play import http_client
 from sft_play.commands.check_server import Server
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.http_client import NoAnswer, fetch
+from sft_play.http_client import NoAnswer, download, fetch
 from sft_play.runs.exports import ParityRow
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -141,6 +141,13 @@ def test_a_key_that_no_header_can_hold_is_not_printed() -> None:
         with pytest.raises(ConfigError) as error:
             Server.at("http://127.0.0.1:1", "model", key)
         assert key not in str(error.value)
+
+
+def test_a_download_is_bounded() -> None:
+    with listening(whole(b"x" * 2000)) as (url, _):
+        assert download(url, 5, 2000) == b"x" * 2000
+    with listening(whole(b"x" * 2000)) as (url, _), pytest.raises(NoAnswer, match="longer than"):
+        download(url, 5, 1999)
 
 
 def test_a_compressed_answer_is_not_unpacked() -> None:

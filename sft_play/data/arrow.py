@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from sft_play import reading
-from sft_play.data.rows import Json, UnreadableRecord, shorten
+from sft_play.data.rows import MAX_ENCODED_BYTES, Json, UnreadableRecord, shorten
 from sft_play.data.text_files import MAX_LINE_BYTES, InvalidJsonError, parse_json
 from sft_play.errors import DataError
 
@@ -48,21 +48,25 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
             row_bytes = sum(sizes, np.zeros(batch.num_rows, np.int64))
             decoded_bytes += int(row_bytes.sum()) + batch.num_rows * ROW_BYTES
             reading.refuse_bomb(file_bytes, decoded_bytes, REWRITE, MAX_RATIO)
+            has_bytes = any("binary" in str(field.type) for field in batch.schema)  # in parts, too
+            most_bytes = MAX_ENCODED_BYTES if has_bytes else MAX_LINE_BYTES
             start = 0
             while start < batch.num_rows:
                 ends = np.cumsum(row_bytes[start : start + max_rows])
-                if ends[0] > MAX_LINE_BYTES:
+                if ends[0] > most_bytes:
                     raise DataError(
                         f"{path}[{rows + start}]: a row of {ends[0]:,} bytes, more than "
-                        f"{MAX_LINE_BYTES >> 20} MiB; split it, or leave it out"
+                        f"{most_bytes >> 20} MiB; split it, or leave it out"
                     )
                 part = batch.slice(start, max(1, int(np.searchsorted(ends, max_bytes, "right"))))
                 start += part.num_rows
                 share = file_share * part.num_rows / batch.num_rows
                 if part.num_rows < batch.num_rows:
                     # a copy, because a pickled slice carries its entire batch
-                    copied = [field.with_type(_without_views(field.type)) for field in part.schema]
-                    part = part.cast(pa.schema(copied)).take(pa.array(range(part.num_rows)))
+                    kinds = [field.with_type(_without_views(field.type)) for field in part.schema]
+                    if kinds != list(part.schema):  # cast breaks a slice with a column of nulls
+                        part = part.cast(pa.schema(kinds))
+                    part = part.take(pa.array(range(part.num_rows)))
                 yield part, share
             rows += batch.num_rows
     except pa.ArrowNotImplementedError as error:
@@ -105,7 +109,8 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
     if types.is_string_view(kind):
         return pa.large_string()
     if types.is_list(kind) or types.is_large_list(kind):
-        return pa.large_list(_without_views(kind.value_type))
+        element = _without_views(kind.value_type)
+        return kind if element == kind.value_type else pa.large_list(element)
     if types.is_struct(kind):
         return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
     return kind

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sft_play import reading
 from sft_play.config.layers import nearest_path
 from sft_play.data import json_files, text_files
-from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Json, NumberedRecord, UnreadableRecord
+from sft_play.data.rows import (
+    MAX_LISTED_ROWS,
+    BadRow,
+    Json,
+    NumberedRecord,
+    UnreadableRecord,
+    show_value,
+)
 from sft_play.data.tables import DELIMITERS, read_sheet, read_table
 from sft_play.errors import DataError
 
@@ -99,7 +106,7 @@ class Chunk:
             return record.decode("utf-8", "backslashreplace").rstrip("\r\n")
         if isinstance(record, UnreadableRecord):
             return record.raw
-        return json.dumps(record, default=str)
+        return json.dumps(record, default=show_value)
 
 
 def file_format(path: Path) -> str | None:

@@ -24,7 +24,8 @@ from sft_play.data.files import (
     read_text_lines,
     refuse_bad_rows,
 )
-from sft_play.data.images import BESIDE_FILES, ImageReader, attach_images
+from sft_play.data.image_parts import attach_images
+from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
     FLAG_KEYS,
@@ -70,7 +71,7 @@ USED_TURN_KEYS = frozenset(
     (
         *("role", "from", "input", "output", "name", "system_prompt", "channel", "recipient"),
         *("tool_calls", "tool_call_id", "tool_call_ids", "function_call", "function_calls"),
-        *("tools", "functions"),
+        *("tools", "functions", "images"),
         *CONTENT_KEYS,
         *REASONING_KEYS,
         *FLAG_KEYS,
@@ -148,11 +149,11 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SystemPrompt:
-    """The system message that a run puts before conversations."""
+    """The system message that a run puts before conversations, and where their images are."""
 
     text: str | None = None
     replaces_own: bool = False  # else conversations with a system message keep their own
-    images: ImageReader = BESIDE_FILES  # not put before them, but read for them
+    images: ImageReader = BESIDE_FILES
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

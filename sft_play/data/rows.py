@@ -16,6 +16,7 @@ MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 # Of a turn: what is said, however a program calls it
 CONTENT_KEYS = ("content", "value", "parts", "text", "message")
+MAX_ENCODED_BYTES = 64 << 20  # of an image inside a row
 IMAGE_MARK = "\ufffc"  # stands in a message's content for each of its images
 
 
@@ -132,6 +133,11 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
         text = json.dumps(value, default=str, ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return make_visible(text if len(text) <= max_characters else f"{text[:max_characters]}...")
+
+
+def show_value(value: Any) -> str:
+    """Return the text that stands for a value that JSON does not have."""
+    return f"<{len(value):,} bytes>" if isinstance(value, bytes) else str(value)
 
 
 def is_blank(value: Any) -> bool:

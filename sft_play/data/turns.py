@@ -13,12 +13,13 @@ from itertools import chain
 from typing import Any
 
 from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
-from sft_play.data.images import (
+from sft_play.data.image_parts import (
     IMAGE_TYPES,
     MEDIA_TYPES,
     NO_ANSWER,
     is_image,
     name_image,
+    name_images,
     refuse_media,
 )
 from sft_play.data.row_formats import parse_json_text, parse_nested
@@ -31,6 +32,7 @@ from sft_play.data.rows import (
     Message,
     check_encodable,
     is_blank,
+    is_given,
     parse_optional_text,
     parse_text,
     shorten,
@@ -71,6 +73,16 @@ def parse_turn(record: Json) -> list[Message]:
 
     Raises InvalidRowError.
     """
+    messages = _parse_turn(record)
+    if not is_given(record.get("images")):  # Ollama's
+        return messages
+    *results, message = messages
+    given = name_images(record["images"], ".images")
+    content = IMAGE_MARK * len(given) + message.content
+    return [*results, replace(message, content=content, images=(*given, *message.images))]
+
+
+def _parse_turn(record: Json) -> list[Message]:
     speaker = record.get("role") or record.get("from")
     role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if speaker is None:
