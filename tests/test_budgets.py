@@ -35,16 +35,16 @@ TOKENS = {
     "data": 62_800,
     "evaluation": 11_250,
     "inference": 16_400,
-    "models": 91_550,
+    "models": 92_850,
     "monitor": 8_750,
     "notebooks": 15_050,
     "plan": 45_900,
     "reporting": 12_050,
     "runs": 14_400,
-    "training": 43_850,
+    "training": 43_900,
 }
-FILES = 317
-FUNCTIONS = 3_745
+FILES = 318
+FUNCTIONS = 3_750
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80
