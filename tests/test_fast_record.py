@@ -22,7 +22,7 @@ from sft_play.models.fast import record
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.linears import mlp
 from sft_play.models.fast.record import ProofStore
-from sft_play.plan import counting, probe_fit
+from sft_play.plan import counting
 from sft_play.process import Process
 
 CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})
@@ -56,17 +56,11 @@ def proved(tmp_path: Path) -> tuple[Path, FusedKernels]:
     return tmp_path, kernels
 
 
-def forget() -> None:
-    """Let versions and code be looked at again."""
-    counting.versions.cache_clear()
-    probe_fit.digest_of_code.cache_clear()
-
-
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Leave no digest of a change to other tests."""
+def versions_read_again() -> Iterator[None]:
+    """Leave nothing of a change to other tests."""
     yield
-    forget()
+    counting.versions.cache_clear()
 
 
 def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog) -> None:
@@ -118,20 +112,19 @@ def change_version(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         counting.metadata, "version", lambda name: "9.9" if name == "triton" else version(name)
     )
-    forget()
+    counting.versions.cache_clear()
 
 
 def change_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Add a line to a copy of the sources of a kernel, and let the copy be the package."""
-    before = probe_fit.digest_of_code()
-    for room in ("models", "training"):
-        shutil.copytree(counting.PACKAGE / room, folder / room)
+    before = counting.versions()
+    shutil.copytree(counting.PACKAGE / "models", folder / "models")
     monkeypatch.setattr(counting, "PACKAGE", folder)
-    forget()
-    assert probe_fit.digest_of_code() == before
+    counting.versions.cache_clear()
+    assert counting.versions() == before
     with (folder / "models/fast/linears/glu.py").open("a") as file:
         file.write("# changed\n")
-    forget()
+    counting.versions.cache_clear()
 
 
 @pytest.mark.parametrize("change", [change_device, change_version, change_code])

@@ -301,7 +301,7 @@ def _digest(module: str, request: Mapping[str, object]) -> str:
 
 @cache
 def versions() -> list[str]:
-    """Return the versions of the libraries, and a digest of the code that counts."""
+    """Return the versions of the libraries, and a digest of the code of models, which counts."""
     found = []
     for name in LIBRARIES:
         try:

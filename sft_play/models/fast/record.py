@@ -25,7 +25,7 @@ from sft_play.data.cache import digest_files
 from sft_play.models.fast.setup import TrainingSetup
 from sft_play.models.sharding import is_divided
 from sft_play.plan import counting
-from sft_play.plan.probe_fit import digest_of_code, fingerprint
+from sft_play.plan.probe_fit import fingerprint
 from sft_play.process import Process
 from sft_play.runs.files import read_json, write_json
 
@@ -133,8 +133,7 @@ def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]
         "numbers": [str(process.compute_dtype), torch.get_float32_matmul_precision()],
         "devices": describe_devices(process),
         "variables": {name: environ[name] for name in environ if VARIABLES.match(name)},
-        "versions": counting.versions(),
-        "code": [digest_of_code(), digest_files(map(Path, sorted(files)))],
+        "code": [counting.versions(), digest_files(map(Path, sorted(files)))],
     }
 
 
