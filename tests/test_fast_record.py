@@ -1,5 +1,6 @@
 """What one start has proved of fused kernels, the next one takes; and nothing else."""
 
+import importlib
 import json
 import logging
 import os
@@ -35,10 +36,12 @@ def start(
     environ: Mapping[str, str] | None = None,
     process: Process = ALONE,
     rank: int = 4,
+    norm: type | None = None,
     **changes: Any,
 ) -> tuple[set[str], FusedKernels]:
     """Return the classes whose gradients were compared at the start of a run, and its kernels."""
     model = tiny_model("llama", **changes)
+    model.model.norm.__class__ = norm or type(model.model.norm)
     adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules="all-linear")
     model = peft.get_peft_model(model, adapters).train()
     before = len(timeline.spans)
@@ -134,6 +137,20 @@ def test_the_record_of_another_device_version_or_source_is_not_taken(
     change(tmp_path_factory.mktemp("changed"), monkeypatch)
     assert start(proved[0]) == (ALL, proved[1])
     assert not [line for line in caplog.messages if "not taken" in line]
+
+
+def test_the_source_of_a_class_is_part_of_the_proof_also_below_a_class_that_fsdp_makes(
+    tmp_path, monkeypatch
+) -> None:
+    source = tmp_path / "own_norm.py"
+    code = "from transformers.models.llama.modeling_llama import LlamaRMSNorm\n"
+    source.write_text(code + "class OwnNorm(LlamaRMSNorm):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    norm = type("FSDPOwnNorm", (importlib.import_module("own_norm").OwnNorm,), {})
+    proofs = tmp_path / "proofs"
+    assert [start(proofs, norm=norm)[0] for _ in range(2)] == [ALL, set()]
+    source.write_text(source.read_text() + "# changed\n")
+    assert start(proofs, norm=norm)[0] == ALL
 
 
 def changed_value(path: Path) -> None:

@@ -12,9 +12,9 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch
 from sft_play import timeline
 from sft_play.data.cache import digest_files
 from sft_play.models.fast.setup import TrainingSetup
-from sft_play.models.sharding import is_divided
 from sft_play.plan import counting
 from sft_play.plan.probe_fit import fingerprint
 from sft_play.process import Process
@@ -53,7 +52,8 @@ def prove_once(
         where = compare(None)
         if not setup.process.max(int(where is not None)):
             return None
-        logger.warning("%s %s: proved anew", name, where or "computes something else on a rank")
+        reason = where or "its outputs differ on another rank"
+        logger.warning("fast path: %s: %s; this and what follows is proved anew", name, reason)
         setup.proved.clear()
     errors: list[float] = []
     with timeline.span(f"proof of {name}"):
@@ -110,7 +110,7 @@ class ProofStore:
         is_same = names.count(names[0]) == len(names)
         if not (self.path and names[0] and is_same) or setup.process.local_rank:
             return
-        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        when = time.strftime("%Y-%m-%d %H:%M %Z")
         proofs = {**setup.proved, **setup.newly_proved}
         record = {"of": self.path.stem, "when": when, "proofs": proofs}
         try:
@@ -123,13 +123,15 @@ class ProofStore:
 def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what proofs depend on: neither weights nor where they come from."""
     config, process = setup.config, setup.process
-    files = {sys.modules[type(module).__module__].__file__ for module in setup.base.modules()}
+    # FSDP and parametrizations make classes of their own, above that which has the code
+    classes = {each for module in setup.base.modules() for each in type(module).__mro__}
+    modules = {sys.modules.get(each.__module__) for each in classes}
+    files = {getattr(module, "__file__", None) for module in modules} - {None}
     return {
         "layers": setup.proof_inputs.signature,
         "config": repr({**setup.base.config.to_dict(), "_name_or_path": None}),
         "rows": setup.proof_inputs.documents.boundaries.tolist(),
-        "settings": [config.tuning.model_dump(mode="json"), config.model.attn_implementation],
-        "sharding": [setup.zero_stage, is_divided(setup.base)],
+        "settings": [repr(config.tuning), config.model.attn_implementation, setup.zero_stage],
         "numbers": [str(process.compute_dtype), torch.get_float32_matmul_precision()],
         "devices": describe_devices(process),
         "variables": {name: environ[name] for name in environ if VARIABLES.match(name)},
@@ -142,5 +144,5 @@ def describe_devices(process: Process) -> list[Any]:
     path = DRIVER if process.is_gpu else CPUS
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     gpus = map(torch.cuda.get_device_properties, process.devices) if process.is_gpu else ()
-    names = [(gpu.name, gpu.major, gpu.minor) for gpu in gpus]
-    return [*names, *re.findall("(?:NVRM version|model name).*", text)[:1]]
+    system = re.findall("(?:NVRM version|model name).*", text)[:1]
+    return [*system, *((gpu.name, gpu.major, gpu.minor) for gpu in gpus)]
