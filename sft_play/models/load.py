@@ -36,6 +36,7 @@ from sft_play.models.bnb import packing_experts
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.fast.record import ProofStore
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.float8.loading import (
     float8_config,
@@ -71,12 +72,13 @@ def load_model(
     zero_stage: int = 0,
     is_fsdp: bool = False,
     most_layers: int = 0,
+    proofs: ProofStore | None = None,
 ) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
     `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed; `is_fsdp` divides base weights
     among the ranks; `most_layers` are those of a GPU where model.device_map fills one after the
-    other.
+    other; `proofs` are those of kernels that earlier starts have left.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
@@ -98,7 +100,7 @@ def load_model(
         sharding.move_undivided(model, process)
     sharding.start(base, process)
     placement.move_inputs(base)
-    install_fused_kernels(model, config, process, zero_stage)
+    install_fused_kernels(model, config, process, zero_stage, proofs)
     return model
 
 

@@ -64,6 +64,7 @@ LIBRARIES = (
     "liger-kernel",
     "fla-core",
     "flash-linear-attention",
+    "triton",
 )
 SECONDS = 600  # after which a process that answers nothing is ended
 
@@ -294,13 +295,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _digest(module: str, request: Mapping[str, object]) -> str:
-    text = json.dumps([module, request, _versions()], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([module, request, versions()], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
-def _versions() -> list[str]:
-    """Return the versions of the libraries, and a digest of the code that counts."""
+def versions() -> list[str]:
+    """Return the versions of the libraries, and a digest of the code of models, which counts."""
     found = []
     for name in LIBRARIES:
         try:

@@ -13,12 +13,14 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 
+from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
+from sft_play.models.fast.record import ProofStore
 from sft_play.plan.ranks import Ranks, precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.progress import VisibleFormatter
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.training.peers import rank
 
 
@@ -103,6 +105,11 @@ def allow_tf32(process: Process) -> None:
     """
     if process.is_gpu and process.compute_dtype != torch.float32:
         torch.set_float32_matmul_precision("high")
+
+
+def proofs_of(config: Config) -> ProofStore:
+    """Return where proofs of fused kernels are stored, with what may choose other kernels."""
+    return ProofStore(cache_folder(config) / "proofs", os.environ)
 
 
 def _device(ranks: Ranks, local_rank: int) -> torch.device:

@@ -175,7 +175,8 @@ def load_weights(
     )
     with context.memory.phase("load"), watched(stage, context.process.is_main):
         placed = plan.step.most_layers
-        model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp, placed)
+        proofs = runtime.proofs_of(config)
+        model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp, placed, proofs)
     context.memory.note_before_training()
     if checkpoint is not None:
         refuse_other_dtypes(checkpoint, model)

@@ -196,8 +196,8 @@ class DataSection(Section):
     cache_dir: str | None = Field(
         None,
         min_length=1,
-        description="Folder of the tokenized rows and of what train.probe measured; null is .data "
-        "in train.output_dir.",
+        description="Folder of the tokenized rows, of what train.probe measured and of what was "
+        "proved of fused kernels; null is .data in train.output_dir.",
     )
 
     def split_column(self, split: str) -> str | None:

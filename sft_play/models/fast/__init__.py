@@ -11,5 +11,6 @@ All rooms use what is next to them:
     recognise    what a module computes, found from its structure
     capture      real inputs of the modules
     proof        the fused module against its own code on those inputs; in a trace its shapes alone
+    record       what an earlier start has proved, in the cache: then outputs alone are compared
     documents    where the documents of a packed batch begin, and a module run on each of them
 """

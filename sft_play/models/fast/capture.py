@@ -33,8 +33,10 @@ LENGTHS = (19, 1, 3, 23)
 PAST_WINDOW = 8  # tokens of a document beyond the longest window
 SEED = 0
 # Attributes that differ from layer to layer without a difference in what is computed
-# (PEFT's kwargs hold the name of the layer)
-IGNORED_ATTRIBUTES = frozenset({"training", "layer_idx", "gradient_checkpointing", "kwargs"})
+# (PEFT's kwargs hold the name of the layer), and where weights come from
+IGNORED_ATTRIBUTES = frozenset(
+    {"training", "layer_idx", "gradient_checkpointing", "kwargs", "name_or_path"}
+)
 
 
 class Call(NamedTuple):
@@ -60,12 +62,18 @@ class ProofInputs:
     samples: dict[Kind, Sample]
     kinds: dict[nn.Module, Kind]
     documents: Documents
+    signature: str  # of all kinds
 
 
-def kinds_of(root: nn.Module, config: PretrainedConfig) -> dict[nn.Module, Kind]:
-    """Return the kind of every module under `root`, itself included."""
+def kinds_of(
+    root: nn.Module, config: PretrainedConfig, numbers: dict[Any, Kind] | None = None
+) -> dict[nn.Module, Kind]:
+    """Return the kind of every module under `root`, itself included.
+
+    `numbers` are filled with the signature of each kind.
+    """
     kinds: dict[nn.Module, Kind] = {}
-    numbers: dict[tuple[Any, ...], Kind] = {}
+    numbers = {} if numbers is None else numbers
 
     def visit(module: nn.Module) -> Kind:
         if module not in kinds:
@@ -138,7 +146,8 @@ def capture(
     """
     decoder = decoder_of(base)
     device = device_of(next(base.parameters()))  # of a trace: not the process's
-    kinds = kinds_of(decoder, base.config.get_text_config())
+    numbers: dict[Any, Kind] = {}
+    kinds = kinds_of(decoder, base.config.get_text_config(), numbers)
     samples: dict[Kind, Sample] = {}
     window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
     longest = longest_row or window + sum(LENGTHS)
@@ -151,7 +160,7 @@ def capture(
             decoder.eval()
             with torch.no_grad(), process.autocast():
                 decoder(**inputs, use_cache=False)
-    return ProofInputs(samples, kinds, documents)
+    return ProofInputs(samples, kinds, documents, repr([*numbers]))
 
 
 def _batches(

@@ -29,6 +29,7 @@ from sft_play.models.fast.linears.mlp import (
 from sft_play.models.fast.loss.head import install_loss
 from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.norms.install import install_norms
+from sft_play.models.fast.record import ProofStore
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.models.linear_attention import torch_code
 from sft_play.models.sharding import outermost_layers
@@ -67,16 +68,22 @@ class FusedKernels:
 
 
 def install_fused_kernels(
-    model: PreTrainedModel | PeftModel, config: Config, process: Process, zero_stage: int = 0
+    model: PreTrainedModel | PeftModel,
+    config: Config,
+    process: Process,
+    zero_stage: int = 0,
+    proofs: ProofStore | None = None,
 ) -> FusedKernels:
     """Fuse every part of a model, with its adapters, whose fused result is the same; log them.
+
+    Proofs of an earlier start are taken from `proofs`, and written there.
 
     Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
     setup = TrainingSetup(model, config, process, zero_stage)
     stage = Stage("checking fused kernels against the model's own code")
     with watched(stage, process.is_main), _gathering(setup):
-        kernels = _install_parts(setup)
+        kernels = _install_parts(setup, proofs)
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
         raise ConfigError(f"train.fast_path=true: {reason}; set TRAIN_FAST_PATH=auto")
@@ -105,7 +112,7 @@ def _gathering(setup: TrainingSetup) -> Iterator[None]:
         yield
 
 
-def _install_parts(setup: TrainingSetup) -> FusedKernels:
+def _install_parts(setup: TrainingSetup, proofs: ProofStore | None) -> FusedKernels:
     """Install each part that proves itself against the model's own code.
 
     Mixers start at each document whether or not kernels are fused.
@@ -121,6 +128,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
     elif setup.has_values or setup.is_traced:
         with torch_code():
             _ = setup.proof_inputs  # from the model's own code: before anything is installed
+        if proofs is not None and setup.has_values:
+            proofs.take(setup)
         if setup.zero_stage == 3 and setup.has_values and setup.config.tuning.mode != "full":
             _gather_with_layers(setup)
     for part in parts:
@@ -139,6 +148,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
         reason = why_mlp_linears_not_fusable(setup)
         if reason:
             off[LINEARS_OF_MLP] = reason
+    if proofs is not None:
+        proofs.write(setup)
     in_one_row = "attention" in on and not reads_rows(setup.decoder)
     return FusedKernels(_in_order(on), _in_order(off), in_one_row)
 

@@ -3,7 +3,8 @@
 `prove` runs the fused code of a module and its own on the inputs that `capture` has stored, on this
 device and in this dtype, and compares outputs and gradients. One module of each kind is run. Where
 the two differ in 16 bits, the own code in float32 decides whether that is rounding. Weights,
-gradients, training mode and random generators are left as they were.
+gradients, training mode and random generators are left as they were. Of what an earlier start has
+proved (`record`) outputs alone are compared.
 
 A trace has no values: there it is shown that the fused code runs, and returns tensors of the shapes
 of the module's own, so that the trace counts the bytes of the code that the run will use.
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from sft_play.models.fast.capture import (
 )
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognise import MISFITS
+from sft_play.models.fast.record import prove_once
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import shallow_copy
@@ -67,13 +69,14 @@ def prove(
     fused: Forward,
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None = None,
+    kernel: str = "",
 ) -> list[nn.Module]:
     """Return the modules whose fused forward agrees with their own; one of each kind is run.
 
     `fused` is the fused forward method. `fused_call` returns its arguments for those of the
-    module's own, where the two differ; it is also given the batch, PACKED or PLAIN. Why modules
-    were left out is added to `setup.left_out`. Weights in 4 bits that ZeRO-3 divides have no
-    values, and all modules are returned.
+    module's own, where the two differ; it is also given the batch, PACKED or PLAIN. `kernel` names
+    one of several that it may run. Why modules were left out is added to `setup.left_out`. Weights
+    in 4 bits that ZeRO-3 divides have no values, and all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """
@@ -85,7 +88,9 @@ def prove(
     for module in modules:
         kind = setup.proof_inputs.kinds[module]
         if kind not in verdicts:
-            verdicts[kind] = _why_not_proved(kind, fused, setup, fused_call)
+            name = f"{type(module).__name__} {kind}: {kernel or getattr(fused, '__name__', '')}"
+            compare = functools.partial(_why_not_proved, kind, fused, setup, fused_call)
+            verdicts[kind] = prove_once(name, setup, compare)
         reason = verdicts[kind]
         if reason is None:
             agreed.append(module)
@@ -108,6 +113,7 @@ def _why_not_proved(
     fused: Forward,
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None,
+    errors: list[float] | None,
 ) -> str | None:
     """Return where the fused code of a kind of modules differs from its own, None if nowhere."""
     inputs = setup.proof_inputs
@@ -132,7 +138,7 @@ def _why_not_proved(
                 comparable(module),
             ):
                 module.train()
-                trial = Trial(module, call, setup.process, mixes_tokens)
+                trial = Trial(module, call, setup.process, mixes_tokens, errors)
                 # its own code may see across documents, if the model gives it no mask of them
                 lengths = None
                 if mixes_tokens and batch == PACKED:
@@ -159,17 +165,17 @@ def _where_different(
         # recognised by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
     code: Forward = own_code
-    where = difference(own, computed)
+    where = difference(own, computed, None, trial.errors)
     if where is not None and documents is not None:
         code = functools.partial(forward_by_document, documents)
         own = trial.run(code)
-        where = difference(own, computed)
+        where = difference(own, computed, None, trial.errors)
     if where is None:
         return None
     # in float8 the last bit of a float32 number may decide between two that are 12 % apart
     if own.dtype.itemsize == 2 or has_float8(trial.module):
         exact = trial.run_in_float32(code, own.choices)
-        if exact is not None and difference(own, computed, exact) is None:
+        if exact is not None and difference(own, computed, exact, trial.errors) is None:
             return None
     return f"computes something else ({where})"
 
@@ -265,6 +271,7 @@ class Trial:
     call: Call
     process: Process
     mixes_tokens: bool
+    errors: list[float] | None = field(default_factory=list)  # None: outputs alone are compared
 
     def run(
         self, code: Forward, call: Call | None = None, choices: Choices | None = None
@@ -288,6 +295,10 @@ class Trial:
         generator = torch.Generator().manual_seed(SEED)
         weights = torch.randn(output.shape, generator=generator).to(output)
         tensors: dict[str, Tensor | None] = {"output": output.detach()}
+        dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        if self.errors is None:
+            return Result(tensors, coarsest, choosing.made)
         if self.mixes_tokens:
             last = torch.zeros_like(weights)
             last[:, -1] = weights[:, -1]
@@ -299,8 +310,6 @@ class Trial:
         names = [f"input {number}" for number in range(len(inputs))]
         for name, gradient in zip([*names, *trained], gradients, strict=True):
             tensors[f"gradient of {name}"] = gradient
-        dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         return Result(tensors, coarsest, choosing.made)
 
     def run_in_float32(self, code: Forward, choices: Choices) -> Result | None:
@@ -316,7 +325,8 @@ class Trial:
             module = in_float32(shallow_copy(self.module))
             for child in module.modules():
                 vars(child).pop("forward", None)  # of parts that are fused already
-            return Trial(module, call, process, self.mixes_tokens).run(code, choices=choices)
+            trial = replace(self, module=module, call=call, process=process)
+            return trial.run(code, choices=choices)
         except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the code
             raise
         except MISFITS as error:
@@ -348,11 +358,13 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def difference(own: Result, fused: Result, exact: Result | None = None) -> str | None:
+def difference(
+    own: Result, fused: Result, exact: Result | None = None, errors: list[float] | None = None
+) -> str | None:
     """Return the first tensor of two results that differs by more than the tolerance, as text.
 
     With `exact`, the result of the own code in float32, both may be as far from it as rounding
-    explains.
+    explains. What differs by less is added to `errors`.
     """
     for name, expected in own.tensors.items():
         computed = fused.tensors[name]
@@ -372,6 +384,8 @@ def difference(own: Result, fused: Result, exact: Result | None = None) -> str |
         error = relative_error(right, computed)
         if not error <= allowed:
             return f"{name} by {error:.1e} of its size, {allowed:.0e} is allowed"
+        if errors is not None:
+            errors.append(error)
     return None
 
 

@@ -40,6 +40,9 @@ class TrainingSetup:
     left_out: list[str] = field(default_factory=list)
     # Linears that a larger fused function computes: they need no fused forward method
     taken: set[nn.Module] = field(default_factory=set)
+    # The largest difference that each proof found: in an earlier start, and in this one
+    proved: dict[str, float] = field(default_factory=dict)
+    newly_proved: dict[str, float] = field(default_factory=dict)
     _whole_units: set[nn.Module] = field(default_factory=set)
 
     @property

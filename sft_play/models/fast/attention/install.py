@@ -31,6 +31,8 @@ from sft_play.models.fast.recognise import (
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.plan.fast import MIN_CAPABILITY, has_liger
 
+UNREAD = "the mask is for attention alone"  # in the record of proofs
+
 
 def install_attention(setup: TrainingSetup) -> int:
     """Install attention without masks; where it is like Llama's, with rotary and projections.
@@ -82,7 +84,7 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
 
     OPT counts the positions of padded rows from it, which UNMASKED has no tokens for.
     """
-    if not setup.has_values:
+    if not setup.has_values or UNREAD in setup.proved:
         return None
     decoder = setup.decoder
     inputs = setup.proof_inputs
@@ -96,6 +98,7 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
             raise
         except (RuntimeError, ValueError, IndexError):
             return f"{type(decoder).__name__} reads the mask itself"
+    setup.newly_proved[UNREAD] = 0.0
     return None
 
 

@@ -46,10 +46,10 @@ def gated_norms(decoder: nn.Module) -> list[nn.Module]:
     """Return the modules with one vector of weights whose forward method takes a gate too."""
     found: list[nn.Module] = []
     for module in decoder.modules():
-        names = list(inspect.signature(type(module).forward).parameters)
-        shapes = [weight.dim() for weight in module.parameters()]
-        if shapes == [1] and len(names) >= 3 and names[2] in ("gate", "z"):
-            found.append(module)
+        if [weight.dim() for weight in module.parameters()] == [1]:
+            names = list(inspect.signature(type(module).forward).parameters)
+            if len(names) >= 3 and names[2] in ("gate", "z"):
+                found.append(module)
     return found
 
 
@@ -60,7 +60,7 @@ def install_gated_norms(setup: TrainingSetup) -> None:
         for module in waiting:
             module.gated_norm = kernel
         try:
-            agreed = prove(waiting, gated_norm_forward, setup)
+            agreed = prove(waiting, gated_norm_forward, setup, kernel=kernel.__name__)
         except Unsupported:
             continue
         fuse(agreed, gated_norm_forward)

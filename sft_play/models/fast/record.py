@@ -1,0 +1,148 @@
+"""Records of proofs: what one start has proved of fused kernels, later ones take.
+
+A record is a file of the cache, with the largest difference that each proof found. Its name is a
+digest of all that the proofs depend on, and its seal one of what it says. Where it is taken, only
+outputs are compared, on the inputs of this start, and no gradients.
+
+It is not taken where a byte has changed, where it is of something else, and where another user may
+have written it. Who may write as this user may change the kernels as well.
+"""
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play import timeline
+from sft_play.data.cache import digest_files
+from sft_play.models.fast.setup import TrainingSetup
+from sft_play.plan import counting
+from sft_play.plan.probe_fit import fingerprint
+from sft_play.process import Process
+from sft_play.runs.files import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+OTHERS_WRITE = 0o022  # mode of a file that not its owner alone may write
+CPUS = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
+# Variables that may choose other kernels
+VARIABLES = re.compile(
+    "(ATEN|BNB|CUBLAS|CUDA|CUDNN|DISABLE_AUTOTUNE|DNNL|FLA|FLCE|LIGER|MKL|NVIDIA|ONEDNN|PYTORCH"
+    "|TORCH|TRITON)(_|$)"
+)
+
+
+def prove_once(
+    name: str, setup: TrainingSetup, compare: Callable[[list[float] | None], str | None]
+) -> str | None:
+    """Return where `compare` finds a difference; of outputs alone if an earlier start found none.
+
+    It adds the sizes of differences to a list, or compares outputs alone if it is given none.
+    Where those differ on any rank, no earlier proof is believed any more.
+    """
+    if name in setup.proved:
+        where = compare(None)
+        if not setup.process.max(int(where is not None)):
+            return None
+        reason = where or "its outputs differ on another rank"
+        logger.warning("fast path: %s: %s; this and what follows is proved anew", name, reason)
+        setup.proved.clear()
+    errors: list[float] = []
+    with timeline.span(f"proof of {name}"):
+        where = compare(errors)
+    if where is None:
+        setup.newly_proved[name] = max(errors, default=0.0)
+    return where
+
+
+@dataclass
+class ProofStore:
+    """The records of a folder, for a process with these variables."""
+
+    folder: Path
+    environ: Mapping[str, str]
+    path: Path | None = None  # the record of what is proved here
+
+    def take(self, setup: TrainingSetup) -> None:
+        """Let a setup know what is proved, if every rank has it. Every rank must call it.
+
+        Ranks that divide weights gather them together, so all of them prove or none.
+        """
+        self.path = self.folder / f"{fingerprint(**facts_of(setup, self.environ))}.json"
+        record = self._read()
+        names = setup.process.gather(record and sorted(record["proofs"]))
+        if record is None or names.count(names[0]) < len(names):
+            return
+        setup.proved.update(record["proofs"])
+        logger.info(
+            "fast path: %d proofs of %s are taken, largest difference %.1e; outputs alone are "
+            "compared now (%s)",
+            *(len(setup.proved), record["when"], max(setup.proved.values()), self.path),
+        )
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the record, None where there is none to take."""
+        try:
+            status = self.path.stat()
+            record = read_json(self.path)
+            if status.st_uid not in (0, os.getuid()) or status.st_mode & OTHERS_WRITE:
+                raise ValueError("another user may have written it")
+            if record.pop("seal") != fingerprint(**record) or record["of"] != self.path.stem:
+                raise ValueError("it is not as it was written here")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s: not taken (%s); the kernels are proved anew", self.path, error)
+            return None
+        return record
+
+    def write(self, setup: TrainingSetup) -> None:
+        """Add what is newly proved, if that is the same on every rank. Every rank must call it."""
+        names = setup.process.gather(sorted(setup.newly_proved))
+        is_same = names.count(names[0]) == len(names)
+        if not (self.path and names[0] and is_same) or setup.process.local_rank:
+            return
+        when = time.strftime("%Y-%m-%d %H:%M %Z")
+        proofs = {**setup.proved, **setup.newly_proved}
+        record = {"of": self.path.stem, "when": when, "proofs": proofs}
+        try:
+            write_json(self.path, {**record, "seal": fingerprint(**record)})
+            self.path.chmod(0o600)
+        except OSError as error:
+            logger.warning("%s: %s; the next start proves the kernels again", self.path, error)
+
+
+def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what proofs depend on: neither weights nor where they come from."""
+    config, process = setup.config, setup.process
+    # FSDP and parametrizations make classes of their own, above that which has the code
+    classes = {each for module in setup.base.modules() for each in type(module).__mro__}
+    modules = {sys.modules.get(each.__module__) for each in classes}
+    files = {getattr(module, "__file__", None) for module in modules} - {None}
+    return {
+        "layers": setup.proof_inputs.signature,
+        "config": repr({**setup.base.config.to_dict(), "_name_or_path": None}),
+        "rows": setup.proof_inputs.documents.boundaries.tolist(),
+        "settings": [repr(config.tuning), config.model.attn_implementation, setup.zero_stage],
+        "numbers": [str(process.compute_dtype), torch.get_float32_matmul_precision()],
+        "devices": describe_devices(process),
+        "variables": {name: environ[name] for name in environ if VARIABLES.match(name)},
+        "code": [counting.versions(), digest_files(map(Path, sorted(files)))],
+    }
+
+
+def describe_devices(process: Process) -> list[Any]:
+    """Return the driver, and names and capabilities of GPUs, or the name of the CPU."""
+    path = DRIVER if process.is_gpu else CPUS
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    gpus = map(torch.cuda.get_device_properties, process.devices) if process.is_gpu else ()
+    system = re.findall("(?:NVRM version|model name).*", text)[:1]
+    return [*system, *((gpu.name, gpu.major, gpu.minor) for gpu in gpus)]
