@@ -33,6 +33,7 @@ class ImageInputs:
 
     processor: Processor
     arguments: frozenset[str]
+    dtype: torch.dtype = torch.float32  # of pixels, as the tower computes
     rope: nn.Module | None = None  # on the meta device
     gives_blocks: bool = False
 
@@ -53,6 +54,9 @@ class ImageInputs:
         if not opened:
             return {}
         batch: dict[str, Any] = self.processor.inputs(opened)
+        for name, tensor in batch.items():
+            if tensor.is_floating_point():
+                batch[name] = tensor.to(self.dtype)  # half the bytes to copy
         types = torch.tensor(list(map(self.processor.token_types, ids.tolist())))
         batch |= {name: types for name in TYPES if name in self.arguments}
         if documents and self.gives_blocks:

@@ -6,6 +6,9 @@ after the rows are found.
 """
 
 import json
+import math
+import os
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +21,14 @@ from sft_play.data.splits import answer_token_limit
 from sft_play.data.store import TokenizedSplits, read_bad_rows
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenize import tokenize_sources
+from sft_play.errors import SHARED_MEMORY
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
+
+MOST_LOADERS = 8  # processes of a rank that prepare images
+IMAGE_BYTES = 16 << 20  # of an image's inputs, in 16 bits: of some 2 million pixels
+BATCHES_AHEAD = 3  # of a process that prepares images: two wait, as torch has it, and one is made
 
 
 def build_run_data(config: Config, tokenizer: Any) -> RunData:
@@ -60,7 +68,7 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     packed = packed_run(planned, data)
     padding = count_padding(planned, packed, data)
     folder.write_data(DataFacts(data.sources, padding).to_json())
-    return with_answer_limit(packed if planned.plan.packing else planned, data)
+    return with_loaders(with_answer_limit(packed if planned.plan.packing else planned, data), data)
 
 
 def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
@@ -90,6 +98,28 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
         planned.config.model_copy(update={"train": train}),
         replace(planned.plan, has_auto_answer_limit=True),
     )
+
+
+def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
+    """Return the run with a number for train.dataloader_num_workers where that is auto.
+
+    Images are prepared by as many processes as there are cores to spare, and as /dev/shm has room
+    for their batches.
+    """
+    train, layout, ranks = planned.config.train, planned.plan.layout, planned.plan.ranks
+    if train.dataloader_num_workers != "auto":
+        return planned
+    processes = 0
+    if data.train.has_images:
+        images = sum(len(store.images) for store in data.train.stores) / len(data.train)
+        batch_bytes = math.ceil(images * layout.rows_per_step / layout.micro_batches) * IMAGE_BYTES
+        cores = len(os.sched_getaffinity(0)) // ranks.per_node - 1
+        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+        room = free // (ranks.per_node * BATCHES_AHEAD * batch_bytes)
+        processes = max(0, min(MOST_LOADERS, cores, room))
+    train = train.model_copy(update={"dataloader_num_workers": processes})
+    config = planned.config.model_copy(update={"train": train})
+    return replace(planned, config=config)
 
 
 def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Ledger:

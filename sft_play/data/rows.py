@@ -68,6 +68,17 @@ class Message:
         """The content, in the pieces that images leave."""
         return self.content.split(IMAGE_MARK) if self.images else [self.content]
 
+    @property
+    def parts(self) -> list[Json]:
+        """The content as templates read it where it has images."""
+        first, *texts = self.texts
+        parts: list[Json] = [{"type": "text", "text": first}] if first else []
+        for image, text in zip(self.images, texts, strict=True):
+            parts.append({"type": "image", "image": image})
+            if text:
+                parts.append({"type": "text", "text": text})
+        return parts
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -138,6 +138,12 @@ class Store:
         """Tokens of each sample, (N,) int64."""
         return np.diff(self.records["end"], prepend=0)
 
+    @cached_property
+    def pixels(self) -> np.ndarray:
+        """Pixels of the images of each sample, (N,) int64."""
+        sizes = self.images["width"].astype(np.int64) * self.images["height"]
+        return np.diff(np.cumsum([0, *sizes])[self.records["images"]], prepend=0)
+
 
 class RowHashes(NamedTuple):
     """64-bit hashes of a row.
@@ -294,6 +300,11 @@ class Split:
         first_file = np.cumsum([0, *(len(store.files) for store in self.stores)])  # of each store
         records["file"] += first_file[self.store_of]
         return records
+
+    @cached_property
+    def pixels(self) -> np.ndarray:
+        """Pixels of the images of each sample, (N,) int64."""
+        return self._gather(lambda store: store.pixels, np.dtype(np.int64))
 
     def _gather(self, column: Callable[[Store], np.ndarray], dtype: np.dtype) -> np.ndarray:
         values = np.zeros(len(self), dtype=dtype)

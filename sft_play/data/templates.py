@@ -286,20 +286,9 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
             "tool_call_id": message.tool_call_id,
         }
         given = {name: value for name, value in optional.items() if value is not None}
-        content = _parts(message) if message.images else message.content
+        content = message.parts if message.images else message.content
         read.append({"role": message.role, "content": content, **given})
     return read
-
-
-def _parts(message: Message) -> list[Json]:
-    """Return the content of a message with images as the parts that templates read."""
-    first, *texts = message.texts
-    parts = [{"type": "text", "text": first}] if first else []
-    for image, text in zip(message.images, texts, strict=True):
-        parts.append({"type": "image", "image": image})
-        if text:
-            parts.append({"type": "text", "text": text})
-    return parts
 
 
 def stop_ids(tokenizer: Any) -> set[int]:

@@ -28,15 +28,17 @@ def image_inputs_of(
     `has_boundaries` says that packed batches have them in place of a mask.
     """
     base = base_model_of(model)
-    if not towers_of(base):
+    towers = towers_of(base)
+    if not towers:
         return None
+    dtype = next(next(iter(towers.values())).parameters()).dtype
     rope = None
     if is_packed:
         parts = empty_twin(base).modules()
         rope = next((part for part in parts if hasattr(part, ROPE_INDEX)), None)
     arguments = frozenset(inspect.signature(type(base).forward).parameters)
     gives_blocks = has_boundaries and reads_both_ways(base)
-    return ImageInputs(Processor(config, tokenizer), arguments, rope, gives_blocks)
+    return ImageInputs(Processor(config, tokenizer), arguments, dtype, rope, gives_blocks)
 
 
 def reads_both_ways(model: PreTrainedModel) -> bool:

@@ -18,7 +18,7 @@ NEVER = 10**9  # steps: an interval that no run reaches
 UNCHANGED = """
     learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm
     adam_beta1 adam_beta2 adam_epsilon seed data_seed logging_steps
-    dataloader_num_workers dataloader_pin_memory bf16 fp16
+    dataloader_pin_memory bf16 fp16
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout
     eval_strategy eval_do_concat_batches eval_accumulation_steps save_strategy save_total_limit
 """.split()
@@ -97,6 +97,7 @@ def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
     is_cpu = plan.ranks.device == "cpu"
     uses_deepspeed = plan.deepspeed is not None
     return {
+        "dataloader_num_workers": train.loader_processes,
         "optim": "adamw_bnb_8bit" if train.optim == "adamw_8bit" else train.optim,
         "num_train_epochs": train.epochs,
         "max_steps": train.max_steps or -1,

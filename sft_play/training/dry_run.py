@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.store import Sample, Split
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.sharding import is_divided, reshard
 from sft_play.plan.probe_fit import Point
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # DeepSpeed's value before the first micro-step: the next gradient overwrites what is there
 INITIAL_MICRO_STEP_ID = -1
+MOST_SAMPLES = 1000  # with images that are looked at
+TEXT_ID = 0  # of padding, mostly
 
 
 class DryRun:
@@ -138,18 +142,42 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
     """Return a micro-batch of `rows` rows padded to `length` tokens, collated as in the run.
 
     Every token but the first is labelled. Each row is one token short, so that whatever padding
-    needs, such as a mask, is allocated as well.
+    needs, such as a mask, is allocated as well. Of a run on images each row begins with samples
+    that have the most.
     """
     vocabulary = trainer.model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
+    dense = image_samples(trainer, length - 1)
+    seen = np.concatenate([np.zeros(0, np.int64), *(sample.ids for sample in dense)])
+    images = tuple(chain.from_iterable(sample.images for sample in dense))
     sequences = []
     for _ in range(rows):
-        ids = generator.integers(vocabulary, size=max(2, length - 1))
+        drawn = generator.integers(vocabulary, size=max(2, length - 1) - len(seen))
+        # an id that stands for a part of an image would want that image
+        ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
-        sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids)))
+        sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids), images=(images,)))
     batch = collate_for_step(trainer.data_collator, sequences)
     del batch[REAL_LENGTHS]
     return batch
+
+
+def image_samples(trainer: SftTrainer, length: int) -> list[Sample]:
+    """Return samples that fill `length` tokens with as many pixels as the training rows have.
+
+    They are the same ones on every rank; none in a run on text.
+    """
+    samples = trainer.train_dataset.samples
+    if not isinstance(samples, Split) or trainer.data_collator.images is None:
+        return []
+    found: list[Sample] = []
+    density = samples.pixels / samples.lengths
+    for index in np.argsort(-density, kind="stable")[:MOST_SAMPLES].tolist():
+        sample = samples[index]
+        if sample.images and len(sample.ids) <= length:
+            found.append(sample)
+            length -= len(sample.ids)
+    return found
 
 
 def step_without_change(optimizer: torch.optim.Optimizer) -> None:

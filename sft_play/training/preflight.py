@@ -221,7 +221,7 @@ def refuse_little_shared_memory(context: RunContext) -> None:
 
     torch drops a batch that does not, and the rank would wait for it without end.
     """
-    workers = context.config.train.dataloader_num_workers * context.plan.ranks.per_node
+    workers = context.config.train.loader_processes * context.plan.ranks.per_node
     if not workers or not SHARED_MEMORY.is_dir():
         return
     needed = workers * PREFETCHED * context.plan.layout.tokens * BYTES_PER_TOKEN

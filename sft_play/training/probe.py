@@ -28,7 +28,7 @@ from sft_play.plan.step import Layout
 from sft_play.runs import stamp
 from sft_play.runs.folder import cache_folder
 from sft_play.training.context import RunContext
-from sft_play.training.dry_run import DryRun
+from sft_play.training.dry_run import DryRun, image_samples
 from sft_play.training.recorder import RunRecorder
 from sft_play.training.trainer import SftTrainer
 
@@ -229,6 +229,7 @@ class Probe:
             gpu = (torch.cuda.get_device_name(device), memory)
         model_settings = {"name", "revision", "dtype", "attn_implementation"}
         ddp_settings = {"ddp_find_unused_parameters", "ddp_bucket_cap_mb"}
+        samples = image_samples(self.trainer, self.layout.max_seq_len)
         return probe_fit.fingerprint(
             step=asdict(self.step),
             max_seq_len=self.layout.max_seq_len,
@@ -239,6 +240,7 @@ class Probe:
             strategy=plan.ranks.strategy,
             deepspeed=plan.deepspeed and plan.deepspeed.settings,
             ddp=config.train.model_dump(mode="json", include=ddp_settings),
+            images=[image.size for sample in samples for image in sample.images],
             fast_parts=sorted(fused_kernels_of(self.trainer.model).on),
             gpus=self.process.gather(gpu),
             versions=stamp.versions(),

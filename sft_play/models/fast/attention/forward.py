@@ -80,7 +80,8 @@ def attention_forward(
     scoring = Scoring(self.scaling, _window(self))
     documents = self.packed_documents.on(query.device)  # set where attention is installed
     mixed = attend(query, key, value, scoring, documents)
-    mixed = with_image_rows(mixed, (query, key, value), scoring, attention_mask)
+    if attention_mask is not UNMASKED:
+        mixed = with_image_rows(mixed, (query, key, value), scoring, attention_mask)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
@@ -259,7 +260,9 @@ def attention_interface_forward(
         tokens_first.append(tensor.transpose(1, 2))
     documents = module.packed_documents.on(query.device)
     mixed = attend(*tokens_first, scoring, documents)
-    return with_image_rows(mixed, tokens_first, scoring, attention_mask), None
+    if attention_mask is not UNMASKED:
+        mixed = with_image_rows(mixed, tokens_first, scoring, attention_mask)
+    return mixed, None
 
 
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
