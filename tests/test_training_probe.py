@@ -26,7 +26,9 @@ def fingerprint(planned: PlannedRun = PLANNED) -> str:
     """Return what a probe of this run keeps its points under."""
     process = Process.alone(torch.device("cpu"))
     context = RunContext(planned, RunFolder("run"), process, MemoryMeter(process))
-    return Probe(context, SimpleNamespace(model=torch.nn.Linear(1, 1)))._fingerprint()
+    rows = SimpleNamespace(samples=())
+    trainer = SimpleNamespace(model=torch.nn.Linear(1, 1), train_dataset=rows)
+    return Probe(context, trainer)._fingerprint()
 
 
 def with_plan(**fields: Any) -> PlannedRun:

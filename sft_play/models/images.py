@@ -1,7 +1,10 @@
 """How a model reads images: which arguments its batches have, and which of its tokens see ahead."""
 
+import contextlib
+import functools
 import inspect
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,6 +13,7 @@ from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.processor import Processor
 from sft_play.models.architecture import empty_twin, towers_of
 from sft_play.models.fast.setup import base_model_of
+from sft_play.models.sharding import run_within
 
 # transformers' name for what numbers the images of a row whose tokens see each other
 ROPE_INDEX = "get_rope_index"  # its method where positions are of three axes
@@ -39,6 +43,22 @@ def image_inputs_of(
     arguments = frozenset(inspect.signature(type(base).forward).parameters)
     gives_blocks = has_boundaries and reads_both_ways(base)
     return ImageInputs(Processor(config, tokenizer), arguments, dtype, rope, gives_blocks)
+
+
+def keep_towers_in_their_type(model: PreTrainedModel) -> None:
+    """Let towers of 16 bits that are not trained compute as they do at use: without autocast.
+
+    It would cast what their norms read and write to float32, and copy it back.
+    """
+    for tower in towers_of(model).values():
+        run_within(tower, functools.partial(_own_type, tower))
+
+
+def _own_type(tower: nn.Module) -> contextlib.AbstractContextManager[None]:
+    parameters = list(tower.parameters())
+    if any(each.requires_grad or each.dtype.itemsize != 2 for each in parameters):
+        return contextlib.nullcontext()
+    return torch.autocast(parameters[0].device.type, enabled=False)
 
 
 def reads_both_ways(model: PreTrainedModel) -> bool:

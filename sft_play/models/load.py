@@ -43,6 +43,7 @@ from sft_play.models.float8.loading import (
     leave_to_each_rank,
     quantising_to_float8,
 )
+from sft_play.models.images import keep_towers_in_their_type
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.plan.base_model import require_base
@@ -194,6 +195,7 @@ def _finish_loading(model: PreTrainedModel, config: Config) -> None:
     refuse_longer_rows(model, config.model.max_seq_len)
     keep_soft_caps(model)
     keep_angles_exact(model)
+    keep_towers_in_their_type(model)
     bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)

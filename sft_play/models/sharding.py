@@ -38,6 +38,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
+from sft_play.models.architecture import towers_of
 from sft_play.process import Process
 
 
@@ -99,6 +100,11 @@ def _divide(
             cast_forward_inputs=False,
         )
     layers = outermost_layers(model)
+    # ranks without an image do not run them, and gather nothing; they are a small part
+    towers = towers_of(model).values()
+    left_whole = (left_whole or set()).union(*(tower.parameters() for tower in towers))
+    inside = {module for tower in towers for module in tower.modules()}
+    layers = [layer for layer in layers if layer not in inside]
     if not layers:
         raise ConfigError(
             f"train.strategy=fsdp: {type(model).__name__} has no layers that could be gathered one "

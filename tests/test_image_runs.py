@@ -1,0 +1,122 @@
+"""Whole runs on rows with images: alone, on two ranks of every strategy, resumed, in every mode."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from image_models import draw_image, write_image_model
+from rank_processes import run_two_workers
+from run_files import run_json
+from safetensors.torch import load_file
+
+from sft_play.runs.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+ZERO2 = "configs/deepspeed_zero2.json"
+LONG = pytest.mark.long
+SETTINGS = {
+    "train.max_steps": 4,
+    "train.learning_rate": 0.01,
+    "train.batch_size": "auto",
+    "train.grad_accum": "auto",
+    "train.effective_batch_size": 8,
+    "train.save_strategy": "steps",
+    "train.save_steps": 2,
+    "train.eval_strategy": "no",
+    "train.predict_with_generate": False,
+    "train.lr_scheduler_type": "constant",
+    "tuning.lora.dropout": 0.0,
+    "tuning.mode": "lora",
+    "model.max_seq_len": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tokenizer, tmp_path_factory) -> Path:
+    """A folder with a tiny model, and rows of which a third have an image."""
+    folder = tmp_path_factory.mktemp("images")
+    write_image_model("qwen3_vl", folder / "base", tokenizer)
+    lines = []
+    for number in range(12):
+        content: object = f"What is {number} and {number}?"
+        if number % 3 == 0:
+            draw_image(folder / f"{number}.png", (32 + 8 * number, 40), number)
+            content = [
+                {"type": "image", "image": f"{number}.png"},
+                {"type": "text", "text": f"What is picture {number}?"},
+            ]
+        answer = {"role": "assistant", "content": f"It is {2 * number}."}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": content}, answer]}))
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    held = [line for number, line in enumerate(lines) if number % 3 == 0]
+    (folder / "held.jsonl").write_text("\n".join(held[:2]).replace("picture", "image") + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(place, plan_run, run_worker) -> Callable[..., RunFolder]:
+    """A function that returns a finished run, the same one to every test."""
+    runs: dict[str, RunFolder] = {}
+
+    def run(strategy: str = "single", **changes: object) -> RunFolder:
+        key = repr((strategy, sorted(changes.items())))
+        if key in runs:
+            return runs[key]
+        settings = {
+            **SETTINGS,
+            "model.name": place / "base",
+            "data.train_path": place / "rows.jsonl",
+            "data.val_path": place / "held.jsonl",
+            "data.on_overlap": "allow",
+            **changes,
+        }
+        if strategy == "single":
+            folder = plan_run(settings, may_trace=False)
+            assert run_worker(folder) == 0, run_json(folder)["cause"]
+        else:
+            zero = ZERO2 if strategy == "zero2" else None
+            if zero is None:
+                settings["train.strategy"] = strategy
+            folder = plan_run(settings, num_gpus=2, deepspeed_config=zero, may_trace=False)
+            exits = run_two_workers(folder)
+            assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+        runs[key] = folder
+        return folder
+
+    return run
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [entry["loss"] for entry in run_json(folder)["loss"]]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("fsdp", marks=LONG), pytest.param("zero2", marks=LONG)]
+)
+def test_two_ranks_train_as_one(finished, strategy: str) -> None:
+    alone, two = finished(), finished(strategy)
+    assert run_json(two)["world_size"] == 2
+    assert losses(alone)[-1] < 0.9 * losses(alone)[0]
+    assert losses(two) == pytest.approx(losses(alone), abs=2e-5)
+    scores = [run_json(run)["metrics"]["after"]["eval_loss"] for run in (alone, two)]
+    assert scores[1] == pytest.approx(scores[0], abs=2e-4)
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
+    whole = finished()
+    again = finished(**{"train.resume_from": whole.checkpoints / "checkpoint-2"})
+    assert losses(again)[-2:] == losses(whole)[-2:]
+    weights = [load_file(run.path / "adapter/adapter_model.safetensors") for run in (whole, again)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+def test_rows_are_packed_and_unpacked_alike(finished) -> None:
+    packed, unpacked = finished(), finished(**{"train.packing": False})
+    assert losses(unpacked) == pytest.approx(losses(packed), abs=2e-5)
+
+
+def test_prepared_by_processes_of_their_own(finished) -> None:
+    alone = finished(**{"train.dataloader_num_workers": 0})
+    assert losses(finished(**{"train.dataloader_num_workers": 2})) == losses(alone)
