@@ -10,6 +10,7 @@ from rank_processes import run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
 
+from sft_play.errors import ConfigError
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -120,3 +121,61 @@ def test_rows_are_packed_and_unpacked_alike(finished) -> None:
 def test_prepared_by_processes_of_their_own(finished) -> None:
     alone = finished(**{"train.dataloader_num_workers": 0})
     assert losses(finished(**{"train.dataloader_num_workers": 2})) == losses(alone)
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [
+        ("lora", "single"),
+        ("full", "single"),
+        pytest.param("lora", "ddp", marks=LONG),
+        pytest.param("lora", "fsdp", marks=LONG),
+        pytest.param("lora", "zero2", marks=LONG),
+        pytest.param("full", "ddp", marks=LONG),
+    ],
+)
+def test_towers_are_trained(finished, place, mode: str, strategy: str) -> None:
+    changes = {
+        "tuning.mode": mode,
+        "tuning.towers": mode,
+        "tuning.towers_learning_rate": 0.02,
+        "train.learning_rate": 0.01 if mode == "lora" else 0.001,
+    }
+    folder = finished(strategy, **changes)
+    if strategy != "single":
+        assert losses(folder) == pytest.approx(losses(finished(**changes)), abs=5e-5)
+        return
+    frozen = finished(**{**changes, "tuning.towers": "frozen", "tuning.towers_learning_rate": None})
+    assert losses(folder)[0] == pytest.approx(losses(frozen)[0], abs=2e-5)
+    assert losses(folder)[-1] != pytest.approx(losses(frozen)[-1], abs=1e-3)
+    (path,) = folder.weights(mode).glob("*.safetensors")
+    saved = load_file(path)
+    if mode == "lora":
+        assert any("visual" in name for name in saved)
+        return
+    (base,) = (place / "base").glob("*.safetensors")
+    before = load_file(base)
+    assert saved.keys() == before.keys()
+    changed = [name for name in saved if "visual" in name and (saved[name] != before[name]).any()]
+    assert changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tuning.towers": "drop"}, "TUNING_TOWERS=frozen"),
+        ({"tuning.towers": "full"}, "TUNING_TOWERS=lora"),
+        ({"tuning.towers_learning_rate": 0.1}, "no tower is trained"),
+        ({"train.strategy": "zero3"}, "TRAIN_STRATEGY=fsdp"),
+    ],
+)
+def test_what_cannot_train_them_is_refused(place, plan_run, changes, words: str) -> None:
+    settings = {
+        **SETTINGS,
+        "model.name": place / "base",
+        "data.train_path": place / "rows.jsonl",
+        **changes,
+    }
+    ranks = 2 if "train.strategy" in changes else 1
+    with pytest.raises(ConfigError, match=words):
+        plan_run(settings, num_gpus=ranks, may_trace=False)

@@ -1,30 +1,51 @@
 """A step of rows with images is that of plain transformers: packed, padded, and by itself."""
 
 import pytest
-from architecture_steps import adapted, fused, gap, settings
+from architecture_steps import Gap, adapted, fused, gap, settings
 from image_models import image_model, image_tokenizer, write_image_model
 from image_steps import conversations, reference_step, stored, trained_step
 from test_published_training import without_dropout
 
 from sft_play.config.schema import Config
+from sft_play.models.checkpointing import checkpoint_layers
 
 TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+
+
+def gap_of_step(model_type, tokenizer, folder, packed: bool, **tuning) -> tuple[Gap, set[str]]:
+    """Return how much a run's step differs from plain PEFT's, and which weights have gradients."""
+    base = write_image_model(model_type, folder / "base", tokenizer)
+    chosen = settings(tuning.get("mode", "lora"))
+    values = chosen.model_dump()
+    values["tuning"] |= tuning
+    config = Config.model_validate({**values, "model": {"name": str(base)}})
+    own = image_tokenizer(tokenizer, model_type)
+    rows = conversations(folder)
+    samples = stored(rows, config, own, folder / "store")
+    model = image_model(own, model_type).train()
+    model.config.get_text_config().use_cache = False
+    without_dropout(model)
+    plain = adapted(model, config)
+    made = fused(plain, config)
+    checkpoint_layers(made, 0)
+    expected = reference_step(plain, rows, samples, config, own)
+    found = gap(expected, trained_step(made, samples, config, own, packed))
+    return found, {name for name, gradient in expected.gradients.items() if gradient.any()}
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_is_that_of_plain_peft(model_type, packed, tokenizer, tmp_path) -> None:
-    base = write_image_model(model_type, tmp_path / "base", tokenizer)
-    chosen = settings("lora")
-    config = Config.model_validate({**chosen.model_dump(), "model": {"name": str(base)}})
-    own = image_tokenizer(tokenizer, model_type)
-    rows = conversations(tmp_path)
-    samples = stored(rows, config, own, tmp_path / "store")
-    model = image_model(own, model_type).train()
-    model.config.get_text_config().use_cache = False
-    without_dropout(model)
-    plain = adapted(model, chosen)
-    made = fused(plain, chosen)
-    expected = reference_step(plain, rows, samples, config, own)
-    found = gap(expected, trained_step(made, samples, config, own, packed))
+    found, _ = gap_of_step(model_type, tokenizer, tmp_path, packed)
     assert found.is_rounding, found
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_so_is_one_that_trains_towers(model_type, mode, tokenizer, tmp_path) -> None:
+    found, reached = gap_of_step(model_type, tokenizer, tmp_path, True, mode=mode, towers=mode)
+    assert found.is_rounding, found
+    assert any("visual" in name or "vision_tower" in name for name in reached)
+    assert any("merger" in name or "projector" in name for name in reached) == (
+        mode == "full" or model_type == "qwen3_vl"  # Gemma's projector is no linear layer
+    )

@@ -28,7 +28,6 @@ PLANNED = """
     train.batch_size train.grad_accum train.gradient_checkpointing train.activation_offloading
     train.eval_batch_size train.generation_max_new_tokens train.packing train.bf16 train.fp16
     train.ddp_timeout train.dataloader_pin_memory train.probe train.strategy train.fsdp_offload
-    tuning.towers
 """.split()
 FREE = """
     model.attn_implementation model.device_map model.trust_remote_code model.allow_pickled_weights
@@ -54,7 +53,8 @@ MUST_MATCH = """
     tuning.lora.alpha tuning.lora.dropout tuning.lora.target_modules tuning.lora.experts
     tuning.lora.use_rslora tuning.lora.use_dora tuning.lora.init_lora_weights
     tuning.lora.loraplus_lr_ratio tuning.lora.layers_to_transform tuning.lora.modules_to_save
-    tuning.lora.trainable_tokens train.effective_batch_size train.learning_rate
+    tuning.lora.trainable_tokens tuning.towers tuning.towers_learning_rate
+    train.effective_batch_size train.learning_rate
     train.lr_scheduler_type train.warmup_steps train.weight_decay train.max_grad_norm train.optim
     train.adam_beta1 train.adam_beta2 train.adam_epsilon train.neftune_noise_alpha
     train.router_aux_loss_coef train.epochs train.max_steps train.seed train.data_seed

@@ -117,6 +117,27 @@ def _trains_matrix_and_rows(config: Config) -> bool:
 
 FLOAT8_RULES = (
     Rule(
+        ("tuning.towers", "tuning.mode"),
+        lambda c: c.tuning.towers == "full" and c.tuning.mode != "full",
+        "every weight of a tower is trained in mode full; set TUNING_TOWERS=lora, or "
+        "TUNING_MODE=full",
+    ),
+    Rule(
+        ("tuning.towers", "tuning.mode"),
+        lambda c: c.tuning.towers == "lora" and c.tuning.mode == "full",
+        "mode full has no adapters; set TUNING_TOWERS=full, or TUNING_MODE=lora",
+    ),
+    Rule(
+        ("tuning.towers", "tuning.backend"),
+        lambda c: c.tuning.trains_towers and c.tuning.backend == "unsloth",
+        "this backend is given text; set TUNING_BACKEND=bnb",
+    ),
+    Rule(
+        ("tuning.towers_learning_rate", "tuning.towers"),
+        lambda c: c.tuning.towers_learning_rate is not None and not c.tuning.trains_towers,
+        "no tower is trained; set TUNING_TOWERS=lora, or full in mode full",
+    ),
+    Rule(
         ("tuning.base_dtype", "tuning.mode"),
         lambda c: c.tuning.has_float8_base and c.tuning.mode == "full",
         "float8 weights are frozen, and mode full trains them; set TUNING_MODE=lora, or "

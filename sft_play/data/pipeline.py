@@ -21,7 +21,7 @@ from sft_play.data.splits import answer_token_limit
 from sft_play.data.store import TokenizedSplits, read_bad_rows
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenize import tokenize_sources
-from sft_play.errors import SHARED_MEMORY
+from sft_play.errors import SHARED_MEMORY, ConfigError
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -64,6 +64,7 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     Raises: DataError for what cannot be trained on, before a GPU is asked for.
     """
     data = prepare_run_data(planned.config)
+    refuse_images(planned, data)
     write_quarantine(folder, data.sources)
     packed = packed_run(planned, data)
     padding = count_padding(planned, packed, data)
@@ -98,6 +99,31 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
         planned.config.model_copy(update={"train": train}),
         replace(planned.plan, has_auto_answer_limit=True),
     )
+
+
+def refuse_images(planned: PlannedRun, data: RunData) -> None:
+    """Raise ConfigError for rows with images where a run would not train them, or wait for ever."""
+    tuning = planned.config.tuning
+    if not any(split.has_images for split in (data.train, data.validation, data.test)):
+        return
+    if tuning.backend == "unsloth":
+        raise ConfigError(
+            "tuning.backend=unsloth: rows with images are trained by TUNING_BACKEND=bnb"
+        )
+    if tuning.towers == "drop":
+        raise ConfigError(
+            "tuning.towers=drop: rows have images, which towers read; set TUNING_TOWERS=frozen"
+        )
+    if planned.plan.zero_stage == 3:
+        raise ConfigError(
+            "ZeRO-3 gathers the weights of towers on all ranks at once, and some have no image in "
+            "a batch; set TRAIN_STRATEGY=fsdp, or zero2"
+        )
+    if planned.plan.is_fsdp and tuning.towers == "full":
+        raise ConfigError(
+            "tuning.towers=full: FSDP leaves towers whole, and trains what it divides; set "
+            "TRAIN_STRATEGY=zero2"
+        )
 
 
 def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:

@@ -158,14 +158,16 @@ def write_config(
 def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
     """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
 
-    They are those of towers, and those that the model's class does not load; of a quantised base
-    they are the numbers that it stores. Without safetensors files of the base here, and where the
-    model is in 4 bits, what transformers saved stays.
+    They are those of towers that were frozen, and those that the model's class does not load; of a
+    quantised base they are the numbers that it stores. Without safetensors files of the base here,
+    and where the model is in 4 bits, what transformers saved stays.
     """
     base = base_tensors(config)
     if not base or getattr(model, "hf_quantizer", None) is not None:
         return
-    towers = tuple(f"{name}." for name in towers_of(model))
+    towers: tuple[str, ...] = ()
+    if not config.tuning.trains_towers:
+        towers = tuple(f"{name}." for name in towers_of(model))
     loaded = loaded_names(model, base)
     kept = {name for name, own in loaded.items() if own is None or own.startswith(towers)}
     if not kept:

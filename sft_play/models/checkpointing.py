@@ -40,7 +40,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft_play.models.architecture import decoder_layers
+from sft_play.models.architecture import decoder_layers, towers_of
+from sft_play.models.fast.setup import base_model_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False
     Raises: ValueError if the model has no such way either.
     """
     layers = decoder_layers(model)
+    _checkpoint_towers(model)
     if not layers:
         _checkpoint_whole_model(model, is_on=count > 0)
         return
@@ -71,6 +73,18 @@ def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count
         layer._gradient_checkpointing_func = function
+
+
+def _checkpoint_towers(model: PreTrainedModel) -> None:
+    """Checkpoint every layer of towers that are trained: their patches outnumber the tokens."""
+    for tower in towers_of(base_model_of(model)).values():
+        if any(parameter.requires_grad for parameter in tower.parameters()):
+            for layer in tower.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.gradient_checkpointing = True
+                    layer._gradient_checkpointing_func = functools.partial(
+                        checkpoint, use_reentrant=False
+                    )
 
 
 def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:

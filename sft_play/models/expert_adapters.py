@@ -42,6 +42,7 @@ from sft_play.models.experts import (
     reads_weight,
     routing_linears,
     source_of,
+    tower_linears,
 )
 from sft_play.plan.structure import FUSED, with_fused
 
@@ -69,8 +70,12 @@ def names_targets(model: PreTrainedModel) -> bool:
     )
 
 
-def choose_targets(model: PreTrainedModel, lora: LoraSection) -> AdapterTargets:
+def choose_targets(
+    model: PreTrainedModel, lora: LoraSection, in_towers: bool = False
+) -> AdapterTargets:
     """Return what `tuning.lora` adapts: all-linear leaves out the output head and the routers.
+
+    With `in_towers` the linear layers of towers, too, by the same names.
 
     Raises: ConfigError for a name that the model lacks, or for experts that it has none of.
     """
@@ -83,6 +88,10 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection) -> AdapterTargets:
     if in_layers is not None:
         linears = [name for name in linears if _layer_of(name) in in_layers]
         experts = [weight for weight in experts if _layer_of(weight.name) in in_layers]
+    if in_towers:
+        names = lora.target_modules
+        every = tower_linears(model)
+        linears += [each for each in every if isinstance(names, str) or is_named(each, names)]
     unread = _unread_by_peft(model, [*linears, *(weight.module_name for weight in experts)])
     if unread:
         words = f"{_last_words(unread)}: PEFT {peft.__version__} does not load them once saved"

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.models.architecture import text_modules
+from sft_play.models.architecture import text_modules, towers_of
 
 # Argument of transformers' models that compute a load-balancing loss
 BALANCE = "output_router_logits"
@@ -145,6 +146,17 @@ def is_linear(module: nn.Module) -> bool:
 def linear_names(model: nn.Module) -> list[str]:
     """Return the names of the linear layers that read text and that adapters can wrap."""
     return [name for name, module in text_modules(model) if is_linear(module)]
+
+
+def tower_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of towers that adapters can wrap."""
+    found = []
+    for tower, module in towers_of(model).items():
+        for own, part in module.named_modules(prefix=tower):
+            parent, _, word = own.rpartition(".")
+            if is_linear(part) and not reads_weight(word, type(model.get_submodule(parent))):
+                found.append(own)
+    return found
 
 
 def is_named(name: str, targets: Iterable[str]) -> bool:

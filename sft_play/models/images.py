@@ -45,6 +45,14 @@ def image_inputs_of(
     return ImageInputs(Processor(config, tokenizer), arguments, dtype, rope, gives_blocks)
 
 
+def trained_tower_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of towers that are trained, adapters included."""
+    base = base_model_of(model)
+    towers = towers_of(base).values() if isinstance(base, PreTrainedModel) else ()
+    weights = dict.fromkeys(weight for tower in towers for weight in tower.parameters())
+    return [weight for weight in weights if weight.requires_grad]
+
+
 def keep_towers_in_their_type(model: PreTrainedModel) -> None:
     """Let towers of 16 bits that are not trained compute as they do at use: without autocast.
 

@@ -90,7 +90,7 @@ def load_model(
         return unsloth.load(config, process)
     model = base = load_base(config, process, zero_stage, is_fsdp=is_fsdp, most_layers=most_layers)
     if config.tuning.mode == "full":
-        _freeze_what_its_class_freezes(model)
+        _freeze_what_its_class_freezes(model, config.tuning.towers == "full")
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
         if is_fsdp and is_quantised(config):
@@ -105,8 +105,10 @@ def load_model(
     return model
 
 
-def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
+def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_towers: bool) -> None:
     """Freeze what no gradient reaches, such as a router's balancing bias, and what reads no text.
+
+    But for towers that are trained.
 
     transformers makes every parameter anew when it loads weights, and all of them trainable.
     """
@@ -115,7 +117,7 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-    for tower in towers_of(model).values():
+    for tower in () if trains_towers else towers_of(model).values():
         tower.requires_grad_(False)
 
 

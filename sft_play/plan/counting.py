@@ -53,7 +53,7 @@ KNOWN_TUNINGS: dict[str, TuningSection] = {
 }
 MODEL_SETTINGS = {"dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
-WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio"}
+WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio", "towers_learning_rate"}
 PACKAGE = Path(__file__).resolve().parents[1]
 # Their versions change the answers
 LIBRARIES = (
@@ -84,6 +84,8 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     missing; ConfigError for a model that cannot be run on text alone.
     """
     shape = _counted_shape(config, environ)
+    if config.tuning.towers == "full" and shape.structure is not None:
+        return replace(shape, structure=shape.structure.with_trained_towers())
     return shape.without_towers() if config.tuning.towers == "drop" else shape
 
 

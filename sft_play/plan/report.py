@@ -221,10 +221,18 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
     return rows
 
 
+TOWERS = {
+    "frozen": "frozen",
+    "drop": "dropped",
+    "lora": "with adapters",
+    "full": "trained",
+}
+
+
 def describe_towers(planned: PlannedRun) -> str:
     """Return what is trained of a model with towers, and what becomes of those."""
     model = planned.plan.step.model
-    towers = "dropped" if planned.config.tuning.towers == "drop" else "frozen"
+    towers = TOWERS[planned.config.tuning.towers]
     size = f", {format_count(model.counts.towers)} weights" if model.counts.towers else ""
     return (
         f"text of {model.composite or model.model_type}; towers {towers}{size}, kept in what leaves"

@@ -86,6 +86,10 @@ class Structure:
     layers: tuple[LayerKind, ...]
     towers: int = 0  # of the parameters: in towers, which are not trained
 
+    def with_trained_towers(self) -> "Structure":
+        """Return the counts where towers are trained as all else is."""
+        return replace(self, towers=0)
+
     def without_towers(self) -> "Structure":
         """Return the counts of the language model alone."""
         return replace(

@@ -71,6 +71,7 @@ def build_trainer(
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
+        towers_learning_rate=config.tuning.towers_learning_rate,
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),

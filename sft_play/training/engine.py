@@ -140,10 +140,15 @@ def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: floa
         if parameter.requires_grad and any(word in name for word in FASTER):
             faster_ids.add(id(parameter))
     assert faster_ids, "no adapter has a B matrix"
+    give_own_rate(optimizer, faster_ids, ratio)
+
+
+def give_own_rate(optimizer: Optimizer, chosen: set[int], factor: float) -> None:
+    """Move parameters, by their `id`, to groups of their own, with `factor` times the rate."""
     for group in list(optimizer.param_groups):
-        faster = [parameter for parameter in group["params"] if id(parameter) in faster_ids]
-        if not faster:
+        own = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if not own:
             continue
-        group["params"] = [part for part in group["params"] if id(part) not in faster_ids]
+        group["params"] = [part for part in group["params"] if id(part) not in chosen]
         options = {name: value for name, value in group.items() if name != "params"}
-        optimizer.add_param_group({**options, "params": faster, "lr": ratio * group["lr"]})
+        optimizer.add_param_group({**options, "params": own, "lr": factor * group["lr"]})

@@ -28,6 +28,7 @@ from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
+from sft_play.models.images import trained_tower_weights
 from sft_play.models.sharding import trains_divided
 from sft_play.runs import stamp
 from sft_play.runs.metrics import SampleAnswer
@@ -45,7 +46,12 @@ from sft_play.training.checkpoints import (
     save_checkpoint,
     write_weights,
 )
-from sft_play.training.engine import begin_state, prepare, raise_learning_rate_of_b
+from sft_play.training.engine import (
+    begin_state,
+    give_own_rate,
+    prepare,
+    raise_learning_rate_of_b,
+)
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
@@ -66,6 +72,7 @@ class SftTrainer(Trainer):
         gradients: GradientWatch,
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
+        towers_learning_rate: float | None = None,
         **kwargs: Any,
     ):
         self.text_config = kwargs["model"].config.get_text_config()
@@ -85,6 +92,8 @@ class SftTrainer(Trainer):
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.trains_divided = trains_divided(self.model)
         self.loraplus_lr_ratio = loraplus_lr_ratio
+        self.towers_learning_rate = towers_learning_rate
+        self.tower_weights = trained_tower_weights(self.model)
         self.router_loss = router_loss
         self.guard = guard
         self.gradients = gradients
@@ -215,11 +224,14 @@ class SftTrainer(Trainer):
         """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""
+        """Return Trainer's optimizer; B of LoRA+ and towers have groups where they have rates."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and self.loraplus_lr_ratio is not None:
             raise_learning_rate_of_b(optimizer, model or self.model, self.loraplus_lr_ratio)
+        if is_new and self.towers_learning_rate is not None:
+            factor = self.towers_learning_rate / self.args.learning_rate
+            give_own_rate(optimizer, set(map(id, self.tower_weights)), factor)
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -292,7 +304,11 @@ class SftTrainer(Trainer):
         share = total_weight(inputs) / num_items_in_batch
         if self.router_loss is not None:
             inputs |= self.router_loss.inputs()
+        has_images = "pixel_values" in inputs
         loss = take_nll(self.model, model, inputs) / num_items_in_batch
+        if self.tower_weights and not has_images:
+            # every rank has a gradient of every weight, and it is zero
+            loss = loss + 0.0 * sum(weight.sum() for weight in self.tower_weights)
         if self.router_loss is not None:
             loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
         loss = spread(loss)

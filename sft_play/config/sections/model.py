@@ -256,10 +256,14 @@ class TuningSection(Section):
         description="float8: the frozen linear weights of a lora base in 8 bits (e4m3, a scale a "
         "row), and products of 8-bit numbers; a GPU needs capability 8.9. auto keeps model.dtype.",
     )
-    towers: Literal["frozen", "drop"] = Field(
+    towers: Literal["frozen", "lora", "full", "drop"] = Field(
         "frozen",
         description="What a model has beside its language model, for images or sound: frozen keeps "
-        "it in memory, drop does not. Neither trains it, and it is a part of what leaves.",
+        "it as it is, lora gives its linear layers adapters, too, full trains it in mode full, "
+        "drop keeps it out of memory, for rows of text. It is a part of what leaves.",
+    )
+    towers_learning_rate: PositiveFloat | None = Field(
+        None, description="Learning rate of towers that are trained; null is train.learning_rate."
     )
     allow_untrained_tokens: bool = Field(
         False,
@@ -267,6 +271,11 @@ class TuningSection(Section):
         "row was never trained; adapters leave those rows as they are.",
     )
     lora: LoraSection = LoraSection()
+
+    @property
+    def trains_towers(self) -> bool:
+        """Whether towers are trained, or adapters in them."""
+        return self.towers in ("lora", "full")
 
     @property
     def has_float8_base(self) -> bool:
