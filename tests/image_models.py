@@ -103,6 +103,9 @@ def image_model(
     for name, token in IMAGE_TOKENS[model_type].ids.items():
         assert hasattr(config, name), name
         setattr(config, name, tokenizer.convert_tokens_to_ids(token))
+    vision = config.vision_config
+    if getattr(vision, "deepstack_visual_indexes", None):
+        vision.deepstack_visual_indexes = [0]  # what is added after the last layer no token sees
     model = published_class(config)(config)
     draw_weights(model)
     return model.eval()

@@ -130,7 +130,6 @@ def test_prepared_by_processes_of_their_own(finished) -> None:
         ("full", "single"),
         pytest.param("lora", "ddp", marks=LONG),
         pytest.param("lora", "fsdp", marks=LONG),
-        pytest.param("lora", "zero2", marks=LONG),
         pytest.param("full", "ddp", marks=LONG),
     ],
 )
@@ -167,6 +166,7 @@ def test_towers_are_trained(finished, place, mode: str, strategy: str) -> None:
         ({"tuning.towers": "full"}, "TUNING_TOWERS=lora"),
         ({"tuning.towers_learning_rate": 0.1}, "no tower is trained"),
         ({"train.strategy": "zero3"}, "TRAIN_STRATEGY=fsdp"),
+        ({"train.strategy": "zero2", "tuning.towers": "lora"}, "TRAIN_STRATEGY=ddp"),
     ],
 )
 def test_what_cannot_train_them_is_refused(place, plan_run, changes, words: str) -> None:

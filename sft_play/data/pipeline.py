@@ -104,6 +104,10 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
 def refuse_images(planned: PlannedRun, data: RunData) -> None:
     """Raise ConfigError for rows with images where a run would not train them, or wait for ever."""
     tuning = planned.config.tuning
+    if tuning.trains_towers and not data.train.has_images:
+        raise ConfigError(
+            f"tuning.towers={tuning.towers}: no training row has an image; set TUNING_TOWERS=frozen"
+        )
     if not any(split.has_images for split in (data.train, data.validation, data.test)):
         return
     if tuning.backend == "unsloth":
@@ -119,10 +123,16 @@ def refuse_images(planned: PlannedRun, data: RunData) -> None:
             "ZeRO-3 gathers the weights of towers on all ranks at once, and some have no image in "
             "a batch; set TRAIN_STRATEGY=fsdp, or zero2"
         )
+    if tuning.trains_towers and planned.plan.zero_stage:
+        # the ranks' gradients would meet in another order
+        raise ConfigError(
+            f"tuning.towers={tuning.towers}: ZeRO sums gradients as they come, and a rank without "
+            "an image in a batch has those of towers at another time; set TRAIN_STRATEGY=ddp"
+        )
     if planned.plan.is_fsdp and tuning.towers == "full":
         raise ConfigError(
             "tuning.towers=full: FSDP leaves towers whole, and trains what it divides; set "
-            "TRAIN_STRATEGY=zero2"
+            "TRAIN_STRATEGY=ddp"
         )
 
 
