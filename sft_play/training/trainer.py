@@ -282,7 +282,7 @@ class SftTrainer(Trainer):
             is_last = self.accelerator.sync_gradients
             averaging = self.graphs.in_place_of_ddp(self.model_wrapped, is_last)
         with averaging:
-            inputs = send_to_device(inputs, self.args.device)
+            inputs = send_to_device(inputs, self.args.device, non_blocking=True)
             loss = self.compute_loss(model, inputs, num_items_in_batch)
             del inputs
             self.backward(loss)
