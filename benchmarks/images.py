@@ -28,7 +28,9 @@ ROWS_PER_STEP = 16
 WARM_STEPS = 4
 QUALITY = 90  # of the JPEG files
 SPEED = "tokens_per_second"
-ARMS = ("ours", "trl", "unsloth")
+SPEED = "tokens_per_second"
+RECOMPUTING = "-recomputing"  # its layers, as it does by default
+ARMS = ("ours", "trl", "trl-recomputing", "unsloth", "unsloth-recomputing")
 QWEN = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -160,9 +162,7 @@ def train_ours(folder: Path, steps: int) -> dict[str, object]:
         return {"failed": (folder / "ours.log").read_text()[-1500:]}
     report = json.loads((folder / "run" / "run.json").read_text(encoding="utf-8"))
     lines = metrics.read(folder / "run" / "metrics.jsonl").lines
-    speeds = [
-        line.values["tokens_per_second"] for line in lines if "tokens_per_second" in line.values
-    ]
+    speeds = [line.values[SPEED] for line in lines if SPEED in line.values]
     losses = [line.values["loss"] for line in lines if "loss" in line.values]
     rows = report["data"]["train"]
     peaks = report["peak_bytes"]
@@ -175,9 +175,12 @@ def train_ours(folder: Path, steps: int) -> dict[str, object]:
     }
 
 
-def train_peer(arm: str, folder: Path, steps: int, batch: int, checkpoints: bool) -> None:
+def train_peer(arm: str, folder: Path, steps: int, batch: int) -> None:
     """Train with TRL, or Unsloth's model and collator under it; print the same facts as JSON."""
     import time
+
+    checkpoints = arm.endswith(RECOMPUTING)
+    arm = arm.removesuffix(RECOMPUTING)
 
     if arm == "unsloth":
         from unsloth import FastVisionModel
@@ -266,18 +269,13 @@ def train_peer(arm: str, folder: Path, steps: int, batch: int, checkpoints: bool
         "samples_per_second": ROWS_PER_STEP / statistics.median(took),
         "gib": torch.cuda.max_memory_reserved() / GIB,
         "loss": [losses[0], losses[-1]],
-        "batch": batch,
-        "checkpoints": checkpoints,
     }
     print("FACTS " + json.dumps(facts))
 
 
-def run_peer(
-    arm: str, folder: Path, steps: int, batch: int, checkpoints: bool, seconds: float
-) -> dict[str, object]:
+def run_peer(arm: str, folder: Path, steps: int, batch: int, seconds: float) -> dict[str, object]:
     """Train a peer in a process of its own; return its facts, or the end of what it said."""
     words = ["--peer", arm, "--folder", str(folder), "--steps", str(steps), "--batch", str(batch)]
-    words += ["--checkpoints"] if checkpoints else []
     command = [sys.executable, "-m", "benchmarks.images", *words]
     log = folder / f"{arm}.log"
     with log.open("wb") as file:
@@ -308,17 +306,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["Qwen/Qwen3-VL-8B-Instruct"])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS[:-1]), choices=ARMS)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="of a peer, in rows")
-    parser.add_argument("--checkpoints", action="store_true", help="a peer recomputes its layers")
     parser.add_argument("--seconds", type=float, default=240, help="that a peer may take")
     parser.add_argument("--peer", choices=ARMS[1:], help=argparse.SUPPRESS)
     parser.add_argument("--write", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="keep models and logs here")
     args = parser.parse_args()
     if args.peer:
-        train_peer(args.peer, args.folder, args.steps, args.batch, args.checkpoints)
+        train_peer(args.peer, args.folder, args.steps, args.batch)
         return
     if args.write:
         write_model(args.write, args.folder / "model")
@@ -336,8 +333,7 @@ def main() -> None:
                 if arm == "ours":
                     facts = train_ours(folder, args.steps)
                 else:
-                    peer = (arm, folder, args.steps, args.batch, args.checkpoints, args.seconds)
-                    facts = run_peer(*peer)
+                    facts = run_peer(arm, folder, args.steps, args.batch, args.seconds)
                 print(shape, arm, shown(facts), flush=True)
 
 
