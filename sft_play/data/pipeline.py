@@ -123,17 +123,6 @@ def refuse_images(planned: PlannedRun, data: RunData) -> None:
             "ZeRO-3 gathers the weights of towers on all ranks at once, and some have no image in "
             "a batch; set TRAIN_STRATEGY=fsdp, or zero2"
         )
-    if tuning.trains_towers and planned.plan.zero_stage:
-        # the ranks' gradients would meet in another order
-        raise ConfigError(
-            f"tuning.towers={tuning.towers}: ZeRO sums gradients as they come, and a rank without "
-            "an image in a batch has those of towers at another time; set TRAIN_STRATEGY=ddp"
-        )
-    if planned.plan.is_fsdp and tuning.towers == "full":
-        raise ConfigError(
-            "tuning.towers=full: FSDP leaves towers whole, and trains what it divides; set "
-            "TRAIN_STRATEGY=ddp"
-        )
 
 
 def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:

@@ -114,7 +114,13 @@ def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
 
 
 def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
-    """Raise ConfigError for a base in float8 under DeepSpeed."""
+    """Raise ConfigError for a base in float8, and for trained towers, under DeepSpeed."""
+    if loaded.config.tuning.trains_towers and ranks.strategy == "deepspeed":
+        raise ConfigError(
+            f"{loaded.described('tuning.towers')}: ZeRO sums gradients in the order in which they "
+            "come, and a rank without an image in a batch has another; set TRAIN_STRATEGY=ddp, or "
+            "TUNING_TOWERS=frozen"
+        )
     if loaded.config.tuning.has_float8_base and ranks.strategy == "deepspeed":
         raise ConfigError(
             f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "

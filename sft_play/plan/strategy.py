@@ -178,6 +178,11 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
             f"tuning.backend={backend.name} does not run under FSDP; set TRAIN_STRATEGY=ddp, or "
             "TUNING_BACKEND=bnb"
         )
+    if config.tuning.towers == "full":
+        return (
+            "tuning.towers=full: FSDP leaves towers whole, and trains what it divides; set "
+            "TRAIN_STRATEGY=ddp, or TUNING_TOWERS=frozen"
+        )
     if config.tuning.mode == "full":
         if is_float16 or config.train.fp16 is True:
             return (

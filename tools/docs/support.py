@@ -36,6 +36,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "embeddings and head trained": {"tuning.lora.modules_to_save": "[embed_tokens, lm_head]"},
     "new tokens trained": {"tuning.lora.trainable_tokens": "['<|im_end|>']"},
     "NEFTune": {"train.neftune_noise_alpha": "5"},
+    "towers trained": {"tuning.towers": "lora"},
     "float16": {"train.fp16": "true", "train.bf16": "false"},
     "best checkpoint at the end": {
         "train.load_best_model_at_end": "true",
