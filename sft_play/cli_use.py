@@ -44,8 +44,12 @@ def infer(
     request = read_sampling(call.environ)
     from sft_play.inference.chat import answer_all
 
-    questions = use.prompts(call, prompt)
-    for answer in answer_all(run, use.inference_device(call), questions, config, request):
+    device, questions, images = (
+        use.inference_device(call),
+        use.prompts(call, prompt),
+        use.images(call),
+    )
+    for answer in answer_all(run, device, questions, config, request, images):
         typer.echo(answer)  # flushes: a program that reads line by line need not wait
 
 

@@ -90,6 +90,8 @@ class FileCall:
         problems = []
         if inputs and (prompt or call.words.text("PROMPT")):
             problems.append(f"IN={inputs} and PROMPT: ask one of them")
+        if inputs and call.words.text("IMAGE"):
+            problems.append(f"IN={inputs} and IMAGE: the rows of a file name their own images")
         if out and not inputs:
             problems.append("OUT: is for the answers to a file; name that with IN=prompts.jsonl")
         refuse(problems)

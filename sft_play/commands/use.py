@@ -20,6 +20,7 @@ from sft_play.runs.folder import WEIGHTS, RunFolder
 from sft_play.runs.model_folder import ADAPTER_CONFIG, ModelFolder, find_model
 
 ANSWER_LIMIT = "train.generation_max_new_tokens"
+IMAGE_FOLDER = "data.image_folder"
 UNKNOWN_LENGTH = 8192  # tokens of a row, for a model that says nothing of its longest
 
 
@@ -71,9 +72,11 @@ def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
     changes = {}
     if loaded.config.train.eval_batch_size == "auto":
         changes["train.eval_batch_size"] = own.layer["train.eval_batch_size"]
-    is_answered = target in ("infer", "chat") and not loaded.is_set(ANSWER_LIMIT)
-    if is_answered and read_plan(run).has_auto_answer_limit:
+    is_answered = target in ("infer", "chat")
+    if is_answered and not loaded.is_set(ANSWER_LIMIT) and read_plan(run).has_auto_answer_limit:
         changes[ANSWER_LIMIT] = Located("auto", layers.displayed(own.source))
+    if is_answered and not loaded.is_set(IMAGE_FOLDER):  # the run's was of its rows
+        changes[IMAGE_FOLDER] = Located(None, layers.displayed(own.source))
     return loaded.with_values(changes)
 
 
@@ -145,3 +148,11 @@ def prompts(call: Call, given: str | None) -> Iterable[str]:
     """Return the questions of `infer`: the argument, PROMPT, or the lines of standard input."""
     asked = given or call.environ.get("PROMPT")
     return [asked] if asked else (line.strip() for line in sys.stdin if line.strip())
+
+
+def images(call: Call) -> str | list[str]:
+    """Return the images of `infer` that IMAGE names, with commas between them or as a list."""
+    given = call.words.text("IMAGE") or ""
+    if given.startswith("["):
+        return given
+    return [str(Path(path.strip()).expanduser()) for path in given.split(",") if path.strip()]

@@ -1,22 +1,25 @@
 """Answer prompts with the weights of a run, and chat with them."""
 
 import contextlib
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
-from sft_play.data.render import RenderError, render_prompt
-from sft_play.data.rows import Message
-from sft_play.data.templates import template_messages
-from sft_play.errors import DataError
+from sft_play.data.image_parts import TEXT_MARK
+from sft_play.data.images import ImageReader
+from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, read_prompt
+from sft_play.data.rows import InvalidRowError, Message
+from sft_play.errors import DataError, EnvironmentFault
 from sft_play.evaluation.generate import Answer
+from sft_play.inference.file_answers import written_messages
 from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_to_answer
 from sft_play.plan.model_shape import positions_of
 from sft_play.progress import visible
@@ -28,6 +31,7 @@ COMMANDS = {
     "/help": "list these commands",
     "/reset": "forget the conversation, keep the system message",
     "/system TEXT": "forget the conversation and set the system message, or none",
+    "/image PATH": "show the model an image with the next question; several with one each",
     "/save FILE": "save the conversation as a row to train on; without a name in the run's folder",
     "/exit": "leave; so do an empty line and Ctrl-D",
 }
@@ -61,8 +65,7 @@ def answer(
 
     Raises: DataError for a prompt that the model or its template does not take.
     """
-    in_text = trained.config.data.special_tokens_in_text
-    prompt = render_prompt(messages, trained.tokenizer, tokens_in_text=in_text)
+    prompt = trained.prompt_ids(messages)
     generator = trained.generator(trained.answer_limit(len(prompt)))
     return generator.decode(generator.generate(trained.model, [prompt], printer))[0]
 
@@ -73,17 +76,38 @@ def answer_all(
     prompts: Iterable[str],
     config: Config | None = None,
     request: SamplingRequest = NOTHING_ASKED,
+    images: str | Sequence[str] = (),
 ) -> Iterator[str]:
     """Yield the answer to each prompt; that one was cut goes to standard error.
 
-    `config` is the run's with other settings of generation.
+    `config` is the run's with other settings of generation. `images` are as `question_of` takes
+    them, and each prompt has all of them.
     """
     trained = load_to_answer(folder, device, config, request)
     for prompt in prompts:
-        found = answer(trained, [*system_messages(trained), Message("user", prompt)])
+        question = question_of(trained, prompt, images, "IMAGE")
+        found = answer(trained, [*system_messages(trained), question])
         yield found.text
         if found.was_cut:
             print(cut_note(trained), file=sys.stderr, flush=True)
+
+
+def question_of(
+    trained: TrainedModel, text: str, images: str | Sequence[str], name: str
+) -> Message:
+    """Return a question with images, paths or URLs: at its marks, or before its text.
+
+    They may be one text, a list in JSON. Raises: DataError, which calls them `name`, for one that
+    cannot be read, and for a model that reads none; EnvironmentFault.
+    """
+    if not images:
+        return Message("user", text)
+    try:
+        asked = read_prompt({"prompt": text, "images": images}, {}, NO_SYSTEM_PROMPT, name)
+        reader = ImageReader.from_config(trained.config)
+        return trained.with_images(reader.open_images(asked.messages, Path()))[0]
+    except (InvalidRowError, DataError) as error:
+        raise DataError(f"{name}: {error}") from error
 
 
 def system_messages(trained: TrainedModel) -> list[Message]:
@@ -168,6 +192,7 @@ class Chat:
     system: list[Message]  # what a conversation begins with
     sign: str  # before each question
     folder: Path = Path()  # of the run
+    images: list[str] = field(default_factory=list)  # paths, of the next question
 
     def run(self) -> None:
         """Read questions and commands, and answer them."""
@@ -178,10 +203,15 @@ class Chat:
             if COMMAND.fullmatch(word):
                 print(self._obey(word, question.removeprefix(word).strip()))
                 continue
+            try:
+                asked = question_of(self.speakers[-1].trained, question, self.images, "/image")
+            except (DataError, EnvironmentFault) as error:
+                print(error, file=sys.stderr, flush=True)
+                continue
             for speaker in self.speakers:
                 if len(self.speakers) > 1:
                     print(f"{speaker.name}:")
-                self._reply(speaker, question)
+                self._reply(speaker, asked)
 
     def _read(self) -> str:
         try:
@@ -202,6 +232,8 @@ class Chat:
             return "the conversation is empty" + (", with your system message" if text else "")
         if command == "/save":
             return self._save(text)
+        if command == "/image":
+            return self._add_image(os.path.expanduser(text.strip("'\"")))
         if command == "/help":
             return "\n".join(f"{name:<14}{meaning}" for name, meaning in COMMANDS.items())
         return f"{command} is no command; /help lists them"
@@ -209,6 +241,21 @@ class Chat:
     def _begin_anew(self) -> None:
         for speaker in self.speakers:
             speaker.messages = list(self.system)
+        self.images = []
+
+    def _add_image(self, path: str) -> str:
+        """Keep an image for the next question where it can be read."""
+        if not path:
+            return f"/image needs a path; images of the next question: {len(self.images)}"
+        trained = self.speakers[-1].trained
+        try:
+            (image,) = question_of(trained, TEXT_MARK, [path], "/image").images
+        except (DataError, EnvironmentFault) as error:
+            return str(error)
+        if not image.path:
+            return "/image takes a path or a URL"
+        self.images.append(image.path)
+        return f"{image.path} ({image.width} x {image.height}) goes with the next question"
 
     def _save(self, name: str) -> str:
         """Write a row for each model that has answered."""
@@ -221,7 +268,7 @@ class Chat:
             return f"{path} is there already; name another file"
         lines = []
         for speaker in self.speakers:
-            row = {"messages": template_messages(speaker.messages), "model": speaker.name}
+            row = {"messages": written_messages(speaker.messages), "model": speaker.name}
             lines.append(json_line(row))
         try:
             write_text(path, "".join(lines))
@@ -229,10 +276,10 @@ class Chat:
             return f"{path} cannot be written: {error.strerror}"
         return f"saved {path}"
 
-    def _reply(self, speaker: Speaker, question: str) -> None:
+    def _reply(self, speaker: Speaker, question: Message) -> None:
         """Print a model's next turn; Ctrl-C ends it there."""
         trained = speaker.trained
-        turn = [*speaker.messages, Message("user", question)]
+        turn = [*speaker.messages, question]
         # transformers cannot stream the best of several beams
         is_streamed = trained.config.train.generation_num_beams == 1
         printer = AnswerPrinter(trained.tokenizer) if is_streamed else None
@@ -248,9 +295,10 @@ class Chat:
         except KeyboardInterrupt:
             text = printer.text if printer else ""
             note = "\nstopped"
-        except (DataError, RenderError) as error:
+        except DataError as error:
             print(error, file=sys.stderr, flush=True)
             return
+        self.images = []
         if note:
             print(note, file=sys.stderr, flush=True)
         speaker.messages = [*turn, Message("assistant", text)]

@@ -1,12 +1,14 @@
 """Answer the prompts of a file, many at once, one process of several or alone."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from sft_play.data.render import RenderError, render_prompt
+from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt
+from sft_play.data.rows import ImageFile, Json, Message, PromptIds, show_value
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
 from sft_play.evaluation.generate import Answer, room_for, split_batches
@@ -48,14 +50,12 @@ def answer_prompts(
     part.close()
 
 
-def _ids_or_reason(trained: TrainedModel, prompt: Prompt) -> list[int] | str:
+def _ids_or_reason(trained: TrainedModel, prompt: Prompt) -> PromptIds | str:
     """Return the ids of a prompt, or why it cannot be answered."""
     try:
-        in_text = trained.config.data.special_tokens_in_text
-        tools, variables = prompt.tools, prompt.variables
-        ids = render_prompt(prompt.messages, trained.tokenizer, tools, in_text, variables)
+        ids = trained.prompt_ids(prompt.messages, prompt.tools, prompt.variables)
         trained.auto_limit(len(ids))
-    except (RenderError, DataError) as error:
+    except DataError as error:
         return str(error)
     return ids
 
@@ -85,10 +85,10 @@ def _answer_window(
 def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> dict[str, Any]:
     """Return what a line of the answers says."""
     values: dict[str, Any] = {"origin": prompt.origin}
-    if len(prompt.messages) == 1 and not prompt.tools:
+    if len(prompt.messages) == 1 and not prompt.tools and not images_of(prompt.messages):
         values["prompt"] = prompt.question
     else:
-        values["messages"] = template_messages(prompt.messages)
+        values["messages"] = written_messages(prompt.messages)
     if prompt.expected is not None:
         values["expected"] = prompt.expected
     values["answer"] = answer.text if answer else None
@@ -97,3 +97,16 @@ def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> dic
     else:
         values["was_cut"] = answer.was_cut
     return values
+
+
+def written_messages(messages: Sequence[Message]) -> list[Json]:
+    """Return messages as rows have them, images by their paths.
+
+    Of an image that is bytes, how many these are takes its place.
+    """
+    written = template_messages(messages)
+    for part in chain.from_iterable(message["content"] for message in written):
+        if isinstance(part, dict) and part["type"] == "image":
+            image: ImageFile = part["image"]
+            part["image"] = image.path or show_value(image.data)
+    return written

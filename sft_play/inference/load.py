@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,8 @@ from transformers.utils import logging as hf_logging
 from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.render import images_of, render_prompt
+from sft_play.data.rows import InvalidRowError, Json, Message, PromptIds, Row
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_memory
 from sft_play.evaluation.generate import Generator, Sampling
@@ -73,6 +75,29 @@ class TrainedModel:
     def images(self) -> ImageInputs | None:
         """What makes the inputs of images, None for a model of text."""
         return image_inputs_of(self.model, self.config, self.tokenizer)
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Json] = (), variables: Json | None = None
+    ) -> PromptIds:
+        """Return the ids of a prompt, with its images.
+
+        Raises: DataError for what the template does not take, and images that the model does not;
+        EnvironmentFault where its processor cannot be loaded.
+        """
+        messages = self.with_images(messages)
+        in_text = self.config.data.special_tokens_in_text
+        return render_prompt(messages, self.tokenizer, tools, in_text, variables)
+
+    def with_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages whose images have their text. Raises: as `prompt_ids`."""
+        if not images_of(messages):
+            return messages
+        if self.images is None:
+            raise DataError(f"{self.config.model.name} reads no images; RUN= chooses another model")
+        try:
+            return self.images.processor.write(Row(tuple(messages), "the prompt")).messages
+        except InvalidRowError as error:
+            raise DataError(str(error)) from error
 
     def answer_limit(self, prompt_tokens: int) -> int:
         """Return the longest answer to a prompt: as asked, where that is auto what fits behind it.
