@@ -139,7 +139,7 @@ report: $(ENV) ## write report.html of RUN anew; every run writes its own when i
 	@$(SFT) report
 eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH or TASKS; COMPARE=1
 	@$(SFT) eval
-infer: $(ENV) ## answer PROMPT, each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
+infer: $(ENV) ## answer PROMPT (beside IMAGE=x.png), each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer
 chat: $(ENV) ## chat with RUN, beside its base with COMPARE=1; /help lists the commands of a chat
 	@$(SFT) chat

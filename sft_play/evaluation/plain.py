@@ -174,8 +174,10 @@ def with_soft_caps(model: Any) -> Any:
 def scored(model: Any, rows: Mapping[str, Tensor]) -> Said:
     """Return what a model says of the labelled positions of rows."""
     device = model.get_input_embeddings().weight.device
-    if device.type == "meta":
-        return scored_together(model, rows)
+    if device.type == "meta":  # read from the disk, at each forward pass
+        if not any(name.startswith(IMAGES) for name in rows):
+            return scored_together(model, rows)
+        device = torch.device("cpu")
     parts: list[Said] = []
     for number, (ids, positions, here) in enumerate(each_row(rows)):
         inputs = {"input_ids": ids[None], **pictures(rows, number)}

@@ -37,7 +37,7 @@ from sft_play.runs.files import share
 REFERENCE_FILE = "reference.safetensors"
 MOST_ROWS = 8
 MOST_TOKENS = 512  # of a row, from its beginning
-MOST_IMAGE_TOKENS = 4096  # of a row with images
+MOST_IMAGE_TOKENS = 4096  # of a row with images, and of all such rows: 100 MB of pixels
 MOST_LABELS = 64  # of a row
 FLOAT8 = "float8"  # compute_dtype of a model over a float8 base
 FACTS = ("stops", "prompts", "compute_dtype", "device")
@@ -136,23 +136,25 @@ def make_reference(
 def chosen_samples(split: Split) -> list[Sample]:
     """Return samples spread over a split that have a label among their first tokens.
 
-    Of one with images the last prompt is whole, and so has all of them.
+    Those with images come first, as many as MOST_IMAGE_TOKENS allows and at least one: nothing else
+    shows that a tower is as it was. Of each the last prompt is whole, and so has all of them.
     """
+    places = np.unique(np.linspace(0, len(split) - 1, 4 * MOST_ROWS, dtype=np.int64))
+    labelled = filter(labelled_positions, map(split.__getitem__, places.tolist()))
     found: list[Sample] = []
-    for index in np.unique(np.linspace(0, len(split) - 1, 4 * MOST_ROWS, dtype=np.int64)).tolist():
-        sample = split[index]
-        if len(found) < MOST_ROWS and labelled_positions(sample):
+    for sample in sorted(labelled, key=lambda sample: not sample.images):
+        image_tokens = sum(len(each.ids) for each in (*found, sample) if each.images)
+        has_room = not sample.images or not found or image_tokens <= MOST_IMAGE_TOKENS
+        if len(found) < MOST_ROWS and has_room:
             found.append(sample)
     return found
 
 
 def labelled_positions(sample: Sample) -> list[int]:
     """Return the first positions of a sample that have a label."""
-    if sample.images:
-        labels = sample.labels[:MOST_IMAGE_TOKENS].copy()
-        labels[: sample.answer_start] = IGNORE_INDEX
-        return np.flatnonzero(labels != IGNORE_INDEX)[:MOST_LABELS].tolist()
-    return np.flatnonzero(sample.labels[:MOST_TOKENS] != IGNORE_INDEX)[:MOST_LABELS].tolist()
+    labels = sample.labels[: MOST_IMAGE_TOKENS if sample.images else MOST_TOKENS]
+    first = sample.answer_start if sample.images else 0
+    return (first + np.flatnonzero(labels[first:] != IGNORE_INDEX))[:MOST_LABELS].tolist()
 
 
 def as_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:

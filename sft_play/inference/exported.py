@@ -157,9 +157,13 @@ def complete(
 
 
 def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:
-    """Return prompts of a split and some of several turns, with the model's greedy answers."""
+    """Return prompts of a split and some of several turns, with the model's greedy answers.
+
+    Those with images are left out: the file may be published, and has no pictures.
+    """
     tokenizer = trained.tokenizer
-    questions = (tuple(split[index].prompt) for index in question_indices(split, None))
+    prompts_of_split = (split[index].prompt for index in question_indices(split, None))
+    questions = (tuple(prompt) for prompt in prompts_of_split if not prompt.images)
     different = dict.fromkeys(questions)
     prompts: list[tuple[list[int], Messages | None]] = [
         (list(ids), messages_of(ids, tokenizer, trained.config.data.system_prompt))

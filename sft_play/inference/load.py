@@ -25,6 +25,7 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_memory
 from sft_play.evaluation.generate import Generator, Sampling
 from sft_play.models import expert_adapters
+from sft_play.models.base_files import refuse_other_processors
 from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.images import image_inputs_of
@@ -249,6 +250,7 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
         )
     refuse_damage(weights)
     stamp.refuse_other_base(weights, stamp.wanted(config))
+    refuse_other_processors(config, weights)
     return weights
 
 

@@ -29,7 +29,7 @@ from sft_play.evaluation.reopened import Folder, Reference, Reopened, make_refer
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.masking import mask_secrets
-from sft_play.models.base_files import copy_processors
+from sft_play.models.base_files import copy_processors, refuse_other_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.merging import (
@@ -117,6 +117,7 @@ def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candid
     weights = checked_adapter(folder, config)
     stamp.refuse_other_base(weights, stamp.wanted(config))
     refuse_other_adapter(weights, config)
+    refuse_other_processors(config, weights)
     refuse_damage(weights)  # a changed bit may be too small for the scores to show
     reference = Reference.read(folder.evaluation) or reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}

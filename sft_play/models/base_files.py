@@ -27,6 +27,7 @@ from transformers.utils import (
 
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import fetch_file
+from sft_play.errors import CheckpointError
 from sft_play.models import stored_weights
 from sft_play.models.architecture import auto_class_of, towers_of
 from sft_play.models.parameters import dtype_name
@@ -128,6 +129,20 @@ def copy_processors(config: Config, target: Path) -> None:
     for path in paths:
         if path is not None:
             shutil.copyfile(path, target / path.name)
+
+
+def refuse_other_processors(config: Config, weights: Path) -> None:
+    """Raise CheckpointError where the base's processor is not what the weights were trained with.
+
+    Images would be resized or cut otherwise.
+    """
+    for name in PROCESSOR_FILES:
+        saved, own = weights / name, fetch_file(config.model, name)
+        if own is not None and saved.is_file() and saved.read_bytes() != own.read_bytes():
+            raise CheckpointError(
+                f"{saved} is what the run trained with, and {own} differs, so images would be read "
+                f"otherwise; put the base's file back: cp {saved} {own}"
+            )
 
 
 def write_config(

@@ -1,0 +1,228 @@
+"""A run with images in use: infer, chat, eval, merge, export, its page and its card."""
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from image_models import image_rows, write_image_model
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from sft_play import cli
+from sft_play.errors import CheckpointError, ConfigError, DataError
+from sft_play.evaluation import reopened
+from sft_play.evaluation.plain import answer
+from sft_play.evaluation.reopened import Folder, Reference, chosen_samples, reopen
+from sft_play.inference.evaluate import prepared_data
+from sft_play.inference.export import export_run
+from sft_play.inference.load import load_run
+from sft_play.inference.merge import merge_run
+from sft_play.runs.exports import ExportAsked, read_parity
+from sft_play.runs.folder import RunFolder
+
+SIZES = [(40, 24), (24, 56), (64, 32), (32, 32), (56, 24), (24, 24)]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """A folder with PNG files and rows.jsonl, whose last row is of text."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rows = image_rows(folder, SIZES)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(plan_run, run_worker, pictures, tokenizer, tmp_path_factory) -> RunFolder:
+    """A finished lora run on rows with images."""
+    base = write_image_model("qwen3_vl", tmp_path_factory.mktemp("base"), tokenizer)
+    changes = {
+        "model.name": base,
+        "data.train_path": pictures / "rows.jsonl",
+        "data.val_path": pictures / "rows.jsonl",
+        "data.on_overlap": "allow",
+        "train.max_steps": 8,  # from random weights, until it is better than a guess
+    }
+    folder = plan_run(changes)
+    assert run_worker(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def call(seen):
+    """Return a function that runs a command on the run."""
+
+    def run(command: str, typed: str | None = None, **variables: object):
+        environ = {name: str(value) for name, value in variables.items()}
+        environ = {"RUN": str(seen.path), "DEVICE": "cpu", **environ}
+        return CliRunner().invoke(cli.app, [command], input=typed, env=environ)
+
+    return run
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, tmp_path) -> None:
+    data = (pictures / "2.png").read_bytes()
+    records = [
+        {"prompt": "<image>What is it?", "images": ["0.png"]},
+        {"prompt": "And 2 + 3?"},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "1.png"}]}]},
+        {"prompt": "What?", "image": base64.b64encode(data).decode()},
+    ]
+    asked = pictures / "asked.jsonl"
+    asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = call("infer", IN=asked, OUT=tmp_path / "out.jsonl")
+    assert done.exit_code == 0, done.exception
+    first, text, second, encoded = lines_of(tmp_path / "out.jsonl")
+    assert text["prompt"] == "And 2 + 3?"
+    path = str(pictures / "0.png")
+    content = [{"type": "image", "image": path}, {"type": "text", "text": "What is it?"}]
+    assert first["messages"] == [{"role": "user", "content": content}]
+    assert second["messages"][0]["content"] == [{"type": "image", "image": str(pictures / "1.png")}]
+    content = [
+        {"type": "image", "image": f"<{len(data):,} bytes>"},
+        {"type": "text", "text": "What?"},
+    ]
+    assert encoded["messages"] == [{"role": "user", "content": content}]
+    assert all(line["answer"] is not None for line in (first, text, second, encoded))
+
+
+def test_infer_takes_images_beside_a_prompt(call, pictures) -> None:
+    one, other = pictures / "0.png", pictures / "1.png"
+    done = call("infer", PROMPT="What?", IMAGE=f"{one}, {other}")
+    assert done.exit_code == 0 and done.stdout.strip(), done.exception
+    listed = json.dumps([str(one), str(other)])
+    assert call("infer", PROMPT="<image>What?<image>", IMAGE=listed).exit_code == 0
+    for wrong, said in {
+        f"{one},nope.png": "IMAGE: image 2 'nope.png' is missing: no file",
+        str(pictures / "rows.jsonl"): "is no image that is read",
+    }.items():
+        error = call("infer", PROMPT="What?", IMAGE=wrong).exception
+        assert isinstance(error, DataError) and said in str(error)
+    error = call("infer", PROMPT="<image>?", IMAGE=f"{one},{other}").exception
+    assert isinstance(error, DataError) and "write as many" in str(error)
+    error = call("infer", IN=pictures / "rows.jsonl", IMAGE=one).exception
+    assert isinstance(error, ConfigError) and "name their own images" in str(error)
+
+
+def test_a_model_of_text_reads_no_images(call, finished, pictures) -> None:
+    run = finished("lora")
+    error = call("infer", RUN=run.path, PROMPT="What?", IMAGE=pictures / "0.png").exception
+    assert isinstance(error, DataError) and "reads no images; RUN= chooses" in str(error)
+    done = call("chat", f"/image {pictures / '0.png'}\nCount to 3.\n", RUN=run.path)
+    said, _answer = done.stdout.split("\n", 1)
+    name = run.read_config().model.name
+    assert said == f"/image: {name} reads no images; RUN= chooses another model"
+    assert done.exit_code == 0
+
+
+def test_a_chat_shows_images_and_saves_a_row_that_trains(call, pictures, tmp_path, seen) -> None:
+    saved = tmp_path / "talk.jsonl"
+    one, other = pictures / "0.png", pictures / "1.png"
+    typed = [f"/image {one}", "/image nope.png", f"/image '{other}'", "Which?", "And now?"]
+    typed += [f"/save {saved}", "/help", "/image"]
+    limit = {"TRAIN_GENERATION_MAX_NEW_TOKENS": 4}
+    done = call("chat", "\n".join(typed) + "\n", COMPARE=1, **limit)
+    assert done.exit_code == 0, done.exception
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{one} (40 x 24) goes with the next question"
+    assert lines[1].startswith("/image: image 1 'nope.png' is missing: no file")
+    assert lines[-1] == "/image needs a path; images of the next question: 0"
+    assert any(line.startswith("/image PATH") for line in lines)
+    rows = lines_of(saved)
+    assert [row["model"] for row in rows] == ["base", "tuned"]
+    for row in rows:
+        first, *_, later, _answer = row["messages"]
+        images = [part["image"] for part in first["content"] if part["type"] == "image"]
+        assert images == [str(one), str(other)] and later["content"] == "And now?"
+    done = call("eval", DATA_TEST_PATH=saved, **limit)
+    assert done.exit_code == 0, done.exception
+    assert "rows=2 used=2" in done.stdout
+
+
+def test_eval_scores_other_rows_with_images(call, pictures, seen) -> None:
+    done = call("eval")
+    assert done.exit_code == 0, done.exception
+    after = json.loads((seen.path / "run.json").read_text())["metrics"]["after"]
+    again = json.loads((seen.evaluation / "again.json").read_text())
+    assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
+    moved = pictures / "moved"
+    moved.mkdir()
+    (moved / "test.jsonl").write_text((pictures / "rows.jsonl").read_text())
+    error = call("eval", DATA_TEST_PATH=moved / "test.jsonl").exception
+    assert isinstance(error, DataError) and "DATA_IMAGE_FOLDER=<folder>" in str(error)
+    done = call("eval", DATA_TEST_PATH=moved / "test.jsonl", DATA_IMAGE_FOLDER=pictures)
+    assert done.exit_code == 0 and "used=7" in done.stdout, done.exception
+
+
+@pytest.fixture(scope="module")
+def merged(seen) -> Path:
+    """The merged run."""
+    with pytest.MonkeyPatch.context() as changed:  # as opens_here
+        changed.setattr(reopened, "_run_script", lambda asked, answered, _: answer(asked, answered))
+        merge_run(seen)
+    return seen.path / "merged"
+
+
+def reopened_at(folder: Path, seen: RunFolder, device: str = "cpu", offload: Path | None = None):
+    opened = Folder(folder, "auto", {"": device}, offload_folder=offload)
+    return reopen(opened, Reference.read(seen.evaluation))
+
+
+@pytest.mark.parametrize("part", ["visual.blocks.0", "visual.merger."])
+def test_a_merge_with_another_tower_or_projector_is_found(merged, seen, tmp_path, part, opens_here):
+    assert reopened_at(merged, seen).faults() == []
+    changed = shutil.copytree(merged, tmp_path / "merged")
+    tensors = load_file(changed / "model.safetensors")
+    name = next(name for name in sorted(tensors) if part in name and name.endswith("weight"))
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    assert reopened_at(changed, seen).faults()[0].startswith("KL=")
+
+
+def test_a_merge_that_is_read_from_the_disk_is_shown_its_pictures(
+    merged, seen, tmp_path, opens_here
+) -> None:
+    found = reopened_at(merged, seen, "disk", tmp_path)
+    assert found.faults() == [] and found.rows == 7
+
+
+def test_rows_with_images_come_first_in_a_reference_and_their_pixels_are_bounded(
+    seen, monkeypatch
+) -> None:
+    split = prepared_data(seen, seen.read_config(), load_run(seen, "cpu").tokenizer).test
+    assert [bool(sample.images) for sample in chosen_samples(split)] == [True] * 6 + [False]
+    monkeypatch.setattr(reopened, "MOST_IMAGE_TOKENS", 40)
+    assert [bool(sample.images) for sample in chosen_samples(split)] == [True, False]
+
+
+def test_another_processor_of_the_base_is_refused(seen, call, monkeypatch) -> None:
+    base = Path(seen.read_config().model.name) / "preprocessor_config.json"
+    as_it_was = base.read_text()
+    base.write_text(as_it_was.replace("2048", "4096"))
+    try:
+        for command in ("merge", "export", "eval"):
+            error = call(command).exception
+            assert isinstance(error, CheckpointError), error
+            assert "differs, so images would be read otherwise" in str(error)
+            assert f"cp {seen.path / 'adapter' / base.name} {base}" in str(error)
+    finally:
+        base.write_text(as_it_was)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "adapter"])
+def test_an_export_has_the_processor_and_no_pictures(seen, merged, kind, opens_here) -> None:
+    export_run(seen, ExportAsked(kind), "cpu")
+    folder = seen.path / "export" / kind
+    base = Path(seen.read_config().model.name)
+    for folder_of in (folder, merged):
+        name = "preprocessor_config.json"
+        assert (folder_of / name).read_bytes() == (base / name).read_bytes()
+    rows = read_parity(folder / "parity.jsonl")
+    assert [row.prompt for row in rows if "And 2 + 3?" in row.prompt]
+    assert not any("image_pad" in row.prompt for row in rows)
