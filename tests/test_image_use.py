@@ -226,3 +226,8 @@ def test_an_export_has_the_processor_and_no_pictures(seen, merged, kind, opens_h
     rows = read_parity(folder / "parity.jsonl")
     assert [row.prompt for row in rows if "And 2 + 3?" in row.prompt]
     assert not any("image_pad" in row.prompt for row in rows)
+
+
+def test_a_gguf_file_is_not_made_of_a_run_on_images(seen) -> None:
+    with pytest.raises(ConfigError, match="FORMAT=gguf: .* has rows with images"):
+        export_run(seen, ExportAsked("gguf", quantizations=("Q8_0",)), "cpu")

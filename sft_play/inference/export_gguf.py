@@ -10,7 +10,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from sft_play.data.render import RenderError
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate
-from sft_play.errors import CheckpointError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reopened import checked_prompts
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
@@ -42,9 +42,16 @@ CHECKED_PROMPTS = 100  # for the Modelfile
 def export_gguf(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
     """Write gguf files and a Modelfile for each; return the lines to print.
 
-    Raises: EnvironmentFault without llama.cpp; CheckpointError where the converter does not take
-    the model, or a file is not what was scored.
+    Raises: ConfigError for a run on images; EnvironmentFault without llama.cpp; CheckpointError
+    where the converter does not take the model, or a file is not what was scored.
     """
+    tokenizer = AutoTokenizer.from_pretrained(run.weights)
+    split = prepared_data(run.folder, run.config, tokenizer).test
+    if split.has_images:
+        raise ConfigError(
+            f"FORMAT=gguf: {run.folder.path} has rows with images, and a gguf file holds the "
+            "language model alone; FORMAT=safetensors exports it with what reads images"
+        )
     tools = LlamaCpp.find(asked.llama_cpp)
     tools.require(asked.quantizations)
     with (
@@ -55,8 +62,6 @@ def export_gguf(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
         lines = write_plain_model(run, plain, asked.dtype)
         lines.append(reopened_model(run, plain).line("from"))
         staging.mkdir()
-        tokenizer = AutoTokenizer.from_pretrained(plain)
-        split = prepared_data(run.folder, run.config, tokenizer).test
         files, converted = write_files(run, tools, asked, plain, staging, split)
         lines += converted
         lines += write_modelfiles(run, staging, files, tokenizer, split)
