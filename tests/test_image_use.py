@@ -1,24 +1,33 @@
 """A run with images in use: infer, chat, eval, merge, export, its page and its card."""
 
 import base64
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from image_models import image_rows, write_image_model
+from image_models import draw_image, image_rows, write_image_model
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from sft_play import cli
+from sft_play.config.schema import ModelSection
+from sft_play.data.processor import load_processor
 from sft_play.errors import CheckpointError, ConfigError, DataError
 from sft_play.evaluation import reopened
 from sft_play.evaluation.plain import answer
 from sft_play.evaluation.reopened import Folder, Reference, chosen_samples, reopen
+from sft_play.inference.chat import answer as answer_of
+from sft_play.inference.chat import question_of
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.export import export_run
-from sft_play.inference.load import load_run
+from sft_play.inference.load import load_run, updated
 from sft_play.inference.merge import merge_run
+from sft_play.reporting.page import thumbnail, write_report
 from sft_play.runs.exports import ExportAsked, read_parity
 from sft_play.runs.folder import RunFolder
 
@@ -229,5 +238,65 @@ def test_an_export_has_the_processor_and_no_pictures(seen, merged, kind, opens_h
 
 
 def test_a_gguf_file_is_not_made_of_a_run_on_images(seen) -> None:
-    with pytest.raises(ConfigError, match="FORMAT=gguf: .* has rows with images"):
+    with pytest.raises(ConfigError, match=r"FORMAT=gguf: .* has rows with images"):
         export_run(seen, ExportAsked("gguf", quantizations=("Q8_0",)), "cpu")
+
+
+def test_a_prompt_is_shown_with_a_mark_for_each_image(seen, pictures) -> None:
+    lines = lines_of(seen.evaluation / "after.jsonl")
+    assert len(lines) == 4
+    for line in lines:
+        assert "image_pad" not in line["prompt"]
+        number = line["origin"].rpartition(":")[2]
+        if int(number) > len(SIZES):
+            assert "images" not in line
+            continue
+        assert line["images"] == [str(pictures / f"{int(number) - 1}.png")]
+        assert line["prompt"].count("⟨image⟩") == 1
+
+
+def test_the_report_shows_images_of_answers(seen, pictures, tmp_path) -> None:
+    copy = RunFolder(shutil.copytree(seen.path, tmp_path / "run"))
+    after = copy.evaluation / "after.jsonl"
+    lines = [{**line, "rougeL": 1.0} for line in lines_of(after)]
+    gone = next(line for line in lines if "images" in line)
+    gone["images"] = [str(tmp_path / "gone.png")]
+    after.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(copy).read_text()
+    shown = sum("images" in line for line in lines) - 1
+    assert page.count('<img src="data:image/jpeg;base64,') == shown > 0
+    assert "⟨image⟩" in page and "image_pad" not in page
+    assert "base64" not in (copy.path / "report.json").read_text()
+
+
+def test_a_thumbnail_is_small(tmp_path) -> None:
+    head, data = thumbnail(str(draw_image(tmp_path / "wide.png", (900, 300)))).split(",")
+    with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+        assert (head, image.format, image.size) == ("data:image/jpeg;base64", "JPEG", (256, 85))
+    assert thumbnail("<9 bytes>") == ""
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_the_code_of_a_card_answers_about_a_picture(
+    seen, merged, kind, monkeypatch, tmp_path, capsys
+) -> None:
+    card = (seen.path / kind / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    assert "Trained on rows with images: 6 of 7. What reads images was kept as it is" in card
+    code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
+    base = ModelSection(name=str(seen.path / kind))
+    base = base if kind == "merged" else seen.read_config().model
+    tokenizer = AutoTokenizer.from_pretrained(seen.path / kind)
+    processor = load_processor(base, tokenizer)
+    processor.chat_template = tokenizer.chat_template
+    # transformers' own asks for torchvision, for videos
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda folder: processor)
+    monkeypatch.chdir(tmp_path)
+    draw_image(tmp_path / "picture.jpg", (40, 24))
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=4"), {})
+    said = capsys.readouterr().out.strip()
+    trained = load_run(
+        seen, "cpu", updated(seen.read_config(), "train", generation_max_new_tokens=4)
+    )
+    question = question_of(trained, "What is this?", ["picture.jpg"], "IMAGE")
+    assert said == answer_of(trained, [question]).text

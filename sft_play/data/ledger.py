@@ -148,6 +148,7 @@ class SplitLedger:
     sources: tuple[SourceLedger, ...]  # () for held-out rows
     overlap: dict[str, EqualRows] | None = None  # of training rows, by the split with equal rows
     epoch: tuple[EpochShare, ...] | None = None  # of training rows
+    image_samples: int = 0  # that have an image
 
     def __post_init__(self) -> None:
         self.tally.check()
@@ -180,6 +181,8 @@ class SplitLedger:
             "notes": self.notes,
         }
         del facts["unused"], facts["as_text"], facts["noted"]  # the notes say what becomes of them
+        if self.image_samples:
+            facts["image_samples"] = self.image_samples
         if self.overlap is not None:
             facts["overlap"] = {split: asdict(rows) for split, rows in self.overlap.items()}
         if self.epoch is not None:

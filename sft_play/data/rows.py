@@ -18,6 +18,7 @@ MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 CONTENT_KEYS = ("content", "value", "parts", "text", "message")
 MAX_ENCODED_BYTES = 64 << 20  # of an image inside a row
 IMAGE_MARK = "\ufffc"  # stands in a message's content for each of its images
+SHOWN_IMAGE = "⟨image⟩"  # in a prompt that people read
 
 
 class InvalidRowError(ValueError):
@@ -39,6 +40,11 @@ class ImageFile:
     def size(self) -> tuple[int, int]:
         """Its width and height in pixels."""
         return self.width, self.height
+
+    @property
+    def name(self) -> str:
+        """Its path, or how many bytes it has."""
+        return self.path or show_value(self.data)
 
 
 class PromptIds(list[int]):

@@ -20,7 +20,7 @@ from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, images_of, labelled
 from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.rows import ImageFile
+from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
 from sft_play.data.special_text import match_any
 from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
@@ -234,7 +234,7 @@ class Evaluator:
 
     def _question(self, index: int) -> Question:
         sample = self.split[index]
-        prompt = self.tokenizer.decode(sample.prompt)
+        prompt = self._prompt_text(sample.prompt)
         # the answer of a row: its labelled ids, decoded as generated ids are
         labels = sample.labels[sample.answer_start :]
         ids = labels[labels != IGNORE_INDEX].tolist()
@@ -243,7 +243,17 @@ class Evaluator:
             prompt=prompt,
             plain_prompt=self._special_tokens.sub(" ", prompt).strip(),
             expected=self.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+            images=tuple(image.name for image in sample.images),
         )
+
+    def _prompt_text(self, prompt: PromptIds) -> str:
+        """Return the text of a prompt, with SHOWN_IMAGE for the tokens of each image."""
+        text = self.tokenizer.decode(prompt)
+        if self.images is not None:
+            asked = Row((Message("user", "", images=prompt.images),), "the prompt")
+            for image in self.images.processor.write(asked).messages[0].images:
+                text = text.replace(image.text.strip(), SHOWN_IMAGE, 1)
+        return text
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:

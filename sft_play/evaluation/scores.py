@@ -181,6 +181,7 @@ class Question:
     prompt: str  # as the model reads it
     plain_prompt: str  # without special tokens
     expected: str  # the answer in the row
+    images: tuple[str, ...] = ()  # by their paths
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,8 @@ def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
             **found,
             "was_cut": answer.was_cut,
         }
+        if question.images:
+            values["images"] = question.images
         lines.append(json_line(values))
     return "".join(lines)
 

@@ -8,7 +8,7 @@ import torch
 
 from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt
-from sft_play.data.rows import ImageFile, Json, Message, PromptIds, show_value
+from sft_play.data.rows import Json, Message, PromptIds
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
 from sft_play.evaluation.generate import Answer, room_for, split_batches
@@ -107,6 +107,5 @@ def written_messages(messages: Sequence[Message]) -> list[Json]:
     written = template_messages(messages)
     for part in chain.from_iterable(message["content"] for message in written):
         if isinstance(part, dict) and part["type"] == "image":
-            image: ImageFile = part["image"]
-            part["image"] = image.path or show_value(image.data)
+            part["image"] = part["image"].name
     return written

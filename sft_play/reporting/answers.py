@@ -16,6 +16,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RecordedScore, RunReport, recorded_scores
 
 ROWS_SHOWN = 8  # of the most improved, and of the most worsened
+IMAGES_SHOWN = 4  # of a row
 TEXT_LENGTH = 600  # characters of a text that are shown
 TEXTS = ("origin", "prompt", "expected", "answer", "was_cut")  # keys of a line, but for scores
 LEAST_CHANGE = 0.005  # of ROUGE-L that counts as a change, half of the last digit shown
@@ -35,6 +36,7 @@ class Answer:
     answer: str
     scores: Mapping[str, float] = field(default_factory=dict)  # by metric, as far as it has one
     was_cut: bool | None = None  # by train.generation_max_new_tokens
+    images: tuple[str, ...] = ()  # of the prompt: paths
 
     @property
     def rouge_l(self) -> float | None:
@@ -59,6 +61,7 @@ class AnsweredRow:
     rouge_before: float
     rouge_after: float
     was_cut: bool
+    images: tuple[str, ...]  # of the prompt, the last ones: paths
 
     @property
     def change(self) -> float:
@@ -108,6 +111,7 @@ def _shown(before: Answer, after: Answer) -> AnsweredRow:
         rouge_before=before.rouge_l,
         rouge_after=after.rouge_l,
         was_cut=bool(after.was_cut),
+        images=after.images[-IMAGES_SHOWN:],
     )
 
 
@@ -137,6 +141,7 @@ def _answer(line: str) -> Answer:
             if name not in TEXTS and isinstance(value, int | float)
         },
         was_cut=values.get("was_cut"),
+        images=tuple(values.get("images", ())),
     )
 
 

@@ -6,6 +6,7 @@ Its text is templates/model_card.md.j2; this module names what is known of the r
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.reporting.bootstrap import Estimate
@@ -38,8 +39,13 @@ def card_text(
     """
     kind = kind or weights.name
     data = report.data or {}
-    imports, options = _imports_and_options(config, facts, kind == "adapter")
-    messages = [{"role": "user", "content": "Hello!"}]
+    image_samples = data.get("train", {}).get("image_samples", 0)
+    reader = "processor" if image_samples else "tokenizer"
+    imports, options = _imports_and_options(config, facts, kind == "adapter", reader)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello!"}]
+    if image_samples:
+        words = {"type": "text", "text": "What is this?"}
+        messages[0]["content"] = [{"type": "image", "path": "picture.jpg"}, words]
     if config.data.system_prompt:
         messages.insert(0, {"role": "system", "content": config.data.system_prompt})
     card = render(
@@ -54,6 +60,9 @@ def card_text(
         is_on_hub=HUB_ID.fullmatch(config.model.name),
         imports=imports,
         options=options,
+        reader=reader,
+        image_samples=image_samples,
+        image_limits=_image_limits(config),
         messages=messages,
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         scores=_score_rows(report, facts),
@@ -68,12 +77,21 @@ def card_text(
     return card.rstrip() + "\n"
 
 
+def _image_limits(config: Config) -> dict[str, int]:
+    """Return the bounds of pixels with which images were read, where they are not the base's."""
+    limits = {
+        "min_pixels": config.data.image_min_pixels,
+        "max_pixels": config.data.image_max_pixels,
+    }
+    return {name: value for name, value in limits.items() if value is not None}
+
+
 def _imports_and_options(
-    config: Config, facts: CardFacts, is_adapter: bool
+    config: Config, facts: CardFacts, is_adapter: bool, reader: str
 ) -> tuple[list[str], str]:
     """Return what the code that loads the weights imports, and the words of from_pretrained."""
     model = config.model
-    imports = sorted((facts.model_class, "AutoTokenizer"))
+    imports = sorted((facts.model_class, f"Auto{reader.title()}"))
     options = ""
     if model.revision:
         options += f", revision={model.revision!r}"

@@ -3,6 +3,8 @@
 In HTML text is escaped, no script runs and no other file is loaded.
 """
 
+import base64
+import io
 import logging
 import re
 import shlex
@@ -13,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from sft_play.data.images import DAMAGED, IMAGE_FORMATS
 from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
 from sft_play.plan.devices import GIB
@@ -21,6 +24,7 @@ from sft_play.reporting.summary import RunSummary, read_summary
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 
+THUMBNAIL = 256  # pixels of a side, at most
 TEMPLATES = Path(__file__).parent / "templates"
 # style of what a score, a check or a run came to
 TONES = {
@@ -57,6 +61,7 @@ def _environment() -> Environment:
         gib=gib,
         count=count,
         seconds=seconds,
+        thumbnail=thumbnail,
         score=score,
         change=change,
         repr=repr,
@@ -71,6 +76,24 @@ def code(text: object) -> str:
     ticks = "`" * (1 + max(map(len, re.findall("`+", visible)), default=0))
     space = " " if "`" in visible else ""
     return f"{ticks}{space}{visible}{space}{ticks}"
+
+
+def thumbnail(path: str) -> str:
+    """Return an image as a data: URI of a JPEG, "" where its file is gone or damaged."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path, formats=IMAGE_FORMATS) as opened:
+            opened.draft(
+                "RGB", (THUMBNAIL, THUMBNAIL)
+            )  # a large JPEG is read at a part of its size
+            shown = ImageOps.exif_transpose(opened).convert("RGB")
+    except DAMAGED:
+        return ""
+    shown.thumbnail((THUMBNAIL, THUMBNAIL))
+    written = io.BytesIO()
+    shown.save(written, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
 def gib(size: int | None) -> str:
