@@ -77,8 +77,9 @@ def lines_of(path: Path) -> list[dict]:
 
 def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, tmp_path) -> None:
     data = (pictures / "2.png").read_bytes()
+    draw_image(pictures / "own.png", SIZES[0])
     records = [
-        {"prompt": "<image>What is it?", "images": ["0.png"]},
+        {"prompt": "<image>What is it?", "images": ["own.png"]},
         {"prompt": "And 2 + 3?"},
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": "1.png"}]}]},
         {"prompt": "What?", "image": base64.b64encode(data).decode()},
@@ -89,7 +90,7 @@ def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, t
     assert done.exit_code == 0, done.exception
     first, text, second, encoded = lines_of(tmp_path / "out.jsonl")
     assert text["prompt"] == "And 2 + 3?"
-    path = str(pictures / "0.png")
+    path = str(pictures / "own.png")
     content = [{"type": "image", "image": path}, {"type": "text", "text": "What is it?"}]
     assert first["messages"] == [{"role": "user", "content": content}]
     assert second["messages"][0]["content"] == [{"type": "image", "image": str(pictures / "1.png")}]
@@ -99,6 +100,10 @@ def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, t
     ]
     assert encoded["messages"] == [{"role": "user", "content": content}]
     assert all(line["answer"] is not None for line in (first, text, second, encoded))
+    assert call("infer", IN=asked, OUT=tmp_path / "out.jsonl").exit_code == 0
+    draw_image(pictures / "own.png", SIZES[0], seed=9)
+    error = call("infer", IN=asked, OUT=tmp_path / "out.jsonl").exception
+    assert isinstance(error, ConfigError) and "answers of another call are there" in str(error)
 
 
 def test_infer_takes_images_beside_a_prompt(call, pictures) -> None:

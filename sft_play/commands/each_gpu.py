@@ -20,6 +20,7 @@ from sft_play.commands.call import Call
 from sft_play.config.invocation import SamplingRequest, TasksAsked, read_sampling, read_tasks
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.messages import refuse
+from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt, SystemPrompt, read_prompts
 from sft_play.errors import DataError, EnvironmentFault, ExitClass, StoppedOnRequest, of_class
 from sft_play.plan import devices
@@ -116,7 +117,7 @@ class FileCall:
             raise DataError(f"IN={self.inputs}: no prompts")
         return found
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return what the answers depend on."""
         config = self.loaded.config
         weights = _digest(self.run.weights(config.tuning.mode) / stamp.NAME)
@@ -125,6 +126,7 @@ class FileCall:
         return {
             "in": str(self.inputs.resolve()),
             "sha256": _digest(self.inputs),
+            "images_sha256": _digest_of_images(prompts),
             "run": str(self.run.path.resolve()),
             "weights_sha256": weights,
             "data.system_prompt": config.data.system_prompt,
@@ -144,7 +146,7 @@ def answer_file(asked: FileCall) -> list[str]:
     if place is not None:
         _answer_share(asked, prompts, file, place, lambda _: None)
         return []
-    file.begin(asked.asked())
+    file.begin(asked.asked(prompts))
     if not file.is_complete():
         with file.held():
             _answer_rest(asked, prompts, file)
@@ -283,3 +285,11 @@ def _digest(path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of_images(prompts: Sequence[Prompt]) -> str | None:
+    """Return a digest of names, sizes and times of the prompts' image files, None without any."""
+    images = images_of([message for prompt in prompts for message in prompt.messages])
+    paths = [image.path for image in images if image.path]
+    stats = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr(stats).encode()).hexdigest() if stats else None
