@@ -137,12 +137,23 @@ UNUSED_BY_A_RANK = (
     "matplotlib",
 )
 OPENS_TWICE = """
-import json, sys
+import json, os, signal, sys, time
 from pathlib import Path
 from sft_play.evaluation import opener
+
+def fork_loader():
+    # with all files of this one, as a process that prepares batches has them
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        time.sleep(600)
+    return pid
+
 opener.start()
+loaders = [fork_loader()]
 opener.dismiss()  # of no use, it ends
 opener.start()
+loaders += [fork_loader()]
 (waiting, _), = opener._waiting
 import sft_play.training.worker  # of which the process that waits is to know nothing
 unused = [name for name in sys.argv[3:] if name in sys.modules]
@@ -152,6 +163,9 @@ found = []
 for fresh in (None, opener.subprocess):  # the first one must not start a process
     opener.subprocess = fresh
     found += [reopen(Folder(weights, "float32", {"": "cpu"}), Reference.read(evaluation))]
+for loader in loaders:
+    os.kill(loader, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(loader, 0)[1]) == signal.SIGKILL, "it was not waited for"
 print(json.dumps([waiting, unused, *(each.as_json() for each in found)]))
 """
 

@@ -4,6 +4,7 @@ It has imported transformers, and of this project nothing that computes. So save
 wait for imports, and are opened as a stranger does all the same. It touches no GPU before that.
 """
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from typing import NoReturn
 from sft_play import stops
 from sft_play.config.loader import environment
 from sft_play.config.place import is_of_launcher
+from sft_play.runs.files import json_line
 
 SCRIPT = Path(__file__).with_name("plain.py")
 # What the script needs, as far as importing it starts no CUDA: PEFT's would, by way of bitsandbytes
@@ -63,6 +65,8 @@ def dismiss() -> None:
     """End the process that waits: nothing will be saved that it is to open."""
     while _waiting:
         pid, pipe = _waiting.pop()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(pipe, b"\n")
         os.close(pipe)
         os.waitpid(pid, 0)
 
@@ -76,7 +80,7 @@ def run(asked: Path, answered: Path, said: Path) -> int:
     if _waiting:
         pid, pipe = _waiting.pop()
         try:
-            os.write(pipe, json.dumps([str(asked), str(answered), str(said)]).encode())
+            os.write(pipe, json_line([str(asked), str(answered), str(said)]).encode())
             os.close(pipe)
         except BrokenPipeError:  # it was killed, as for memory
             pass
@@ -113,7 +117,8 @@ def _serve(reading: int) -> NoReturn:
         stops.leave_to_parent()  # Ctrl-C stops the run, whose weights are checked all the same
         os.setsid()
         with os.fdopen(reading, encoding="utf-8") as pipe:
-            request = pipe.read()
+            # not to the end: processes that prepare batches hold the other side, too
+            request = pipe.readline().strip()
         if request:
             asked, answered, said = json.loads(request)
             descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
