@@ -29,11 +29,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_550,
-    "commands": 20_200,
+    "commands": 20_300,
     "compat": 1_300,
     "config": 23_020,
     "data": 69_230,
-    "evaluation": 11_850,
+    "evaluation": 11_880,
     "inference": 17_050,
     "models": 94_280,
     "monitor": 8_750,
@@ -44,7 +44,7 @@ TOKENS = {
     "training": 43_950,
 }
 FILES = 324
-FUNCTIONS = 3_830
+FUNCTIONS = 3_840
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80
