@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
+from sft_play.data.images import State
 from sft_play.data.ledger import Tally
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
@@ -125,6 +126,7 @@ class TokenizedChunk:
     samples: SampleArrays = field(init=False)  # once all rows are tokenized
     bad_rows: list[BadRow] = field(default_factory=list)
     long_rows: list[LongRow] = field(default_factory=list)  # the longest ones over the limit
+    image_states: dict[str, State] = field(default_factory=dict)  # of the files of its images
 
     def drop(self, row: BadRow, reason: str) -> None:
         """Count a bad row."""
@@ -151,7 +153,10 @@ class ChunkTokenizer:
         """Return the samples of a chunk."""
         tally = Tally(rows_in=len(task.chunk.records))
         done = TokenizedChunk(task.file, task.chunk.bytes_read, tally)
+        states = self._system_prompt.images.states
+        states.clear()
         records = self._parse(task, done)
+        done.image_states = dict(states)
         rendered = iter(self._renderer.render([row for rows in records.values() for row in rows]))
         stored: list[StoredSample] = []
         for number, rows in records.items():

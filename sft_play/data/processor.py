@@ -12,12 +12,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
-from sft_play.config.schema import Config
+from sft_play.config.loader import environment
+from sft_play.config.schema import Config, ModelSection
+from sft_play.data import cache
 from sft_play.data.rows import ImageFile, InvalidRowError, Row
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.plan.model_shape import find_file, is_composite
+from sft_play.runs.model_folder import read_object
 
 SIZES = 1 << 14  # of images, whose texts are kept
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json")
 NO_IMAGES = "the row has an image, and {} reads none; set MODEL_NAME to a model that does"
 
 
@@ -90,6 +95,17 @@ class Processor:
         if found is None:
             raise InvalidRowError(NO_IMAGES.format(self._model.name))
         return found
+
+
+def digest_settings(model: ModelSection) -> str:
+    """Return a digest of the files with the settings of a base's processor, "" for one of text."""
+    config = find_file(model.name, "config.json", model.revision, environment())
+    if config is None or not is_composite(read_object(config)):
+        return ""
+    from sft_play.data.tokenizer import fetch_file
+
+    found = [fetch_file(model, name) for name in SETTINGS_FILES]
+    return cache.digest_files(filter(None, found))
 
 
 def load_processor(model: Any, tokenizer: Any) -> Any | None:

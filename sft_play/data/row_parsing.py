@@ -156,11 +156,11 @@ class SystemPrompt:
     images: ImageReader = BESIDE_FILES
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
-        """Return the system message of data.system_prompt."""
+    def from_config(cls, config: Config, decodes: bool = True) -> Self:
+        """Return the system message of data.system_prompt; `decodes` says how images are read."""
         data = config.data
         replaces_own = data.system_prompt_mode == "replace"
-        return cls(data.system_prompt, replaces_own, ImageReader.from_config(config))
+        return cls(data.system_prompt, replaces_own, ImageReader.from_config(config, decodes))
 
 
 NO_SYSTEM_PROMPT = SystemPrompt()

@@ -6,6 +6,7 @@ parse, render and tokenize. Memory does not grow with the rows. Loads no torch.
 
 import gc
 import json
+import logging
 import multiprocessing
 import os
 from collections import deque
@@ -30,6 +31,7 @@ from sft_play.data.chunk_tokenizer import (
 )
 from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
+from sft_play.data.processor import digest_settings
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
@@ -45,6 +47,8 @@ from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder
 
+logger = logging.getLogger(__name__)
+
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
@@ -53,7 +57,7 @@ CHUNKS_IN_FLIGHT = 3  # for each process
 ROW_SETTINGS = {
     *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
     *("system_prompt", "system_prompt_mode", "on_bad_row", "image_min_pixels"),
-    "image_max_pixels",
+    *("image_max_pixels", "image_urls"),
 }
 
 
@@ -69,6 +73,8 @@ def tokenize_sources(
     """
     account = account or DataAccount()
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
+    processor_digest = digest_settings(config.model)
+    image_folder = config.data.image_folder
     splits: TokenizedSplits = {}
     for split, sources in found.items():
         group_by = config.data.split_column(split)
@@ -86,8 +92,11 @@ def tokenize_sources(
                 "group_by": group_by,
                 "seed": config.train.order_seed if section.rows else None,
                 "suffixes": [path.suffix for path in source.files],
+                "image_folder": image_folder and os.path.abspath(image_folder),
+                "processor": processor_digest,
             }
-            folder = cache.get_or_build(
+            folder = _get_store(
+                source,
                 cache_folder(config),
                 cache.entry_key(files_digest, tokenizer_digest, key_facts),
                 partial(build_store, source, config, tokenizer, tally, group_by),
@@ -107,6 +116,35 @@ def tokenize_sources(
             tokenized.append(done)
         splits[split] = tuple(tokenized)
     return splits
+
+
+def _get_store(
+    source: Source,
+    root: Path,
+    key: str,
+    build: Callable[[Path], None],
+    check: Callable[[], None],
+) -> Path:
+    """Return the folder of a source's samples, of its images as they are now.
+
+    Those of what the images were stay: another run may train on them.
+    """
+    folders = image_folders(source)
+    while True:
+        is_new = not (root / key).is_dir()
+        folder = cache.get_or_build(root, key, build, check)
+        changed = not is_new and cache.digest_changed_images(folder, folders)
+        if not changed:
+            return folder
+        key = cache.entry_key(key, changed, {})
+        if not (root / key).is_dir():
+            words = "%s: its images have changed or moved, so its rows are tokenised again"
+            logger.warning(words, source.name)
+
+
+def image_folders(source: Source) -> list[str]:
+    """Return where paths of images in its files begin."""
+    return sorted({os.path.abspath(path.parent) for path in source.files})
 
 
 def build_store(
@@ -141,12 +179,15 @@ def build_store(
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
+        (folder / cache.IMAGE_STATES).open("w", encoding="utf-8") as states,
     ):
+        states.write(json.dumps(image_folders(source)) + "\n")
         tasks = _iterate_tasks(source, chosen, group_by)
         for done in _tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
             pace.advance(done.bytes_read)
+            states.writelines(json.dumps(pair) + "\n" for pair in done.image_states.items())
             long_rows = longest_first([*long_rows, *done.long_rows])
             for row in done.bad_rows:
                 bad.add(row)

@@ -1,0 +1,139 @@
+"""Rows with images become samples: each is what the processor writes, and those of its files now."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_models import draw_image, image_tokenizer, write_image_model
+
+from sft_play.config.schema import Config
+from sft_play.data.assemble import RunData
+from sft_play.data.pipeline import build_run_data
+from sft_play.errors import DataError
+
+QWEN = "qwen3_vl"
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory) -> Path:
+    return write_image_model(QWEN, tmp_path_factory.mktemp("base") / QWEN, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def own(tokenizer):
+    return image_tokenizer(tokenizer, QWEN)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two pairs with an image each, and two without."""
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    pairs: list[dict[str, Any]] = [
+        {"question": f"What is {n}?", "answer": "Six."} for n in range(2)
+    ]
+    for number, size in enumerate([(64, 32), (32, 32)]):
+        draw_image(rows / f"{number}.png", size, number)
+        pairs.append({"question": "Seen?", "answer": f"It is {number}.", "image": f"{number}.png"})
+    (rows / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return rows
+
+
+def configured(folder: Path, base: Path, **data: Any) -> Config:
+    data |= {"train_path": str(folder / "rows.jsonl"), "cache_dir": str(folder.parent / "cache")}
+    return Config.model_validate({"model": {"name": str(base), "max_seq_len": 256}, "data": data})
+
+
+def sizes(data: RunData) -> list[tuple[int, int]]:
+    """The sizes of all images that are trained or evaluated on."""
+    splits = (data.train, data.validation)
+    return sorted(image.size for split in splits for sample in split for image in sample.images)
+
+
+def entries(folder: Path) -> set[str]:
+    cache = folder.parent / "cache"
+    return {path.name for path in cache.iterdir() if path.is_dir() and path.name[0] != "."}
+
+
+def test_changed_images_are_read_anew(folder, base, own, caplog) -> None:
+    config = configured(folder, base)
+    assert sizes(build_run_data(config, own)) == [(32, 32), (64, 32)]
+    (first,) = entries(folder)
+    build_run_data(config, own)
+    assert entries(folder) == {first} and not caplog.records
+
+    draw_image(folder / "1.png", (96, 32))
+    assert sizes(build_run_data(config, own)) == [(64, 32), (96, 32)]
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"{folder}/rows.jsonl: its images have changed or moved, so its rows")
+    caplog.clear()
+    two = entries(folder)
+    assert len(two) == 2 and first in two  # another run may train on those
+    assert sizes(build_run_data(config, own)) == [(64, 32), (96, 32)]
+    assert entries(folder) == two and not caplog.records
+
+    stat = (folder / "1.png").stat()
+    os.utime(folder / "1.png", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    build_run_data(config, own)
+    assert len(entries(folder)) == 3
+
+
+def test_an_image_that_vanished_is_named_as_when_rows_are_first_read(folder, base, own) -> None:
+    config = configured(folder, base, on_bad_row="quarantine")
+    build_run_data(config, own)
+    (folder / "1.png").unlink()
+    with pytest.raises(DataError, match=r"rows.jsonl:4: image 1 '1.png' is missing: no file"):
+        build_run_data(configured(folder, base), own)
+    assert sizes(build_run_data(config, own)) == [(64, 32)]
+    draw_image(folder / "1.png", (32, 32))  # that of a row that was set aside
+    assert sizes(build_run_data(config, own)) == [(32, 32), (64, 32)]
+
+
+def test_rows_that_moved_find_the_images_beside_them(folder, base, own) -> None:
+    build_run_data(configured(folder, base), own)
+    other = folder.parent / "other"
+    shutil.copytree(folder, other)
+    data = build_run_data(configured(other, base), own)
+    paths = {Path(i.path).parent for s in data.train for i in s.images}
+    assert paths <= {other}
+    draw_image(other / "0.png", (96, 32))
+    assert sizes(build_run_data(configured(other, base), own)) == [(32, 32), (96, 32)]
+    assert sizes(build_run_data(configured(folder, base), own)) == [(32, 32), (64, 32)]
+
+
+def test_a_moved_file_of_text_finds_its_samples(folder, base, own) -> None:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    build_run_data(configured(folder, base), own)
+    shutil.copytree(folder, folder.parent / "other")
+    build_run_data(configured(folder.parent / "other", base), own)
+    assert len(entries(folder)) == 1
+
+
+def test_the_folder_of_images_is_a_part_of_the_key(folder, base, own, monkeypatch) -> None:
+    build_run_data(configured(folder, base), own)
+    for name, size in (("a", (32, 64)), ("b", (64, 64))):
+        images = folder.parent / name / "images"
+        images.mkdir(parents=True)
+        for number in range(2):
+            draw_image(images / f"{number}.png", size)
+        config = configured(folder, base, image_folder=str(images))
+        assert sizes(build_run_data(config, own)) == [size] * 2
+    for name, size in (("a", (32, 64)), ("b", (64, 64))):
+        monkeypatch.chdir(folder.parent / name)
+        config = configured(folder, base, image_folder="images")
+        assert sizes(build_run_data(config, own)) == [size] * 2
+
+
+def test_the_settings_of_the_processor_are_a_part_of_the_key(folder, base, own, tmp_path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(base, changed)
+    before = build_run_data(configured(folder, changed), own).train.lengths.sum()
+    settings = changed / "preprocessor_config.json"
+    values = json.loads(settings.read_text())
+    values["size"] = {"shortest_edge": 8192, "longest_edge": 16384}
+    settings.write_text(json.dumps(values))
+    assert build_run_data(configured(folder, changed), own).train.lengths.sum() > before
