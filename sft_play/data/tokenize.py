@@ -57,7 +57,7 @@ CHUNKS_IN_FLIGHT = 3  # for each process
 ROW_SETTINGS = {
     *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
     *("system_prompt", "system_prompt_mode", "on_bad_row", "image_min_pixels"),
-    *("image_max_pixels", "image_urls"),
+    *("image_max_pixels", "image_folder", "image_urls"),
 }
 
 
@@ -74,7 +74,6 @@ def tokenize_sources(
     account = account or DataAccount()
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
     processor_digest = digest_settings(config.model)
-    image_folder = config.data.image_folder
     splits: TokenizedSplits = {}
     for split, sources in found.items():
         group_by = config.data.split_column(split)
@@ -92,7 +91,6 @@ def tokenize_sources(
                 "group_by": group_by,
                 "seed": config.train.order_seed if section.rows else None,
                 "suffixes": [path.suffix for path in source.files],
-                "image_folder": image_folder and os.path.abspath(image_folder),
                 "processor": processor_digest,
             }
             folder = _get_store(
