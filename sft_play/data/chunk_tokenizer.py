@@ -148,6 +148,7 @@ class ChunkTokenizer:
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config)
         self._processor = Processor(config, tokenizer)
+        self._processor.find_limits()  # what is wrong with them is said before a row is read
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
@@ -163,10 +164,11 @@ class ChunkTokenizer:
             samples: list[RenderedSample] = []
             refused: RenderError | None = None
             for row, result in zip(rows, rendered, strict=False):
-                if isinstance(result, RenderError):
-                    refused = refused or result
+                try:
+                    samples += self._checked(result)
+                except RenderError as error:
+                    refused = refused or error
                     continue
-                samples += result
                 excluded = sum(not message.is_trained for message in row.messages)
                 if excluded > row.begins_with_answer:
                     tally.untrained["excluded"] += excluded - row.begins_with_answer
@@ -193,6 +195,16 @@ class ChunkTokenizer:
         tally.trained_tokens = int(done.samples.trained.sum())
         tally.check()
         return done
+
+    def _checked(
+        self, rendered: tuple[RenderedSample, ...] | RenderError
+    ) -> tuple[RenderedSample, ...]:
+        """Return the samples of a row whose tokens of images are proven. Raises RenderError."""
+        if isinstance(rendered, RenderError):
+            raise rendered
+        for sample in rendered:
+            self._processor.check(sample)
+        return rendered
 
     def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""

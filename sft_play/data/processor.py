@@ -7,6 +7,7 @@ torchvision is used where it is installed, as transformers does, and Pillow else
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,11 +16,15 @@ from typing import Any, cast
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
 from sft_play.data import cache
+from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.rows import ImageFile, InvalidRowError, Row
-from sft_play.errors import EnvironmentFault, first_line
+from sft_play.data.templates import RenderError
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.plan.model_shape import find_file, is_composite
 from sft_play.runs.model_folder import read_object
 
+BOUNDS = ("min_pixels", "max_pixels")
+IMAGE_WORDS = re.compile("image|img", re.I)  # in tokens that may stand for images
 SIZES = 1 << 14  # of images, whose texts are kept
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -32,11 +37,15 @@ class Processor:
     def __init__(self, config: Config, tokenizer: Any):
         self._model = config.model
         self._tokenizer = tokenizer
-        limits = {
-            "min_pixels": config.data.image_min_pixels,
-            "max_pixels": config.data.image_max_pixels,
+        limits = (config.data.image_min_pixels, config.data.image_max_pixels)
+        self._given = {
+            name: limit for name, limit in zip(BOUNDS, limits, strict=True) if limit is not None
         }
-        self._limits = {name: value for name, value in limits.items() if value is not None}
+        self._suspects = {
+            token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if IMAGE_WORDS.search(token.content)
+        }
 
     def write(self, row: Row) -> Row:
         """Return a row whose images have the text that stands for them.
@@ -75,6 +84,59 @@ class Processor:
         found = self._run(images)
         return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
 
+    def check(self, sample: RenderedSample) -> None:
+        """Raise RenderError unless its images alone have ids that stand for images, none trained.
+
+        A text may hold such a token, and a template may drop or repeat some.
+        """
+        if not sample.images and self._suspects.isdisjoint(sample.ids):
+            return
+        if not sample.images and self._loaded is None:  # then they are tokens as any other
+            return
+        types = self.token_types(sample.ids)
+        written = self.count(sample.images)
+        if sum(types) != written:
+            raise RenderError(
+                f"{sum(types)} of its tokens stand for images, and {type(self._own).__name__} "
+                f"writes {written} for its {len(sample.images)}: a text holds some, or the chat "
+                "template drops or repeats them"
+            )
+        pairs = zip(types, sample.labels, strict=True)
+        if any(is_image and label != IGNORE_INDEX for is_image, label in pairs):
+            raise RenderError("a token that stands for an image would be trained")
+
+    def count(self, images: Sequence[ImageFile]) -> int:
+        """Return how many ids stand for images, of those that the processor writes for them."""
+        return sum(self._count(image.text) for image in images)
+
+    @functools.lru_cache(SIZES)  # noqa: B019
+    def _count(self, text: str) -> int:
+        return sum(self.token_types(self._tokenizer.encode(text, add_special_tokens=False)))
+
+    @functools.lru_cache(1)  # noqa: B019
+    def find_limits(self) -> dict[str, int]:
+        """Return the bounds of pixels that are set; one that is null is the processor's own.
+
+        Alone, one would not count. Raises: ConfigError where the processor has no bounds.
+        """
+        if not self._given or self._loaded is None:
+            return {}
+        own = self._own.image_processor
+        name = type(own).__name__
+        typed = ", ".join(f"data.image_{bound}={limit}" for bound, limit in self._given.items())
+        sides = (own.size.shortest_edge, own.size.longest_edge)
+        if None in sides or not self._given.keys() <= own.valid_kwargs.__annotations__.keys():
+            raise ConfigError(
+                f"{typed}: {name} of {self._model.name} has no bounds of pixels; set it to null"
+            )
+        limits = dict(zip(BOUNDS, sides, strict=True)) | self._given
+        if limits["min_pixels"] > limits["max_pixels"]:
+            raise ConfigError(
+                f"{typed}: more pixels at least ({limits['min_pixels']:,}) than at most "
+                f"({limits['max_pixels']:,}) by {name} of {self._model.name}; set both"
+            )
+        return limits
+
     def token_types(self, ids: Sequence[int]) -> list[int]:
         """Return 1 for each id that stands for a part of an image, 0 for all others."""
         return self._own.create_mm_token_type_ids([list(ids)])[0]
@@ -85,16 +147,19 @@ class Processor:
             text=text,
             images=[list(images)],
             text_kwargs={"return_text_replacement_offsets": with_text},
-            images_kwargs=self._limits,
+            images_kwargs=self.find_limits(),
             return_tensors="pt",
         )
 
     @cached_property
     def _own(self) -> Any:
-        found = load_processor(self._model, self._tokenizer)
-        if found is None:
+        if self._loaded is None:
             raise InvalidRowError(NO_IMAGES.format(self._model.name))
-        return found
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> Any | None:
+        return load_processor(self._model, self._tokenizer)
 
 
 def digest_settings(model: ModelSection) -> str:
