@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 from image_models import draw_image, image_tokenizer, write_image_model
+from PIL import Image
 
 from sft_play.config.schema import Config, DataSection
+from sft_play.data import tokenize
 from sft_play.data.assemble import RunData
+from sft_play.data.images import ImageReader
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.row_estimates import look_at_rows
+from sft_play.data.rows import IMAGE_MARK, ImageFile, Message
+from sft_play.data.sources import find_sources
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import DataError
 from sft_play.plan.sources import resolved
 
@@ -137,3 +144,62 @@ def test_the_settings_of_the_processor_are_a_part_of_the_key(folder, base, own, 
     values["size"] = {"shortest_edge": 8192, "longest_edge": 16384}
     settings.write_text(json.dumps(values))
     assert build_run_data(configured(folder, changed), own).train.lengths.sum() > before
+
+
+def write_many(folder: Path, rows: int) -> None:
+    """Write pairs with an image each: two files, of which every pair names one."""
+    pairs = [
+        {"question": f"Is it {n}?", "answer": "No.", "image": f"{n % 2}.png"} for n in range(rows)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+@pytest.mark.parametrize(("rows", "processes"), [(200, 2), (3, 1)])
+def test_rows_that_name_images_are_tokenised_on_all_cores(
+    rows, processes, folder, base, own, monkeypatch
+) -> None:
+    write_many(folder, rows)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    asked: list[int] = []
+    tokenize_tasks = tokenize._tokenize_tasks
+
+    def watched(tasks, chunk_tokenizer, processes):
+        asked.append(processes)
+        return tokenize_tasks(tasks, chunk_tokenizer, processes)
+
+    monkeypatch.setattr(tokenize, "_tokenize_tasks", watched)
+    data = build_run_data(configured(folder, base, split_by="row"), own)
+    assert asked == [processes]
+    assert len(sizes(data)) == rows
+    origins = [data.train.origin(index) for index in range(len(data.train))]
+    assert origins == sorted(origins, key=lambda origin: int(origin.rpartition(":")[2]))
+
+
+def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base) -> None:
+    draw_image(folder / "0.jpg", (64, 32))
+    (folder / "0.jpg").write_bytes((folder / "0.jpg").read_bytes()[:-100])
+    pair = {"question": "q", "answer": "x", "image": "0.jpg"}
+    (folder / "rows.jsonl").write_text(json.dumps(pair) + "\n")
+    config = configured(folder, base)
+    find_sources(config)
+    facts = look_at_rows(config, {}, may_fetch=True)
+    assert facts.rows and facts.uncounted_because is None
+    with pytest.raises(DataError, match=r"image 1 '0.jpg' is damaged, or breaks off"):
+        tokenize.tokenize_sources(config, find_sources(config), load_tokenizer(config))
+    (folder / "0.jpg").unlink()
+    with pytest.raises(DataError, match=r"image 1 '0.jpg' is missing"):
+        find_sources(config)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_header_says_the_size_as_it_is_shown(orientation, folder) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for name in ("a.jpg", "a.png", "a.webp"):
+        Image.new("RGB", (6, 4)).save(folder / name, exif=exif)
+        for decodes in (True, False):
+            reader = ImageReader(decodes=decodes)
+            image = ImageFile(name, b"", 0, 0)
+            messages = (Message("user", IMAGE_MARK, images=(image,)),)
+            ((found,),) = (m.images for m in reader.open_images(messages, folder / "rows.jsonl"))
+            assert found.size == ((4, 6) if orientation == 6 else (6, 4))

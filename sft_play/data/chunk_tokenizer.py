@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,7 @@ from sft_play.data.rows import (
     MAX_COLUMNS_CHARACTERS,
     MAX_LISTED_ROWS,
     BadRow,
+    ImageFile,
     InvalidRowError,
     Message,
     Row,
@@ -105,6 +107,7 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     )
 
 
+HASHED = 64  # messages, each of which is hashed several times
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
@@ -147,8 +150,8 @@ class ChunkTokenizer:
         self._template = ChatTemplate(tokenizer)
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config)
-        self._processor = Processor(config, tokenizer)
-        self._processor.find_limits()  # what is wrong with them is said before a row is read
+        self.processor = Processor(config, tokenizer)
+        self.processor.find_limits()  # what is wrong with them is said before a row is read
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
@@ -156,6 +159,7 @@ class ChunkTokenizer:
         done = TokenizedChunk(task.file, task.chunk.bytes_read, tally)
         states = self._system_prompt.images.states
         states.clear()
+        _key.cache_clear()
         records = self._parse(task, done)
         done.image_states = dict(states)
         rendered = iter(self._renderer.render([row for rows in records.values() for row in rows]))
@@ -203,7 +207,7 @@ class ChunkTokenizer:
         if isinstance(rendered, RenderError):
             raise rendered
         for sample in rendered:
-            self._processor.check(sample)
+            self.processor.check(sample)
         return rendered
 
     def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
@@ -217,7 +221,7 @@ class ChunkTokenizer:
                 done.drop(rows, "bad_row")
                 continue
             try:
-                rows = list(map(self._processor.write, rows))
+                rows = list(map(self.processor.write, rows))
             except InvalidRowError as error:
                 done.drop(_bad_row(rows, str(error)), "bad_row")
                 continue
@@ -284,7 +288,15 @@ def hash_row(row: Row) -> RowHashes:
         content = "\n".join(map(_content, messages))
         exact = repr(
             [
-                (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id, _key(m))
+                (
+                    m.role,
+                    m.content,
+                    m.reasoning,
+                    m.tool_calls,
+                    m.name,
+                    m.tool_call_id,
+                    _key(m.images),
+                )
                 for m in row.messages
             ]
             + ([row.variables] if row.variables else [])
@@ -299,14 +311,15 @@ def hash_row(row: Row) -> RowHashes:
     return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
 
 
-def _key(message: Message) -> str:
+@lru_cache(HASHED)
+def _key(images: tuple[ImageFile, ...]) -> str:
     """Return what tells the images of a message from others: a hash of their bytes."""
-    data = (image.data or Path(image.path).read_bytes() for image in message.images)
+    data = (image.data or Path(image.path).read_bytes() for image in images)
     return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
 
 
 def _content(message: Message) -> str:
-    return f"{message.content} {_key(message)}" if message.images else message.content
+    return f"{message.content} {_key(message.images)}" if message.images else message.content
 
 
 def _words(text: str) -> str:

@@ -91,7 +91,7 @@ class Processor:
         """
         if not sample.images and self._suspects.isdisjoint(sample.ids):
             return
-        if not sample.images and self._loaded is None:  # then they are tokens as any other
+        if not sample.images and not self.reads_images:  # then they are tokens as any other
             return
         types = self.token_types(sample.ids)
         written = self.count(sample.images)
@@ -113,13 +113,18 @@ class Processor:
     def _count(self, text: str) -> int:
         return sum(self.token_types(self._tokenizer.encode(text, add_special_tokens=False)))
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the base has a processor of images, which is loaded by this."""
+        return self._loaded is not None
+
     @functools.lru_cache(1)  # noqa: B019
     def find_limits(self) -> dict[str, int]:
         """Return the bounds of pixels that are set; one that is null is the processor's own.
 
         Alone, one would not count. Raises: ConfigError where the processor has no bounds.
         """
-        if not self._given or self._loaded is None:
+        if not self._given or not self.reads_images:
             return {}
         own = self._own.image_processor
         name = type(own).__name__
@@ -153,7 +158,7 @@ class Processor:
 
     @cached_property
     def _own(self) -> Any:
-        if self._loaded is None:
+        if not self.reads_images:
             raise InvalidRowError(NO_IMAGES.format(self._model.name))
         return self._loaded
 

@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,6 +34,7 @@ from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.processor import digest_settings
 from sft_play.data.row_detection import detect_format
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
     BAD_ROWS,
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
+IMAGE_ROWS = 32  # of a chunk: to decode an image takes as long as to tokenize fifty rows
 CHUNKS_IN_FLIGHT = 3  # for each process
 # Of data. What is done with every row is a part of the cache's key.
 ROW_SETTINGS = {
@@ -168,8 +171,11 @@ def build_store(
         measure=lambda: f"{tally.rows_in} rows so far",
     )
     pace = Pace(stage)
-    processes = count_processes(source.file_bytes)
     tokenize = ChunkTokenizer(config, tokenizer)
+    # the processor is loaded before processes begin, which share it
+    shows_images = find_images(source, config) and tokenize.processor.reads_images
+    processes = count_processes(source.file_bytes, shows_images)
+    rows_per_chunk = IMAGE_ROWS if shows_images else ROWS_PER_CHUNK
     chosen = None
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
@@ -180,7 +186,7 @@ def build_store(
         (folder / cache.IMAGE_STATES).open("w", encoding="utf-8") as states,
     ):
         states.write(json.dumps(image_folders(source)) + "\n")
-        tasks = _iterate_tasks(source, chosen, group_by)
+        tasks = _iterate_tasks(source, chosen, group_by, rows_per_chunk)
         for done in _tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
@@ -216,21 +222,31 @@ def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
     return total, start + np.sort(drawn)
 
 
-def count_processes(file_bytes: int) -> int:
+def find_images(source: Source, config: Config) -> bool:
+    """Return whether the first rows, of many, name files of images, which take long to check."""
+    path = source.files[0]
+    prompt = SystemPrompt.from_config(config, decodes=False)
+    row_format = detect_format(path, source.columns)
+    chunk = next(read_chunks(path, IMAGE_ROWS))
+    read = list(parse_record_rows(chunk, row_format, prompt))
+    return len(read) == IMAGE_ROWS and bool(prompt.images.states)
+
+
+def count_processes(file_bytes: int, shows_images: bool = False) -> int:
     """Return how many processes tokenize files of this size; 1 means this process alone."""
-    if file_bytes < MIN_PARALLEL_BYTES:
+    if file_bytes < MIN_PARALLEL_BYTES and not shows_images:
         return 1
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def _iterate_tasks(
-    source: Source, chosen: np.ndarray | None, group_by: str | None
+    source: Source, chosen: np.ndarray | None, group_by: str | None, rows_per_chunk: int
 ) -> Iterator[ChunkTask]:
     """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
     start = 0  # of a chunk, among all rows of the source
     for number, path in enumerate(source.files):
         row_format = replace(detect_format(path, source.columns), group_by=group_by)
-        for chunk in read_chunks(path, ROWS_PER_CHUNK):
+        for chunk in read_chunks(path, rows_per_chunk):
             if chosen is not None:
                 end = start + len(chunk.records)
                 first, last = np.searchsorted(chosen, (start, end))
@@ -252,6 +268,8 @@ def _begin_worker(chunk_tokenizer: ChunkTokenizer) -> None:
     gc.freeze()
     stops.leave_to_parent()
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
+    if "torch" in sys.modules:  # of the model's processor of images
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _run_task(task: ChunkTask) -> TokenizedChunk:
