@@ -1,5 +1,6 @@
 """Ids of rows with images are those of the processor itself, and labels are the answers alone."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,22 @@ def test_a_sample_is_what_the_processor_writes_and_its_answers_are_trained(model
         assert answers_in(sample, own) == said, name
         trained = sample.labels != IGNORE_INDEX
         assert (sample.labels[trained] == sample.ids[trained]).all()
+
+
+def test_our_mark_is_text_in_what_stands_beside_images(qwen, tmp_path) -> None:
+    """In tools, variables and data.system_prompt; a message of such a row may not have it."""
+    base, own = qwen
+    own = copy.deepcopy(own)
+    own.chat_template = "{{ tools | tojson if tools }}{{ hint }}" + own.chat_template
+    parameters = {"type": "object", "properties": {"a\ufffc": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    messages = [turn("user", 0, "What?"), turn("assistant", "Noise.")]
+    record = {"messages": messages, "tools": tools, "chat_template_kwargs": {"hint": "h\ufffc"}}
+    other = {"messages": CONVERSATIONS["two adjacent"]}
+    sample, _ = samples_of([record, other], base, own, tmp_path, system_prompt="s\ufffc")
+    text = own.decode(sample.ids)
+    assert all(f"{name}\ufffc" in text for name in "ahs")
+    assert answers_in(sample, own) == [f"Noise.{STOP}"] and len(sample.images) == 1
 
 
 TOKENS = {"qwen2_5_vl": "<|image_pad|>", "qwen3_5": "<|image_pad|>", "gemma3": "<image_soft_token>"}

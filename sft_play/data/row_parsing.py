@@ -266,6 +266,10 @@ def _parse_row(
         has_system = True
     messages = attach_images(messages, record, row_format)
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
+        if has_system and messages[0].images:
+            raise InvalidRowError(
+                "data.system_prompt_mode=replace would drop an image of the system message; set add"
+            )
         rest = dropwhile(lambda message: message.role == "system", messages)
         messages = (Message("system", system_prompt.text), *rest)
     variables = _parse_variables(record, row_format)
