@@ -3,6 +3,7 @@
 Loads no torch.
 """
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -44,6 +45,7 @@ TURNED = range(5, 9)  # its values with which width and height change places
 LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # behind a PNG's pixels: they may turn it
 DEEP_MODES = ("I", "F")
 MAX_CHANNEL = 255
+THUMBNAIL = 128  # pixels at most of a side
 FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
@@ -167,6 +169,15 @@ def decode(image: ImageFile) -> "Image.Image":
             "start again, which reads them anew"
         )
     return shown
+
+
+def encode_small(image: ImageFile) -> str:
+    """Return an image as a data: URI of a small JPEG. Raises DataError."""
+    shown = decode(image)
+    shown.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    shown.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _source(image: ImageFile) -> Any:

@@ -107,10 +107,11 @@ class Processor:
 
     def count(self, images: Sequence[ImageFile]) -> int:
         """Return how many ids stand for images, of those that the processor writes for them."""
-        return sum(self._count(image.text) for image in images)
+        return sum(self._count(*image.size) for image in images)
 
     @functools.lru_cache(SIZES)  # noqa: B019
-    def _count(self, text: str) -> int:
+    def _count(self, width: int, height: int) -> int:
+        text = self._text(width, height)
         return sum(self.token_types(self._tokenizer.encode(text, add_special_tokens=False)))
 
     @property
