@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 20_050,
     "compat": 1_300,
     "config": 23_000,
-    "data": 71_000,
+    "data": 71_400,
     "evaluation": 11_650,
     "inference": 16_450,
     "models": 94_200,

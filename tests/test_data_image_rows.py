@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sft_play.config.schema import Config, DataSection
 from sft_play.data import tokenize
 from sft_play.data.assemble import RunData
 from sft_play.data.images import ImageReader
+from sft_play.data.ledger import ledger_lines
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.row_estimates import look_at_rows
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message
@@ -203,3 +205,60 @@ def test_a_header_says_the_size_as_it_is_shown(orientation, folder) -> None:
             messages = (Message("user", IMAGE_MARK, images=(image,)),)
             ((found,),) = (m.images for m in reader.open_images(messages, folder / "rows.jsonl"))
             assert found.size == ((4, 6) if orientation == 6 else (6, 4))
+
+
+def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
+    draw_image(folder / "2.png", (16, 16))
+    draw_image(folder / "3.png", (640, 320))
+    pairs = [
+        {"question": "Both?", "answer": "Yes.", "images": ["0.png", "1.png"]},
+        {"question": "Text?", "answer": "Yes."},
+        {"question": "Large?", "answer": "Yes.", "image": "3.png"},
+        {"question": "Too long? " * 200, "answer": "Yes.", "image": "0.png"},
+    ]
+    held_out = {"question": "Held out?", "answer": "Yes.", "image": "2.png"}
+    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "val.jsonl").write_text(json.dumps(held_out) + "\n")
+    own_settings = {"val_path": str(folder / "val.jsonl"), "max_lost": 0.9}
+    data = build_run_data(configured(folder, base, **own_settings), own)
+    ledger = data.ledger
+    pad = own.convert_tokens_to_ids("<|image_pad|>")
+    for name, split, images, rows in (
+        ("train", data.train, 3, 2),
+        ("validation", data.validation, 1, 1),
+    ):
+        tally = ledger.splits[name].tally
+        tokens = sum(int((sample.ids == pad).sum()) for sample in split)
+        assert (tally.images, tally.image_tokens, tally.image_rows) == (images, tokens, rows)
+        facts = ledger.splits[name].as_json()
+        assert (facts["images"], facts["image_tokens"], facts["image_rows"]) == (
+            images,
+            tokens,
+            rows,
+        )
+        (source,) = facts["sources"]
+        assert source["images"] == images and source["image_tokens"] == tokens
+    table = "\n".join(ledger_lines(ledger))
+    assert re.search(r"^images +3 +1$", table, re.M)
+    assert re.search(r"^tokens that stand for images +20 +1$", table, re.M)
+    (note,) = ledger.notes
+    assert note == f"{folder}/rows.jsonl: 1 rows: the processor shrinks an image"
+    enlarged = f"{folder}/val.jsonl: 1 rows: the processor enlarges an image"
+    assert enlarged not in ledger.notes
+    config = configured(folder, base, **own_settings, image_min_pixels=2000, image_max_pixels=9000)
+    assert enlarged in build_run_data(config, own).ledger.notes
+
+
+def test_the_ledger_of_text_has_no_line_of_images(folder, base, own) -> None:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    ledger = build_run_data(configured(folder, base), own).ledger
+    assert "image" not in "\n".join(ledger_lines(ledger))
+    assert ledger.splits["train"].as_json()["images"] == 0
+
+
+def test_held_out_rows_take_their_images_with_them(folder, base, own) -> None:
+    write_many(folder, 40)
+    data = build_run_data(configured(folder, base, split_by="row"), own)
+    assert data.ledger.splits["train"].tally.images == len(data.train) == 38
+    assert data.ledger.splits["validation"].tally.image_rows == 2

@@ -169,7 +169,11 @@ class ChunkTokenizer:
             refused: RenderError | None = None
             for row, result in zip(rows, rendered, strict=False):
                 try:
-                    samples += self._checked(result)
+                    if isinstance(result, RenderError):
+                        raise result
+                    for sample in result:
+                        self.processor.check(sample)
+                    samples += result
                 except RenderError as error:
                     refused = refused or error
                     continue
@@ -191,24 +195,21 @@ class ChunkTokenizer:
             fitted = list(self._fit(samples, tally, is_text))
             for piece, (sample, cut_tokens) in enumerate(fitted):
                 own = hash_piece(hashes, piece) if is_text and piece else hashes
-                stored.append(StoredSample(sample, task.file, number, own, cut_tokens))
+                image_tokens = self.processor.count(sample.images)
+                facts = (task.file, number, own, cut_tokens, image_tokens)
+                stored.append(StoredSample(sample, *facts))
+            shown = {image for sample, _ in fitted for image in sample.images}
+            tally.image_rows += bool(shown)
+            tally.noted.update({n for image in shown for n in self.processor.describe_scale(image)})
         done.samples = to_arrays(stored)
         done.long_rows = longest_first(done.long_rows)
         tally.samples = len(stored)
         tally.tokens = len(done.samples.ids)
+        tally.images = len(done.samples.images)
+        tally.image_tokens = int(done.samples.records["image_tokens"].sum())
         tally.trained_tokens = int(done.samples.trained.sum())
         tally.check()
         return done
-
-    def _checked(
-        self, rendered: tuple[RenderedSample, ...] | RenderError
-    ) -> tuple[RenderedSample, ...]:
-        """Return the samples of a row whose tokens of images are proven. Raises RenderError."""
-        if isinstance(rendered, RenderError):
-            raise rendered
-        for sample in rendered:
-            self.processor.check(sample)
-        return rendered
 
     def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""

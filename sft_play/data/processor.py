@@ -11,13 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
 from sft_play.data import cache
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.rows import ImageFile, InvalidRowError, Row
+from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
 from sft_play.data.templates import RenderError
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.plan.model_shape import find_file, is_composite
@@ -28,7 +28,17 @@ IMAGE_WORDS = re.compile("image|img", re.I)  # in tokens that may stand for imag
 SIZES = 1 << 14  # of images, whose texts are kept
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json")
+ROUNDED = 16  # pixels that a side changes at most by being rounded to patches of 32
+SCALED = ("the processor shrinks an image", "the processor enlarges an image")  # notes
 NO_IMAGES = "the row has an image, and {} reads none; set MODEL_NAME to a model that does"
+
+
+class _ImageText(NamedTuple):
+    """What a processor writes for an image, how many of its tokens stand for it, and its scale."""
+
+    text: str
+    tokens: int
+    notes: Notes
 
 
 class Processor:
@@ -62,10 +72,14 @@ class Processor:
         return replace(row, messages=tuple(messages))
 
     def _written(self, image: ImageFile) -> ImageFile:
-        return replace(image, token=self._own.image_token, text=self._text(*image.size))
+        return replace(image, token=self._own.image_token, text=self._read(*image.size).text)
+
+    def describe_scale(self, image: ImageFile) -> Notes:
+        """Return whether the processor resizes an image, by more than it rounds to patches."""
+        return self._read(*image.size).notes
 
     @functools.lru_cache(SIZES)  # noqa: B019 - one processor for each process
-    def _text(self, width: int, height: int) -> str:
+    def _read(self, width: int, height: int) -> _ImageText:
         """Return what the processor writes for an image of a size; it reads a black one."""
         from PIL import Image
 
@@ -77,7 +91,17 @@ class Processor:
                 f"{type(self._own).__name__}: {first_line(error)}"
             ) from error
         ((place,),) = found["text_replacement_offsets"]
-        return place["replacement"]
+        sides: Sequence[int] = (height, width)  # where it does not say
+        if "image_grid_thw" in found:
+            patch = self._own.image_processor.patch_size
+            sides = [patch * patches for patches in found["image_grid_thw"][0, 1:].tolist()]
+        elif found["pixel_values"].ndim == 4 and len(found["pixel_values"]) == 1:
+            sides = found["pixel_values"].shape[-2:]
+        notes: Notes = ()
+        if max(abs(sides[0] - height), abs(sides[1] - width)) > ROUNDED:
+            notes = (SCALED[sides[0] * sides[1] > height * width],)
+        tokens = sum(self.token_types(found["input_ids"][0].tolist()))
+        return _ImageText(place["replacement"], tokens, notes)
 
     def inputs(self, images: Sequence[Any]) -> dict[str, Any]:
         """Return the tensors of PIL images by the names of the model's arguments."""
@@ -89,9 +113,9 @@ class Processor:
 
         A text may hold such a token, and a template may drop or repeat some.
         """
-        if not sample.images and self._suspects.isdisjoint(sample.ids):
-            return
-        if not sample.images and not self.reads_images:  # then they are tokens as any other
+        if not sample.images and (
+            self._suspects.isdisjoint(sample.ids) or not self.reads_images
+        ):  # tokens as any other
             return
         types = self.token_types(sample.ids)
         written = self.count(sample.images)
@@ -107,12 +131,7 @@ class Processor:
 
     def count(self, images: Sequence[ImageFile]) -> int:
         """Return how many ids stand for images, of those that the processor writes for them."""
-        return sum(self._count(*image.size) for image in images)
-
-    @functools.lru_cache(SIZES)  # noqa: B019
-    def _count(self, width: int, height: int) -> int:
-        text = self._text(width, height)
-        return sum(self.token_types(self._tokenizer.encode(text, add_special_tokens=False)))
+        return sum(self._read(*image.size).tokens for image in images)
 
     @property
     def reads_images(self) -> bool:
