@@ -208,7 +208,7 @@ def test_a_header_says_the_size_as_it_is_shown(orientation, folder) -> None:
 
 
 def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
-    draw_image(folder / "2.png", (16, 16))
+    draw_image(folder / "2.png", (20, 20))  # rounded to 16
     draw_image(folder / "3.png", (640, 320))
     pairs = [
         {"question": "Both?", "answer": "Yes.", "images": ["0.png", "1.png"]},
@@ -238,6 +238,7 @@ def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
         )
         (source,) = facts["sources"]
         assert source["images"] == images and source["image_tokens"] == tokens
+        assert source["image_rows"] == rows
     table = "\n".join(ledger_lines(ledger))
     assert re.search(r"^images +3 +1$", table, re.M)
     assert re.search(r"^tokens that stand for images +20 +1$", table, re.M)
@@ -262,3 +263,25 @@ def test_held_out_rows_take_their_images_with_them(folder, base, own) -> None:
     data = build_run_data(configured(folder, base, split_by="row"), own)
     assert data.ledger.splits["train"].tally.images == len(data.train) == 38
     assert data.ledger.splits["validation"].tally.image_rows == 2
+
+
+def test_each_image_is_asked_for_once(folder, base, own) -> None:
+    pairs = []
+    for number in range(2, 80):
+        os.link(folder / "1.png", folder / f"{number}.png")
+        pairs.append({"question": f"Is it {number}?", "answer": "No.", "image": f"{number}.png"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    build_run_data(configured(folder, base, split_by="row"), own)
+    (entry,) = entries(folder)
+    states = folder.parent / "cache" / entry / "image_states.jsonl"
+    assert len(states.read_text().splitlines()) == 1 + len(pairs)  # the folder, and a line each
+
+
+def test_rows_are_equal_where_their_images_are(folder, base, own) -> None:
+    pairs = [{"question": "Seen?", "answer": "Yes.", "image": f"{n}.png"} for n in range(2)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "val.jsonl").write_text(json.dumps({"question": "4?", "answer": "4"}) + "\n")
+    config = configured(folder, base, val_path=str(folder / "val.jsonl"))
+    assert build_run_data(config, own).ledger.splits["train"].duplicates.exact == 0
+    shutil.copy(folder / "0.png", folder / "1.png")
+    assert build_run_data(config, own).ledger.splits["train"].duplicates.exact == 1
