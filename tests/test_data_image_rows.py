@@ -278,6 +278,7 @@ def test_each_image_is_asked_for_once(folder, base, own) -> None:
 
 
 def test_rows_are_equal_where_their_images_are(folder, base, own) -> None:
+    draw_image(folder / "1.png", (64, 32), 1)
     pairs = [{"question": "Seen?", "answer": "Yes.", "image": f"{n}.png"} for n in range(2)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (folder / "val.jsonl").write_text(json.dumps({"question": "4?", "answer": "4"}) + "\n")
