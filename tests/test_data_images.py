@@ -245,6 +245,20 @@ def test_a_tool_shows_an_image(folder: Path) -> None:
         assert tool.role == "tool" and shown(tool) == ("Shot: #", [A])
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_system_message_with_an_image_is_not_replaced(replaces: bool, folder: Path) -> None:
+    path = folder / "rows.jsonl"
+    turns = [{"role": "system", "content": "Logo: <image>"}, text_turn("q"), ANSWER]
+    path.write_text(json.dumps({"messages": turns, "images": ["a.png"]}) + "\n")
+    (chunk,) = read_chunks(path)
+    prompt = SystemPrompt("Be brief.", replaces)
+    (found,) = parse_record_rows(chunk, detect_format(path, {}), prompt)
+    if replaces:
+        assert found.reason.startswith("data.system_prompt_mode=replace would drop an image")
+    else:
+        assert shown(found[0].messages[0]) == ("Logo: #", [A])
+
+
 def text_turn(words: str) -> dict[str, str]:
     return {"role": "user", "content": words}
 

@@ -229,7 +229,7 @@ def test_what_was_cut_is_said_in_the_words_of_the_policy() -> None:
 
 
 def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, rows) -> None:
-    sequences = preview_sequences(prepared_rows, tokenizer, 2, "drop", packed=[0, 3])
+    sequences = preview_sequences(prepared_rows, tokenizer, 2, Config(), packed=[0, 3])
     assert sequences[0].heading.startswith(f"train  {rows['train']}:1  ")
     assert sequences[1].documents[0].origin == f"{rows['train']}:2"
     assert [document.origin for document in sequences[-1].documents] == [
@@ -288,12 +288,11 @@ def test_a_truncated_row_says_how_much_was_cut(tmp_path, rows, tokenizer) -> Non
         "max_lost": 0.9,
         "cache_dir": str(tmp_path),
     }
-    data = build_run_data(
-        Config.model_validate({"data": settings, "model": {"max_seq_len": 12}}), tokenizer
-    )
+    config = Config.model_validate({"data": settings, "model": {"max_seq_len": 12}})
+    data = build_run_data(config, tokenizer)
     (sequence,) = [
         sequence
-        for sequence in preview_sequences(data, tokenizer, 0, "truncate_left")
+        for sequence in preview_sequences(data, tokenizer, 0, config)
         if "shortened" in sequence.reasons
     ]
     record = next(record for record in data.train.records if record["cut"])

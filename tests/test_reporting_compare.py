@@ -27,9 +27,10 @@ def call_in(output_dir, **variables: str) -> Call:
 def two(tmp_path):
     """Two runs that differ in the learning rate and in the answers to the same rows."""
     faster = replace(DONE, tokens_per_second=4321.0)
+    settings = ("train.learning_rate=0.002", "data.image_folder=/mnt/images")
     return [
         run_folder(tmp_path / "slow", after=LOW),
-        run_folder(tmp_path / "fast", faster, after=HIGH, overrides=("train.learning_rate=0.002",)),
+        run_folder(tmp_path / "fast", faster, after=HIGH, overrides=settings),
     ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import markdown
 import pytest
+from report_folders import run_folder
 
 from sft_play.config.schema import Config, ModelSection
 from sft_play.reporting.answers import answer_scores
@@ -15,6 +16,7 @@ from sft_play.reporting.card_facts import (
     ChosenSetting,
     Energy,
     base_config,
+    chosen_settings,
     energy_of,
     hardware_of,
     has_soft_caps,
@@ -25,6 +27,7 @@ from sft_play.reporting.verdict import Score
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.metrics import GpuSample, MetricsLine
 from sft_play.runs.report import RankMemory, RunReport
+from sft_play.runs.resumed import AskedRun
 
 STOPS = SavedStops(("<|im_end|>",), (7,))
 NOTHING = CardFacts([], [], None, None, None)
@@ -91,6 +94,12 @@ def test_a_chosen_setting_has_its_origin_and_no_private_folder():
     text = card(facts=replace(NOTHING, chosen=chosen))
     assert "| `data.train_path` | `rows.jsonl` | `own.yaml:3` |" in text
     assert "| `tuning.lora.r` | `8` | `environment TUNING_LORA_R` |" in text
+
+
+def test_where_images_are_is_in_no_card(tmp_path):
+    folder = run_folder(tmp_path / "a", overrides=("data.image_folder=/home/me", "train.seed=3"))
+    chosen = {each.name for each in chosen_settings(folder, AskedRun.read(folder))}
+    assert "train.seed" in chosen and "data.image_folder" not in chosen
 
 
 def test_neither_html_nor_a_link_in_a_name_means_anything():

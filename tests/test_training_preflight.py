@@ -75,7 +75,10 @@ def test_two_machines_with_other_rows_end_with_the_class_of_data(plan_run, rows,
 
 def test_the_same_rows_at_another_place_are_the_same(plan_run, rows, tmp_path):
     copy = shutil.copy(rows["train"], tmp_path / "copy.jsonl")
-    folders = [plan_run({**SHORT, "data.train_path": path}, 2) for path in (rows["train"], copy)]
+    places = {"data.train_path": copy, "data.image_folder": str(tmp_path)}
+    folders = [
+        plan_run({**SHORT, **own}, 2) for own in ({"data.train_path": rows["train"]}, places)
+    ]
     assert run_pair(folders) == [0, 0]
 
 

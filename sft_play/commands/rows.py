@@ -27,7 +27,7 @@ def preview(
         layout = packed_run(planned, data).plan.layout
         packed = first_packed_sequence(data.train.lengths, layout, config.train.order_seed)
     tokenizer = load_tokenizer(config)
-    sequences = preview_sequences(data, tokenizer, first, config.data.too_long, packed)
+    sequences = preview_sequences(data, tokenizer, first, config, packed)
     print_sequences(sequences, no_color)
     path = Path(page or Path(config.train.output_dir) / "preview.html")
     facts = {

@@ -291,6 +291,7 @@ def _build_ledger(selection: Selection) -> SplitLedger:
     samples = selection.samples
     tally = selection.tally
     rows = splits.count_rows(samples.records)
+    images = samples.image_counts
     counts = replace(
         tally,
         rows_in=tally.rows_in if selection.tallies else rows,
@@ -298,6 +299,9 @@ def _build_ledger(selection: Selection) -> SplitLedger:
         samples=len(samples),
         tokens=int(samples.lengths.sum()),
         trained_tokens=int(samples.records["trained"].sum()),
+        images=int(images.sum()),
+        image_tokens=int(samples.records["image_tokens"].sum()),
+        image_rows=splits.count_rows(samples.records[images > 0]),
     )
     pairs = zip(selection.sources, selection.tallies, strict=False)  # no tallies of held-out rows
     return SplitLedger(

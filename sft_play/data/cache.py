@@ -12,12 +12,13 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.images import file_state
 from sft_play.data.rows import Json
 from sft_play.errors import EnvironmentFault
 from sft_play.runs import seal
@@ -25,6 +26,7 @@ from sft_play.runs.files import rename, sync
 
 logger = logging.getLogger(__name__)
 
+IMAGE_STATES = "image_states.jsonl"  # of an entry: the folders of its data files, then its images
 LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 
 
@@ -48,6 +50,24 @@ def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:
     """Return the name of an entry: a digest of rows, tokenizer, policy and this package's code."""
     policy_text = json.dumps(policy, sort_keys=True)
     return _digest(files_digest, tokenizer_digest, policy_text, _digest_code())[:32]
+
+
+def digest_changed_images(entry: Path, folders: Sequence[str]) -> str:
+    """Return a digest of the files of an entry's images, "" if they are as they were.
+
+    That are also those of rows that are not used. `folders` are where the paths of rows begin. Asks
+    for the state of each file, and opens none.
+    """
+    total = hashlib.sha256()
+    with (entry / IMAGE_STATES).open(encoding="utf-8") as lines:
+        is_moved = json.loads(next(lines)) != folders
+        is_changed = False
+        for line in lines:
+            path, _ = json.loads(line)
+            now = f"{json.dumps([path, file_state(path)])}\n"
+            is_changed |= is_moved or now != line
+            total.update(now.encode())
+    return _digest(*folders, total.hexdigest()) if is_changed else ""
 
 
 def get_or_build(

@@ -9,12 +9,14 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
+from sft_play.data.images import State
 from sft_play.data.ledger import Tally
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
@@ -24,6 +26,7 @@ from sft_play.data.rows import (
     MAX_COLUMNS_CHARACTERS,
     MAX_LISTED_ROWS,
     BadRow,
+    ImageFile,
     InvalidRowError,
     Message,
     Row,
@@ -104,6 +107,7 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     )
 
 
+HASHED = 64  # messages, each of which is hashed several times
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
@@ -125,6 +129,7 @@ class TokenizedChunk:
     samples: SampleArrays = field(init=False)  # once all rows are tokenized
     bad_rows: list[BadRow] = field(default_factory=list)
     long_rows: list[LongRow] = field(default_factory=list)  # the longest ones over the limit
+    image_states: dict[str, State] = field(default_factory=dict)  # of the files of its images
 
     def drop(self, row: BadRow, reason: str) -> None:
         """Count a bad row."""
@@ -145,23 +150,33 @@ class ChunkTokenizer:
         self._template = ChatTemplate(tokenizer)
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config)
-        self._processor = Processor(config, tokenizer)
+        self.processor = Processor(config, tokenizer)
+        self.processor.find_limits()  # what is wrong with them is said before a row is read
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
         tally = Tally(rows_in=len(task.chunk.records))
         done = TokenizedChunk(task.file, task.chunk.bytes_read, tally)
+        states = self._system_prompt.images.states
+        states.clear()
+        _key.cache_clear()
         records = self._parse(task, done)
+        done.image_states = dict(states)
         rendered = iter(self._renderer.render([row for rows in records.values() for row in rows]))
         stored: list[StoredSample] = []
         for number, rows in records.items():
             samples: list[RenderedSample] = []
             refused: RenderError | None = None
             for row, result in zip(rows, rendered, strict=False):
-                if isinstance(result, RenderError):
-                    refused = refused or result
+                try:
+                    if isinstance(result, RenderError):
+                        raise result
+                    for sample in result:
+                        self.processor.check(sample)
+                    samples += result
+                except RenderError as error:
+                    refused = refused or error
                     continue
-                samples += result
                 excluded = sum(not message.is_trained for message in row.messages)
                 if excluded > row.begins_with_answer:
                     tally.untrained["excluded"] += excluded - row.begins_with_answer
@@ -180,11 +195,18 @@ class ChunkTokenizer:
             fitted = list(self._fit(samples, tally, is_text))
             for piece, (sample, cut_tokens) in enumerate(fitted):
                 own = hash_piece(hashes, piece) if is_text and piece else hashes
-                stored.append(StoredSample(sample, task.file, number, own, cut_tokens))
+                image_tokens = self.processor.count(sample.images)
+                facts = (task.file, number, own, cut_tokens, image_tokens)
+                stored.append(StoredSample(sample, *facts))
+            shown = {image for sample, _ in fitted for image in sample.images}
+            tally.image_rows += bool(shown)
+            tally.noted.update({n for image in shown for n in self.processor.describe_scale(image)})
         done.samples = to_arrays(stored)
         done.long_rows = longest_first(done.long_rows)
         tally.samples = len(stored)
         tally.tokens = len(done.samples.ids)
+        tally.images = len(done.samples.images)
+        tally.image_tokens = int(done.samples.records["image_tokens"].sum())
         tally.trained_tokens = int(done.samples.trained.sum())
         tally.check()
         return done
@@ -200,7 +222,7 @@ class ChunkTokenizer:
                 done.drop(rows, "bad_row")
                 continue
             try:
-                rows = list(map(self._processor.write, rows))
+                rows = list(map(self.processor.write, rows))
             except InvalidRowError as error:
                 done.drop(_bad_row(rows, str(error)), "bad_row")
                 continue
@@ -267,7 +289,15 @@ def hash_row(row: Row) -> RowHashes:
         content = "\n".join(map(_content, messages))
         exact = repr(
             [
-                (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id, _key(m))
+                (
+                    m.role,
+                    m.content,
+                    m.reasoning,
+                    m.tool_calls,
+                    m.name,
+                    m.tool_call_id,
+                    _key(m.images),
+                )
                 for m in row.messages
             ]
             + ([row.variables] if row.variables else [])
@@ -282,14 +312,15 @@ def hash_row(row: Row) -> RowHashes:
     return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
 
 
-def _key(message: Message) -> str:
+@lru_cache(HASHED)
+def _key(images: tuple[ImageFile, ...]) -> str:
     """Return what tells the images of a message from others: a hash of their bytes."""
-    data = (image.data or Path(image.path).read_bytes() for image in message.images)
+    data = (image.data or Path(image.path).read_bytes() for image in images)
     return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
 
 
 def _content(message: Message) -> str:
-    return f"{message.content} {_key(message)}" if message.images else message.content
+    return f"{message.content} {_key(message.images)}" if message.images else message.content
 
 
 def _words(text: str) -> str:

@@ -3,6 +3,7 @@
 Loads no torch.
 """
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -10,7 +11,7 @@ import os
 import struct
 import warnings
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -44,10 +45,12 @@ TURNED = range(5, 9)  # its values with which width and height change places
 LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # behind a PNG's pixels: they may turn it
 DEEP_MODES = ("I", "F")
 MAX_CHANNEL = 255
+THUMBNAIL = 128  # pixels at most of a side
 FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
 # Pillow checks little: what a damaged file has is an error of Python's own, of any kind
+State = tuple[int, int] | None  # of a file: bytes and time in ns; None: it cannot be asked for
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
     b"version https://git-lfs": "a pointer of git-lfs, not the image; git lfs pull fetches it",
@@ -63,14 +66,16 @@ class ImageReader:
 
     folder: Path | None = None  # where paths begin; None: the folder of the data file
     fetched: Path | None = None  # the folder of those that are fetched; None: none is
+    decodes: bool = True  # else only their headers are read
+    states: dict[str, State] = field(default_factory=dict)  # of the files that were asked for
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
+    def from_config(cls, config: Config, decodes: bool = True) -> Self:
         """Return the reader of data.image_folder and data.image_urls."""
         data = config.data
         folder = None if data.image_folder is None else Path(data.image_folder)
         fetches = data.image_urls == "fetch"
-        return cls(folder, cache_folder(config) / "images" if fetches else None)
+        return cls(folder, cache_folder(config) / "images" if fetches else None, decodes)
 
     def open_images(self, messages: tuple[Message, ...], data_file: Path) -> tuple[Message, ...]:
         """Return messages with every image opened. Raises InvalidRowError, which names the image.
@@ -97,14 +102,26 @@ class ImageReader:
             if len(image.data) > MAX_ENCODED_BYTES:
                 most = f"{MAX_ENCODED_BYTES >> 20} MiB"
                 raise InvalidRowError(f"{name} has more than {most}; write it as a file")
-            return _check(image, name)
+            return self._check(image, name)
         text = image.path
         if text.lower().startswith(("http://", "https://")):
-            return _check(replace(image, path=str(self._fetch(text, name))), name)
+            return self._check(replace(image, path=str(self._fetch(text, name))), name)
         if text.startswith("file://"):
             text = unquote(urlsplit(text).path)
         path = os.path.abspath((self.folder or data_file.parent) / text)
-        return _check(replace(image, path=path), name)
+        return self._check(replace(image, path=path), name)
+
+    def _check(self, image: ImageFile, name: str) -> ImageFile:
+        """Return an image with its size as it is shown. Raises InvalidRowError."""
+        try:
+            if image.data:
+                width, height = _measure(image, self.decodes)
+            else:
+                state = self.states[image.path] = file_state(image.path)
+                width, height = _measure_file(image, state, self.decodes)
+        except InvalidRowError as error:
+            raise InvalidRowError(f"{name} {error}") from None
+        return replace(image, width=width, height=height)
 
     def _fetch(self, url: str, name: str) -> Path:
         """Return the file of a URL, which is fetched once. Raises InvalidRowError."""
@@ -120,7 +137,7 @@ class ImageReader:
                 data = download(url, FETCH_SECONDS, MAX_ENCODED_BYTES)
             except NoAnswer as error:
                 raise InvalidRowError(f"{name} cannot be fetched: {error}") from None
-            _check(ImageFile("", data, 0, 0), name)  # what is none is asked for again
+            self._check(ImageFile("", data, 0, 0), name)  # what is none is asked for again
             write_bytes(path, data)
         return path
 
@@ -142,44 +159,46 @@ def decode(image: ImageFile) -> "Image.Image":
     except DAMAGED as error:
         reason = first_line(error)
         raise DataError(
-            f"{name}: it was an image when the rows were read, and now not: {reason}"
+            f"{name}: it was an image when the rows were read, and now not ({reason}); put it "
+            "back, and start again"
         ) from None
     if shown.size != (image.width, image.height):
         was = f"{image.width} x {image.height}"
         raise DataError(
             f"{name}: {shown.width} x {shown.height} pixels, and {was} when the rows were read; "
-            "to read them anew: DATA_CACHE_DIR=<a new folder>"
+            "start again, which reads them anew"
         )
     return shown
+
+
+def encode_small(image: ImageFile) -> str:
+    """Return an image as a data: URI of a small JPEG. Raises DataError."""
+    shown = decode(image)
+    shown.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    shown.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _source(image: ImageFile) -> Any:
     return io.BytesIO(image.data) if image.data else image.path
 
 
-def _check(image: ImageFile, name: str) -> ImageFile:
-    """Return an image with its size as it is shown. Raises InvalidRowError."""
-    try:
-        if image.data:
-            width, height = _measure(image)
-        else:
-            state = None
-            with contextlib.suppress(OSError, ValueError):
-                stat = os.stat(image.path)
-                state = (stat.st_size, stat.st_mtime_ns)
-            width, height = _measure_file(image, state)
-    except InvalidRowError as error:
-        raise InvalidRowError(f"{name} {error}") from None
-    return replace(image, width=width, height=height)
+def file_state(path: str) -> State:
+    """Return what a write to a file changes."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = os.stat(path)
+        return stat.st_size, stat.st_mtime_ns
+    return None
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _measure_file(image: ImageFile, state: tuple[int, int] | None) -> tuple[int, int]:
+def _measure_file(image: ImageFile, state: State, decodes: bool) -> tuple[int, int]:
     """Return the size of an image in a file of one state: several rows may show the same."""
-    return _measure(image)
+    return _measure(image, decodes)
 
 
-def _measure(image: ImageFile) -> tuple[int, int]:
+def _measure(image: ImageFile, decodes: bool) -> tuple[int, int]:
     """Return width and height as shown. Raises InvalidRowError, whose reason continues the name."""
     from PIL import Image
 
@@ -191,7 +210,11 @@ def _measure(image: ImageFile) -> tuple[int, int]:
             with Image.open(_source(image), formats=IMAGE_FORMATS) as opened:
                 width, height = opened.size
                 _check_header(opened)
-                if not _is_sound(opened) and _decode_small(opened):
+                if not decodes:
+                    is_turned = _orientation(opened) in TURNED
+                else:
+                    is_turned = not _is_sound(opened) and _decode_small(opened)
+                if is_turned:
                     width, height = height, width
     except InvalidRowError:
         raise
@@ -219,17 +242,20 @@ def _is_sound(opened: Any) -> bool:
 
     To decode a PNG takes 30 times as long. Raises: DAMAGED.
     """
-    from PIL import Image
-
     if opened.format == "PNG":
         opened.fp.seek(opened.tile[0][2] - 8)
         if not LATE_CHUNKS.isdisjoint(opened.png.verify()):
             return False
     elif opened.format != "WEBP":  # which Pillow does not open where it breaks off
         return False
-    # not PNG's own getexif, which decodes
-    is_turned = Image.Image.getexif(opened).get(ORIENTATION, 1) != 1
-    return not (is_turned or opened.mode.startswith(DEEP_MODES))
+    return _orientation(opened) == 1 and not opened.mode.startswith(DEEP_MODES)
+
+
+def _orientation(opened: Any) -> int:
+    """Return the EXIF tag of how an image is turned, without decoding it."""
+    from PIL import Image
+
+    return Image.Image.getexif(opened).get(ORIENTATION, 1)  # PNG's own decodes
 
 
 def _decode_small(opened: "Image.Image") -> bool:

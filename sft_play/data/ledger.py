@@ -26,6 +26,9 @@ class Tally:
     samples: int = 0  # sequences that the rows gave
     tokens: int = 0
     trained_tokens: int = 0
+    images: int = 0
+    image_tokens: int = 0  # that stand for them
+    image_rows: int = 0  # rows used that have images
     lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
     shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
@@ -246,6 +249,10 @@ UNTRAINED = {
     "greeting": "before the first question",
     "greeting_left_out": "as the chat template refuses it",
 }
+IMAGES = {
+    "images": "tally.images",
+    "tokens that stand for images": "tally.image_tokens",
+}
 EQUAL = {  # the ways of EqualRows
     "exact": "to the letter",
     "normalised": "in the same words",
@@ -281,6 +288,7 @@ def split_table(ledger: Ledger) -> Table:
     def line(label: str, path: str) -> Line:
         return label, *(_format(attrgetter(path)(split)) for split in splits)
 
+    has_images = any(split.tally.images for split in splits)
     shares = (split.tally.trained_tokens / max(1, split.tally.tokens) for split in splits)
     lines = [
         line("rows in", "tally.rows_in"),
@@ -289,6 +297,7 @@ def split_table(ledger: Ledger) -> Table:
         *_reason_lines(splits, "dropped", "+", DROPPED),
         line("samples that they give", "tally.samples"),
         line("tokens", "tally.tokens"),
+        *(line(label, path) for label, path in IMAGES.items() if has_images),
         line("trained tokens", "tally.trained_tokens"),
         ("share of tokens that is trained", *map(_format, shares)),
         *_reason_lines(splits, "untrained", "answers without loss,", UNTRAINED),

@@ -6,15 +6,18 @@ tokens of one sample.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sft_play.config.schema import Config
 from sft_play.data.assemble import RunData
 from sft_play.data.order import Layout, StepSampler
+from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.rows import make_visible
+from sft_play.data.rows import ImageFile, make_visible
 from sft_play.data.splits import begins_row
 from sft_play.data.store import Sample, Split
 
@@ -42,6 +45,7 @@ class TokenSpan(NamedTuple):
     index: int  # of the first token in its sample
     is_trained: bool
     is_special: bool
+    image: ImageFile | None = None  # that it stands for
 
 
 @dataclass(frozen=True)
@@ -86,17 +90,17 @@ def counts(documents: Sequence[PreviewDocument]) -> str:
 
 
 def preview_sequences(
-    data: RunData, tokenizer: Any, first: int, too_long: str, packed: Sequence[int] = ()
+    data: RunData, tokenizer: Any, first: int, config: Config, packed: Sequence[int] = ()
 ) -> list[PreviewSequence]:
     """Return the first training samples, and one of each kind that is easy to get wrong.
 
     The last sequence has the samples `packed`, if there are any.
     """
-    find_spans = SpanFinder(tokenizer)
+    find_spans = SpanFinder(tokenizer, Processor(config, tokenizer))
 
     def document(index: int) -> PreviewDocument:
         sample = data.train[index]
-        cut = cut_note(int(data.train.records["cut"][index]), too_long)
+        cut = cut_note(int(data.train.records["cut"][index]), config.data.too_long)
         note = "; ".join(filter(None, (cut, weight_note(sample)))) or None
         return PreviewDocument(data.train.origin(index), find_spans(sample), note)
 
@@ -126,9 +130,14 @@ def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
     for reason, mask in masks.items():
         if mask.any():
             chosen.setdefault(int(mask.argmax()), []).append(reason)
-    for index in range(min(SEARCHED_SAMPLES, len(split))):
+    searched = range(min(SEARCHED_SAMPLES, len(split)))
+    for index in searched:
         if count_answers(split[index]) > 1:
             chosen.setdefault(index, []).append("several answers")
+            break
+    for index in searched if split.has_images else ():
+        if split[index].images:
+            chosen.setdefault(index, []).append("has images")
             break
     return chosen
 
@@ -179,7 +188,8 @@ def _continues_row(split: Split) -> np.ndarray:
 class SpanFinder:
     """Finds the spans of samples, with one tokenizer."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, processor: Processor | None = None):
+        self._processor = processor
         self._backend = tokenizer.backend_tokenizer
         self._special_ids = {
             token_id
@@ -192,12 +202,12 @@ class SpanFinder:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def __call__(self, sample: Sample) -> tuple[TokenSpan, ...]:
-        """Return a sample's spans; their joined texts are its decoded ids.
+        """Return a sample's spans; their joined texts are its decoded ids, but for images.
 
-        The exception are ids that end inside a character. A token alone has no text: the bytes of
-        a character may be spread over several tokens, and some tokens begin with a space only after
-        other tokens. So tokens are decoded together with the span before them, and get the text
-        that they add.
+        An image is one span. Another exception are ids that end inside a character. A token alone
+        has no text: the bytes of a character may be spread over several tokens, and some tokens
+        begin with a space only after other tokens. So tokens are decoded together with the span
+        before them, and get the text that they add.
         """
         ids = sample.ids.tolist()
         trained = (sample.labels != IGNORE_INDEX).tolist()
@@ -219,7 +229,31 @@ class SpanFinder:
                 context_start = start
                 context_characters = len(self.decode(span_ids))
             start = end
-        return tuple(spans)
+        return tuple(self._join_images(spans, sample))
+
+    def _join_images(self, spans: Sequence[TokenSpan], sample: Sample) -> Iterator[TokenSpan]:
+        """Yield spans, with one in place of those of each image."""
+        owners = self._find_images(sample)
+        for number, run in groupby(spans, key=lambda span: owners.get(span.index)):
+            if number is None:
+                yield from run
+                continue
+            own = list(run)
+            image = sample.images[number]
+            width, height = image.size
+            name = " ".join(filter(None, ("image", Path(image.path).name)))
+            mark = f"⟨{name} {width}x{height}, {len(own)} tokens⟩"
+            ids = tuple(chain.from_iterable(span.ids for span in own))
+            yield own[0]._replace(text=mark, ids=ids, image=image)
+
+    def _find_images(self, sample: Sample) -> dict[int, int]:
+        """Return the number of the image that a token stands for, by its index."""
+        if self._processor is None or not sample.images:
+            return {}
+        counts = [self._processor.count((image,)) for image in sample.images]
+        places = np.flatnonzero(self._processor.token_types(sample.ids.tolist()))
+        numbers = np.repeat(np.arange(len(counts)), counts)
+        return dict(zip(places.tolist(), numbers.tolist(), strict=True))
 
 
 def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> None:

@@ -1,10 +1,14 @@
-"""`make preview` as one HTML page, light or dark, without scripts or outside files. Pure."""
+"""`make preview` as one HTML page, light or dark, without scripts or outside files.
+
+It opens the images that it shows, and nothing else.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
+from sft_play.data.images import encode_small
 from sft_play.data.ledger import Ledger, Table, padding_lines, source_tables, split_table
 from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
 from sft_play.data.rows import make_visible
@@ -13,7 +17,8 @@ from sft_play.data.rows import make_visible
 HEAD = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
+style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 """
@@ -52,6 +57,7 @@ i:hover { outline: 1px solid var(--label) }
 mark { background: var(--trained); color: inherit; border-radius: .15rem }
 mark i:nth-of-type(even) { background: var(--trained-shade) }
 i.special { padding: 0 .25em; border: 1px solid; color: var(--label); font-size: .8em }
+img { display: block; max-width: 100%; margin: .25rem 0 }
 i:empty::before { content: "\\22EF"; color: var(--faint) }
 u { text-decoration: none; color: var(--faint) }
 u.line::before { content: "\\21B5" }
@@ -95,8 +101,13 @@ def span_html(span: TokenSpan) -> str:
     if last == span.index:
         where = f"token {span.index}, id"
     special = ' class="special"' if span.is_special else ""
-    ids = ", ".join(map(str, span.ids))
-    return f'<i{special} title="{where} {ids}">{_span_text(span.text)}</i>'
+    picture = ""
+    shown_ids: Iterable[int] = span.ids
+    if span.image is not None:
+        shown_ids = dict.fromkeys(span.ids)  # one, hundreds of times
+        picture = f'<img src="{encode_small(span.image)}" alt="">'
+    ids = ", ".join(map(str, shown_ids))
+    return f'<i{special} title="{where} {ids}">{picture}{_span_text(span.text)}</i>'
 
 
 def _text(text: str) -> str:

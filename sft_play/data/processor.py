@@ -7,18 +7,38 @@ torchvision is used where it is installed, as transformers does, and Pillow else
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from sft_play.config.schema import Config
-from sft_play.data.rows import ImageFile, InvalidRowError, Row
-from sft_play.errors import EnvironmentFault, first_line
+from sft_play.config.loader import environment
+from sft_play.config.schema import Config, ModelSection
+from sft_play.data import cache
+from sft_play.data.render import IGNORE_INDEX, RenderedSample
+from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
+from sft_play.data.templates import RenderError
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
+from sft_play.plan.model_shape import find_file, is_composite
+from sft_play.runs.model_folder import read_object
 
+BOUNDS = ("min_pixels", "max_pixels")
+IMAGE_WORDS = re.compile("image|img", re.I)  # in tokens that may stand for images
 SIZES = 1 << 14  # of images, whose texts are kept
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json")
+ROUNDED = 16  # pixels that a side changes at most by being rounded to patches of 32
+SCALED = ("the processor shrinks an image", "the processor enlarges an image")  # notes
 NO_IMAGES = "the row has an image, and {} reads none; set MODEL_NAME to a model that does"
+
+
+class _ImageText(NamedTuple):
+    """What a processor writes for an image, how many of its tokens stand for it, and its scale."""
+
+    text: str
+    tokens: int
+    notes: Notes
 
 
 class Processor:
@@ -27,11 +47,15 @@ class Processor:
     def __init__(self, config: Config, tokenizer: Any):
         self._model = config.model
         self._tokenizer = tokenizer
-        limits = {
-            "min_pixels": config.data.image_min_pixels,
-            "max_pixels": config.data.image_max_pixels,
+        limits = (config.data.image_min_pixels, config.data.image_max_pixels)
+        self._given = {
+            name: limit for name, limit in zip(BOUNDS, limits, strict=True) if limit is not None
         }
-        self._limits = {name: value for name, value in limits.items() if value is not None}
+        self._suspects = {
+            token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if IMAGE_WORDS.search(token.content)
+        }
 
     def write(self, row: Row) -> Row:
         """Return a row whose images have the text that stands for them.
@@ -48,10 +72,14 @@ class Processor:
         return replace(row, messages=tuple(messages))
 
     def _written(self, image: ImageFile) -> ImageFile:
-        return replace(image, token=self._own.image_token, text=self._text(*image.size))
+        return replace(image, token=self._own.image_token, text=self._read(*image.size).text)
+
+    def describe_scale(self, image: ImageFile) -> Notes:
+        """Return whether the processor resizes an image, by more than it rounds to patches."""
+        return self._read(*image.size).notes
 
     @functools.lru_cache(SIZES)  # noqa: B019 - one processor for each process
-    def _text(self, width: int, height: int) -> str:
+    def _read(self, width: int, height: int) -> _ImageText:
         """Return what the processor writes for an image of a size; it reads a black one."""
         from PIL import Image
 
@@ -63,12 +91,76 @@ class Processor:
                 f"{type(self._own).__name__}: {first_line(error)}"
             ) from error
         ((place,),) = found["text_replacement_offsets"]
-        return place["replacement"]
+        sides: Sequence[int] = (height, width)  # where it does not say
+        if "image_grid_thw" in found:
+            patch = self._own.image_processor.patch_size
+            sides = [patch * patches for patches in found["image_grid_thw"][0, 1:].tolist()]
+        elif found["pixel_values"].ndim == 4 and len(found["pixel_values"]) == 1:
+            sides = found["pixel_values"].shape[-2:]
+        notes: Notes = ()
+        if max(abs(sides[0] - height), abs(sides[1] - width)) > ROUNDED:
+            notes = (SCALED[sides[0] * sides[1] > height * width],)
+        tokens = sum(self.token_types(found["input_ids"][0].tolist()))
+        return _ImageText(place["replacement"], tokens, notes)
 
     def inputs(self, images: Sequence[Any]) -> dict[str, Any]:
         """Return the tensors of PIL images by the names of the model's arguments."""
         found = self._run(images)
         return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
+
+    def check(self, sample: RenderedSample) -> None:
+        """Raise RenderError unless its images alone have ids that stand for images, none trained.
+
+        A text may hold such a token, and a template may drop or repeat some.
+        """
+        if not sample.images and (
+            self._suspects.isdisjoint(sample.ids) or not self.reads_images
+        ):  # tokens as any other
+            return
+        types = self.token_types(sample.ids)
+        written = self.count(sample.images)
+        if sum(types) != written:
+            raise RenderError(
+                f"{sum(types)} of its tokens stand for images, and {type(self._own).__name__} "
+                f"writes {written} for its {len(sample.images)}: a text holds some, or the chat "
+                "template drops or repeats them"
+            )
+        pairs = zip(types, sample.labels, strict=True)
+        if any(is_image and label != IGNORE_INDEX for is_image, label in pairs):
+            raise RenderError("a token that stands for an image would be trained")
+
+    def count(self, images: Sequence[ImageFile]) -> int:
+        """Return how many ids stand for images, of those that the processor writes for them."""
+        return sum(self._read(*image.size).tokens for image in images)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the base has a processor of images, which is loaded by this."""
+        return self._loaded is not None
+
+    @functools.lru_cache(1)  # noqa: B019
+    def find_limits(self) -> dict[str, int]:
+        """Return the bounds of pixels that are set; one that is null is the processor's own.
+
+        Alone, one would not count. Raises: ConfigError where the processor has no bounds.
+        """
+        if not self._given or not self.reads_images:
+            return {}
+        own = self._own.image_processor
+        name = type(own).__name__
+        typed = ", ".join(f"data.image_{bound}={limit}" for bound, limit in self._given.items())
+        sides = (own.size.shortest_edge, own.size.longest_edge)
+        if None in sides or not self._given.keys() <= own.valid_kwargs.__annotations__.keys():
+            raise ConfigError(
+                f"{typed}: {name} of {self._model.name} has no bounds of pixels; set it to null"
+            )
+        limits = dict(zip(BOUNDS, sides, strict=True)) | self._given
+        if limits["min_pixels"] > limits["max_pixels"]:
+            raise ConfigError(
+                f"{typed}: more pixels at least ({limits['min_pixels']:,}) than at most "
+                f"({limits['max_pixels']:,}) by {name} of {self._model.name}; set both"
+            )
+        return limits
 
     def token_types(self, ids: Sequence[int]) -> list[int]:
         """Return 1 for each id that stands for a part of an image, 0 for all others."""
@@ -80,16 +172,30 @@ class Processor:
             text=text,
             images=[list(images)],
             text_kwargs={"return_text_replacement_offsets": with_text},
-            images_kwargs=self._limits,
+            images_kwargs=self.find_limits(),
             return_tensors="pt",
         )
 
     @cached_property
     def _own(self) -> Any:
-        found = load_processor(self._model, self._tokenizer)
-        if found is None:
+        if not self.reads_images:
             raise InvalidRowError(NO_IMAGES.format(self._model.name))
-        return found
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> Any | None:
+        return load_processor(self._model, self._tokenizer)
+
+
+def digest_settings(model: ModelSection) -> str:
+    """Return a digest of the files with the settings of a base's processor, "" for one of text."""
+    config = find_file(model.name, "config.json", model.revision, environment())
+    if config is None or not is_composite(read_object(config)):
+        return ""
+    from sft_play.data.tokenizer import fetch_file
+
+    found = [fetch_file(model, name) for name in SETTINGS_FILES]
+    return cache.digest_files(filter(None, found))
 
 
 def load_processor(model: Any, tokenizer: Any) -> Any | None:

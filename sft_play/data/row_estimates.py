@@ -247,13 +247,14 @@ def _sample_rows(chunks: Sequence[tuple[Chunk, RowFormat]], config: Config) -> l
     if len(positions) > SAMPLED_ROWS:
         positions = sorted(random.Random(0).sample(positions, SAMPLED_ROWS))
     rows: list[Row] = []
+    prompt = SystemPrompt.from_config(config, decodes=False)
     start = 0  # of a chunk, among all rows
     for chunk, row_format in chunks:
         end = start + len(chunk.records)
         chosen = [position - start for position in positions if start <= position < end]
         if chosen:
             drawn = chunk.take(chosen)
-            for parsed in parse_record_rows(drawn, row_format, SystemPrompt.from_config(config)):
+            for parsed in parse_record_rows(drawn, row_format, prompt):
                 rows += [] if isinstance(parsed, BadRow) else parsed
         start = end
     return rows

@@ -156,11 +156,11 @@ class SystemPrompt:
     images: ImageReader = BESIDE_FILES
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
-        """Return the system message of data.system_prompt."""
+    def from_config(cls, config: Config, decodes: bool = True) -> Self:
+        """Return the system message of data.system_prompt; `decodes` says how images are read."""
         data = config.data
         replaces_own = data.system_prompt_mode == "replace"
-        return cls(data.system_prompt, replaces_own, ImageReader.from_config(config))
+        return cls(data.system_prompt, replaces_own, ImageReader.from_config(config, decodes))
 
 
 NO_SYSTEM_PROMPT = SystemPrompt()
@@ -266,6 +266,10 @@ def _parse_row(
         has_system = True
     messages = attach_images(messages, record, row_format)
     if system_prompt.text and (system_prompt.replaces_own or not has_system):
+        if has_system and messages[0].images:
+            raise InvalidRowError(
+                "data.system_prompt_mode=replace would drop an image of the system message; set add"
+            )
         rest = dropwhile(lambda message: message.role == "system", messages)
         messages = (Message("system", system_prompt.text), *rest)
     variables = _parse_variables(record, row_format)

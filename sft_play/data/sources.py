@@ -275,14 +275,14 @@ def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:
 
     Raises DataError for a file that cannot be read.
     """
-    tally, bad = Tally(), BadRows()
+    tally, bad, prompt = Tally(), BadRows(), SystemPrompt.from_config(config, decodes=False)
     for path in source.files:
         row_format = detect_format(path, source.columns)
         if source.section.choice:  # the first rows may not be among those that are taken
             continue
         chunk = next(read_chunks(path, CHECKED_ROWS))
         tally.rows_in += len(chunk.records)
-        for rows in parse_record_rows(chunk, row_format, SystemPrompt.from_config(config)):
+        for rows in parse_record_rows(chunk, row_format, prompt):
             if isinstance(rows, BadRow):
                 bad.add(rows)
     tally.dropped["bad_row"] = bad.total

@@ -49,6 +49,7 @@ RECORD = np.dtype(
         ("cut", "<i4"),  # tokens of its row that the length policy cut
         ("weights", "<i8"),  # where those of its tokens begin in weights.bin; -1: each weighs 1
         ("images", "<i8"),  # end of its images in images.bin
+        ("image_tokens", "<i4"),  # that stand for them
     ]
 )
 IMAGE = np.dtype(
@@ -166,6 +167,7 @@ class StoredSample(NamedTuple):
     number: int  # of its row, in the file
     hashes: RowHashes  # of its row
     cut: int  # tokens of its row that the length policy cut
+    image_tokens: int = 0  # that stand for its images
 
 
 class SampleArrays(NamedTuple):
@@ -224,13 +226,14 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     weights: list[float] = []
     images = [image for sample in rendered for image in sample.images]
     end = end_of_images = 0
-    for index, (sample, file, number, hashes, cut) in enumerate(samples):
+    for index, (sample, file, number, hashes, cut, image_tokens) in enumerate(samples):
         end += len(sample.ids)
         tokens = (sample.answer_start, sample.trained_tokens, cut)
         first = -1 if sample.weights is None else len(weights)
         weights += sample.weights or ()
         end_of_images += len(sample.images)
-        records[index] = (end, number, *hashes, file, *tokens, first, end_of_images)
+        places = (first, end_of_images, image_tokens)
+        records[index] = (end, number, *hashes, file, *tokens, *places)
     held = [image.data or image.path.encode() for image in images]
     ends = np.cumsum([len(data) for data in held])
     table = [(end, bool(image.path), *image.size) for end, image in zip(ends, images, strict=True)]
@@ -276,6 +279,12 @@ class Split:
     def has_images(self) -> bool:
         """Whether a sample of its stores has an image."""
         return any(len(store.images) for store in self.stores)
+
+    @property
+    def image_counts(self) -> np.ndarray:
+        """Images of each sample, (N,) int64."""
+        counts = np.dtype(np.int64)
+        return self._gather(lambda store: np.diff(store.records["images"], prepend=0), counts)
 
     def source(self, index: int) -> str | None:
         """Return the name of a sample's source in scores, None if there is but one."""

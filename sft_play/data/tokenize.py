@@ -6,8 +6,10 @@ parse, render and tokenize. Memory does not grow with the rows. Loads no torch.
 
 import gc
 import json
+import logging
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,7 +32,9 @@ from sft_play.data.chunk_tokenizer import (
 )
 from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
+from sft_play.data.processor import digest_settings
 from sft_play.data.row_detection import detect_format
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import (
     BAD_ROWS,
@@ -45,15 +49,18 @@ from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder
 
+logger = logging.getLogger(__name__)
+
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
+IMAGE_ROWS = 32  # of a chunk: to decode an image takes as long as to tokenize fifty rows
 CHUNKS_IN_FLIGHT = 3  # for each process
 # Of data. What is done with every row is a part of the cache's key.
 ROW_SETTINGS = {
     *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
     *("system_prompt", "system_prompt_mode", "on_bad_row", "image_min_pixels"),
-    "image_max_pixels",
+    *("image_max_pixels", "image_folder", "image_urls"),
 }
 
 
@@ -69,6 +76,7 @@ def tokenize_sources(
     """
     account = account or DataAccount()
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
+    processor_digest = digest_settings(config.model)
     splits: TokenizedSplits = {}
     for split, sources in found.items():
         group_by = config.data.split_column(split)
@@ -86,8 +94,10 @@ def tokenize_sources(
                 "group_by": group_by,
                 "seed": config.train.order_seed if section.rows else None,
                 "suffixes": [path.suffix for path in source.files],
+                "processor": processor_digest,
             }
-            folder = cache.get_or_build(
+            folder = _get_store(
+                source,
                 cache_folder(config),
                 cache.entry_key(files_digest, tokenizer_digest, key_facts),
                 partial(build_store, source, config, tokenizer, tally, group_by),
@@ -107,6 +117,35 @@ def tokenize_sources(
             tokenized.append(done)
         splits[split] = tuple(tokenized)
     return splits
+
+
+def _get_store(
+    source: Source,
+    root: Path,
+    key: str,
+    build: Callable[[Path], None],
+    check: Callable[[], None],
+) -> Path:
+    """Return the folder of a source's samples, of its images as they are now.
+
+    Those of what the images were stay: another run may train on them.
+    """
+    folders = image_folders(source)
+    while True:
+        is_new = not (root / key).is_dir()
+        folder = cache.get_or_build(root, key, build, check)
+        changed = not is_new and cache.digest_changed_images(folder, folders)
+        if not changed:
+            return folder
+        key = cache.entry_key(key, changed, {})
+        if not (root / key).is_dir():
+            words = "%s: its images have changed or moved, so its rows are tokenised again"
+            logger.warning(words, source.name)
+
+
+def image_folders(source: Source) -> list[str]:
+    """Return where paths of images in its files begin."""
+    return sorted({os.path.abspath(path.parent) for path in source.files})
 
 
 def build_store(
@@ -132,8 +171,11 @@ def build_store(
         measure=lambda: f"{tally.rows_in} rows so far",
     )
     pace = Pace(stage)
-    processes = count_processes(source.file_bytes)
     tokenize = ChunkTokenizer(config, tokenizer)
+    # the processor is loaded before processes begin, which share it
+    shows_images = find_images(source, config) and tokenize.processor.reads_images
+    processes = count_processes(source.file_bytes, shows_images)
+    rows_per_chunk = IMAGE_ROWS if shows_images else ROWS_PER_CHUNK
     chosen = None
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
@@ -141,12 +183,15 @@ def build_store(
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
+        (folder / cache.IMAGE_STATES).open("w", encoding="utf-8") as states,
     ):
-        tasks = _iterate_tasks(source, chosen, group_by)
+        states.write(json.dumps(image_folders(source)) + "\n")
+        tasks = _iterate_tasks(source, chosen, group_by, rows_per_chunk)
         for done in _tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
             pace.advance(done.bytes_read)
+            states.writelines(json.dumps(pair) + "\n" for pair in done.image_states.items())
             long_rows = longest_first([*long_rows, *done.long_rows])
             for row in done.bad_rows:
                 bad.add(row)
@@ -177,21 +222,31 @@ def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
     return total, start + np.sort(drawn)
 
 
-def count_processes(file_bytes: int) -> int:
+def find_images(source: Source, config: Config) -> bool:
+    """Return whether the first rows, of many, name files of images, which take long to check."""
+    path = source.files[0]
+    prompt = SystemPrompt.from_config(config, decodes=False)
+    row_format = detect_format(path, source.columns)
+    chunk = next(read_chunks(path, IMAGE_ROWS))
+    read = list(parse_record_rows(chunk, row_format, prompt))
+    return len(read) == IMAGE_ROWS and bool(prompt.images.states)
+
+
+def count_processes(file_bytes: int, shows_images: bool = False) -> int:
     """Return how many processes tokenize files of this size; 1 means this process alone."""
-    if file_bytes < MIN_PARALLEL_BYTES:
+    if file_bytes < MIN_PARALLEL_BYTES and not shows_images:
         return 1
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def _iterate_tasks(
-    source: Source, chosen: np.ndarray | None, group_by: str | None
+    source: Source, chosen: np.ndarray | None, group_by: str | None, rows_per_chunk: int
 ) -> Iterator[ChunkTask]:
     """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
     start = 0  # of a chunk, among all rows of the source
     for number, path in enumerate(source.files):
         row_format = replace(detect_format(path, source.columns), group_by=group_by)
-        for chunk in read_chunks(path, ROWS_PER_CHUNK):
+        for chunk in read_chunks(path, rows_per_chunk):
             if chosen is not None:
                 end = start + len(chunk.records)
                 first, last = np.searchsorted(chosen, (start, end))
@@ -213,6 +268,8 @@ def _begin_worker(chunk_tokenizer: ChunkTokenizer) -> None:
     gc.freeze()
     stops.leave_to_parent()
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
+    if "torch" in sys.modules:  # of the model's processor of images
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _run_task(task: ChunkTask) -> TokenizedChunk:

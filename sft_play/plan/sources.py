@@ -34,7 +34,8 @@ def resolved(data: DataSection) -> DataSection:
             given = getattr(data, f"{split}_path")
             shipped[f"{split}_path"] = given or str(SHIPPED / f"{split}.jsonl")
         data = data.model_copy(update=shipped)
-    return data.model_copy(update={name: _absolute(getattr(data, name)) for name in SETTINGS})
+    places = (*SETTINGS, "image_folder")
+    return data.model_copy(update={name: _absolute(getattr(data, name)) for name in places})
 
 
 def require(loaded: LoadedConfig) -> None:

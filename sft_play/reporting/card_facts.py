@@ -31,7 +31,8 @@ CAUSAL = "AutoModelForCausalLM"
 METHOD = "quant_method"
 # else PEFT would put adapters over products in 8 bits
 DEQUANTISED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-OF_PLACES = ("data.cache_dir", "train.output_dir", "train.run_name")  # say nothing of the weights
+# They say nothing of the weights
+OF_PLACES = ("data.cache_dir", "data.image_folder", "train.output_dir", "train.run_name")
 
 
 @dataclass(frozen=True)

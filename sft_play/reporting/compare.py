@@ -27,7 +27,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedStep
 
 # They differ between any two runs, or say where files are
-NOT_COMPARED = ("train.run_name", "train.output_dir", "data.cache_dir")
+NOT_COMPARED = ("train.run_name", "train.output_dir", "data.cache_dir", "data.image_folder")
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 

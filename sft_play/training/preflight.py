@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Where files are, which machines may say differently: what is in the files is compared.
 PLACES = ("train.output_dir", "train.run_name", "train.resume_from", "data.cache_dir")
-DATA_PLACES = ("data.train_path", "data.val_path", "data.test_path")
+DATA_PLACES = ("data.train_path", "data.val_path", "data.test_path", "data.image_folder")
 ROOM = 0.97  # of the planned peak: an estimate is no reason to give up for little
 FIRST_SECONDS = 180.0  # for ranks that have met; some are slow to read the base model's files
 JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose own error says more
