@@ -49,6 +49,18 @@ def freeze() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_rank_before_its_rows():
+    """Start no rank early for a run that is prepared in this process: it would wait to the end.
+
+    What such a rank imports takes 7 seconds. tests/test_early_rank.py starts runs that have one.
+    """
+    from sft_play.plan.early import EarlyRank
+
+    with patch.object(EarlyRank, "of", return_value=None):
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer that ships."""
