@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,22 @@ def pytest_collection_finish() -> None:
     freeze()
     gc.enable()
     gc.set_threshold(10_000)  # a tiny model has some thousand objects, and few cycles
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the process that ranks are forks of, before a test has started threads.
+
+    Only where many modules are collected: elsewhere one is started when it is needed.
+    """
+    if sys.platform != "linux" or "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+    from rank_processes import begin_server
+
+    if not torch.cuda.is_available():  # a fork cannot use a driver that is initialised
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        begin_server(capture.resume_global_capture)
 
 
 def freeze() -> None:
