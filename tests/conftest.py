@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from _pytest.logging import catching_logs
 from architecture_table import TableWriter
 from fake_nvml import plant  # noqa: F401 (a fixture)
 from run_files import run_json
@@ -33,7 +34,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else 2
 
 
+def catch_root_logs(catching: catching_logs) -> logging.Handler:
+    """Catch what reaches the root logger.
+
+    pytest looks six times a test for loggers that do not propagate, among the hundreds of torch
+    and transformers, and adds a handler to each: a millisecond and more.
+    """
+    root = logging.getLogger()
+    if catching.level is not None:
+        catching.handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    root.addHandler(catching.handler)
+    catching.attached_loggers.append(root)
+    return catching.handler
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    catching_logs.__enter__ = catch_root_logs
     gc.disable()  # imports make a million objects, and nothing that could be freed
     config.pluginmanager.register(TableWriter())
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import select
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
@@ -57,6 +58,9 @@ def begin_server(redirect: Callable[[], object]) -> None:
             try:
                 redirect()
                 _serve(words[-1], descriptors)
+            except Exception:
+                traceback.print_exc()
+                raise
             finally:
                 os._exit(1)
         return child
