@@ -116,7 +116,8 @@ def start_rank(
 def start_command(words: Sequence[str], environ: Mapping[str, str], output: Path) -> BaseProcess:
     """Start `python -m sft_play`, in a session of its own, with these words and no other variables.
 
-    What it prints, on both streams, goes to the file `output`.
+    But that of tokenizers, whose threads no fork has. What it prints, on both streams, goes to the
+    file `output`.
     """
     process = FORKS.Process(target=_be_command, args=(tuple(words), dict(environ), output))
     with patch.dict(os.environ, QUIET | ON_CPU):
@@ -174,6 +175,8 @@ def _be_command(words: tuple[str, ...], environ: dict[str, str], output: Path) -
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environ)
+    # the threads of tokenizers that were started while tests were collected are not here
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
