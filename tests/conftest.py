@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from _pytest.logging import catching_logs
 from architecture_table import TableWriter
 from fake_nvml import plant  # noqa: F401 (a fixture)
 from run_files import run_json
@@ -32,7 +34,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else 2
 
 
+def catch_root_logs(catching: catching_logs) -> logging.Handler:
+    """Catch what reaches the root logger.
+
+    pytest looks six times a test for loggers that do not propagate, among the hundreds of torch
+    and transformers, and adds a handler to each: a millisecond and more.
+    """
+    root = logging.getLogger()
+    if catching.level is not None:
+        catching.handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    root.addHandler(catching.handler)
+    catching.attached_loggers.append(root)
+    return catching.handler
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    catching_logs.__enter__ = catch_root_logs
     gc.disable()  # imports make a million objects, and nothing that could be freed
     config.pluginmanager.register(TableWriter())
 
@@ -43,10 +62,38 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)  # a tiny model has some thousand objects, and few cycles
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the process that ranks are forks of, before a test has started threads.
+
+    Only where many modules are collected: elsewhere one is started when it is needed.
+    """
+    if sys.platform != "linux" or "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+    from rank_processes import begin_server
+
+    if not torch.cuda.is_available():  # a fork cannot use a driver that is initialised
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        begin_server(capture.resume_global_capture)
+
+
 def freeze() -> None:
     """Leave what is alive out of later garbage collections: imports hold a million objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_rank_before_its_rows():
+    """Start no rank early for a run that is prepared in this process: it would wait to the end.
+
+    What such a rank imports takes 7 seconds. tests/test_early_rank.py starts runs that have one.
+    """
+    from sft_play.plan.early import EarlyRank
+
+    with patch.object(EarlyRank, "of", return_value=None):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,16 @@ For tests of what ranks do together, and of commands that would import a tokeniz
 launcher, which imports torch for each process, is started only where a test is about the launcher.
 """
 
+import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
+import select
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,44 @@ QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARAL
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 Target = Callable[..., Any]
+
+
+def begin_server(redirect: Callable[[], object]) -> None:
+    """Make the fork server a fork of this process, which has imported nearly all that ranks do.
+
+    `redirect()` points its output where that of its ranks is to go. It imports the rest when the
+    first rank is started.
+    """
+
+    def fork(path: object, words: Sequence[str], descriptors: Sequence[int]) -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                redirect()
+                _serve(words[-1], descriptors)
+            except Exception:
+                traceback.print_exc()
+                raise
+            finally:
+                os._exit(1)
+        return child
+
+    resource_tracker.ensure_running()  # which is spawned too
+    with patch.dict(os.environ, QUIET | ON_CPU), patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def _serve(program: str, descriptors: Sequence[int]) -> None:
+    """Be the fork server: `program` is what an interpreter would be started with."""
+    faulthandler.disable()  # it writes to a file that is closed here
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+        with contextlib.suppress(OSError):  # that of the listing
+            os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (open to the end)
+    listener, alive = descriptors[:2]
+    if listener in select.select([listener, alive], [], [])[0]:
+        exec(program)
 
 
 def start_rank(
@@ -73,7 +116,8 @@ def start_rank(
 def start_command(words: Sequence[str], environ: Mapping[str, str], output: Path) -> BaseProcess:
     """Start `python -m sft_play`, in a session of its own, with these words and no other variables.
 
-    What it prints, on both streams, goes to the file `output`.
+    But that of tokenizers, whose threads no fork has. What it prints, on both streams, goes to the
+    file `output`.
     """
     process = FORKS.Process(target=_be_command, args=(tuple(words), dict(environ), output))
     with patch.dict(os.environ, QUIET | ON_CPU):
@@ -131,6 +175,8 @@ def _be_command(words: tuple[str, ...], environ: dict[str, str], output: Path) -
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environ)
+    # the threads of tokenizers that were started while tests were collected are not here
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

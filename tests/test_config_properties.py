@@ -1,5 +1,6 @@
 """Random configs: what is written is read back, and what is resolved adds up."""
 
+import functools
 import json
 import random
 import string
@@ -11,9 +12,11 @@ import yaml
 
 from sft_play.config import deepspeed, rules, yaml_source
 from sft_play.config.loader import LoadedConfig, load, nested
-from sft_play.config.schema import Config, is_structured, kinds, settings
+from sft_play.config.schema import Config, is_structured, kinds
+from sft_play.config.schema import settings as settings_of
 from sft_play.errors import ConfigError
 
+settings = functools.cache(settings_of)
 # texts that a YAML reader could take for something else
 ODD_TEXTS = [
     "no", "on", "Yes", "y", "null", "~", "NULL", "true", "auto", "010", "0x1f", "1_000", "1:30",

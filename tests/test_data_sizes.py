@@ -56,9 +56,14 @@ def zstd(path: Path, unit: bytes, size: int, begin: bytes = b"") -> None:
 
 
 def nested(path: Path) -> None:
-    turns = [{"role": "user", "content": "a" * MIB}, {"role": "assistant", "content": "b" * MIB}]
-    table = pa.table({"messages": pa.concat_arrays([pa.array([turns])] * 1000)})
-    pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=4 * MIB)
+    texts = pa.array(["a" * MIB, "b" * MIB])  # which the file has once
+    content = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 1000), texts)
+    role = pa.array(["user", "assistant"] * 1000)
+    turns = pa.StructArray.from_arrays([role, content], ["role", "content"])
+    messages = pa.ListArray.from_arrays(pa.array(range(0, 2001, 2), pa.int32()), turns)
+    table = pa.table({"messages": messages})
+    limits = {"dictionary_pagesize_limit": 4 * MIB, "store_schema": False}
+    pq.write_table(table, path, compression="zstd", **limits)
 
 
 def nulls(path: Path) -> None:

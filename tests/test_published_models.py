@@ -27,6 +27,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 REASONS = {"timm": "timm", "config": "encoder.*decoder"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def configs_have_short_names():
+    """Let a config in a message be its class: huggingface_hub formats one that nobody reads.
+
+    For each config inside another it tries the types of the field, and says why each is another.
+    """
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(transformers.PreTrainedConfig, "__repr__", object.__repr__)
+        yield
+
+
 @pytest.fixture(scope="module")
 def published(tokenizer, tmp_path_factory) -> Callable[[str], Path]:
     """A function that returns the folder of a published type, written once."""

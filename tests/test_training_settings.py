@@ -11,12 +11,12 @@ from sft_play.training import arguments
 from sft_play.training.arguments import training_arguments
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def arguments_of(plan_run):
     """Return a function that makes transformers' arguments of a run with `changes` of `train`."""
+    folder = plan_run({})
 
     def arguments(device="cpu", **changes):
-        folder = plan_run({})
         planned = PlannedRun.read(folder)
         train = planned.config.train.model_copy(update=changes)
         layout = replace(planned.plan.layout, fullest_step=None)  # not packed

@@ -124,8 +124,8 @@ ROWS = (
     ),
     folder(
         "hostile-size",
-        "tokenizer.json has 1 GiB",
-        sparse("tokenizer.json", 1 << 30),
+        "tokenizer.json has 300 MiB",
+        sparse("tokenizer.json", 300 << 20),
         Guard("sft_play.plan.base_model:refuse_odd_files", nothing),
         "tokenizer.json is of more than 256 MiB",
         "get the model again",
@@ -156,8 +156,8 @@ ROWS = (
     )._replace(exit_class=ExitClass.DATA),
     folder(
         "hostile-memory",
-        "one call of the chat template asks for 1 GB",
-        template("{{ 'a'|center(10**9) }}"),
+        "one call of the chat template asks for 600 MB",
+        template("{{ 'a'|center(6 * 10**8) }}"),
         Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
         "asks for 512 MiB of memory or more",
         "choose another with MODEL_CHAT_TEMPLATE",
