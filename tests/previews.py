@@ -12,9 +12,7 @@ from sft_play.data.preview import (
     TokenSpan,
 )
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.store import (
-    Sample,
-)
+from sft_play.data.store import Sample
 
 TEXTS = [
     "Plain words, two  blanks.\n\tA tab; naïve café",

@@ -13,7 +13,7 @@ from sft_play.data.chunk_tokenizer import hash_row
 from sft_play.data.ledger import EqualRows, ledger_lines
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.rows import Message, Row
-from sft_play.data.store import read_bad_rows
+from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import DataError
 
 Records = list[dict[str, Any]]

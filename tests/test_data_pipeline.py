@@ -18,7 +18,8 @@ from sft_play.data.order import StepSampler
 from sft_play.data.pipeline import build_run_data, count_padding, packed_run
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import length_percentiles
-from sft_play.data.store import Store, read_bad_rows
+from sft_play.data.store import Store
+from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import ConfigError, DataError
 
 FILES = ("train", "val", "test")

@@ -27,14 +27,7 @@ from sft_play.data.preview import (
 )
 from sft_play.data.preview_page import render_page
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.store import (
-    RowHashes,
-    Split,
-    Store,
-    StoredSample,
-    StoreWriter,
-    to_arrays,
-)
+from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.step import Layout
 

@@ -28,7 +28,8 @@ from sft_play.data.ledger import (
     Tally,
 )
 from sft_play.data.rows import MAX_LISTED_ROWS, Json
-from sft_play.data.store import Split, TokenizedSource, TokenizedSplits, open_samples
+from sft_play.data.store import Split
+from sft_play.data.tokenized import TokenizedSource, TokenizedSplits, open_samples
 from sft_play.errors import ConfigError, DataError
 
 

@@ -32,9 +32,10 @@ from sft_play.data.rows import (
     Row,
     shorten,
 )
-from sft_play.data.store import LongRow, RowHashes, SampleArrays, StoredSample, to_arrays
+from sft_play.data.store import RowHashes, SampleArrays, StoredSample, to_arrays
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
+from sft_play.data.tokenized import LongRow
 
 
 class FittedSample(NamedTuple):

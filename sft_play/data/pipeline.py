@@ -18,9 +18,9 @@ from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
 from sft_play.data.row_estimates import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
-from sft_play.data.store import TokenizedSplits, read_bad_rows
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenize import tokenize_sources
+from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
 from sft_play.errors import SHARED_MEMORY, ConfigError
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text

@@ -36,15 +36,15 @@ from sft_play.data.processor import digest_settings
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.sources import Source, digest_source
-from sft_play.data.store import (
+from sft_play.data.store import StoreWriter
+from sft_play.data.templates import template_text
+from sft_play.data.tokenized import (
     BAD_ROWS,
     LongRow,
     StoreSummary,
-    StoreWriter,
     TokenizedSource,
     TokenizedSplits,
 )
-from sft_play.data.templates import template_text
 from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder

@@ -128,6 +128,15 @@ def begin_warm_up(schedule: Any, warmup: int) -> None:
     apply_schedule(schedule)
 
 
+def set_rates(trainer: "SftTrainer", optimizer: Optimizer, model: nn.Module) -> None:
+    """Give the B matrices of LoRA+, and towers, the learning rates that the run asks for."""
+    if trainer.loraplus_lr_ratio is not None:
+        raise_learning_rate_of_b(optimizer, model, trainer.loraplus_lr_ratio)
+    if trainer.towers_learning_rate is not None:
+        factor = trainer.towers_learning_rate / trainer.args.learning_rate
+        give_own_rate(optimizer, set(map(id, trainer.tower_weights)), factor)
+
+
 def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
     """Move the parameters of B to groups of their own, with `ratio` times the learning rate.
 

@@ -46,12 +46,7 @@ from sft_play.training.checkpoints import (
     save_checkpoint,
     write_weights,
 )
-from sft_play.training.engine import (
-    begin_state,
-    give_own_rate,
-    prepare,
-    raise_learning_rate_of_b,
-)
+from sft_play.training.engine import begin_state, prepare, set_rates
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
@@ -227,11 +222,8 @@ class SftTrainer(Trainer):
         """Return Trainer's optimizer; B of LoRA+ and towers have groups where they have rates."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if is_new and self.loraplus_lr_ratio is not None:
-            raise_learning_rate_of_b(optimizer, model or self.model, self.loraplus_lr_ratio)
-        if is_new and self.towers_learning_rate is not None:
-            factor = self.towers_learning_rate / self.args.learning_rate
-            give_own_rate(optimizer, set(map(id, self.tower_weights)), factor)
+        if is_new:
+            set_rates(self, optimizer, model or self.model)
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
