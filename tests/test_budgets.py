@@ -35,7 +35,7 @@ TOKENS = {
     "data": 72_000,
     "evaluation": 11_900,
     "inference": 17_050,
-    "models": 94_850,
+    "models": 94_900,
     "monitor": 8_750,
     "notebooks": 15_050,
     "plan": 46_000,

@@ -1,5 +1,7 @@
 """A step of rows with images is that of plain transformers: packed, padded, and by itself."""
 
+import importlib.util
+
 import pytest
 from architecture_steps import Gap, adapted, fused, gap, settings
 from image_models import image_model, image_tokenizer, write_image_model
@@ -7,6 +9,8 @@ from image_steps import conversations, reference_step, stored, trained_step
 from test_published_training import without_dropout
 
 from sft_play.config.schema import Config
+from sft_play.data.processor import Processor
+from sft_play.errors import EnvironmentFault
 from sft_play.models.checkpointing import checkpoint_layers
 
 TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
@@ -49,3 +53,11 @@ def test_so_is_one_that_trains_towers(model_type, mode, tokenizer, tmp_path) -> 
     assert any("merger" in name or "projector" in name for name in reached) == (
         mode == "full" or model_type == "qwen3_vl"  # Gemma's projector is no linear layer
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is installed")
+def test_a_processor_that_needs_torchvision_says_so(tokenizer, tmp_path) -> None:
+    base = write_image_model("mistral3", tmp_path / "base", tokenizer)
+    config = Config.model_validate({"model": {"name": str(base)}})
+    with pytest.raises(EnvironmentFault, match="pip install torchvision"):
+        Processor(config, tokenizer).write(conversations(tmp_path)[0])

@@ -170,9 +170,9 @@ def test_a_chat_on_a_terminal_begins_with_what_it_talks_to(terminal, counting_ru
 
 def test_a_chat_obeys_its_commands(terminal):
     lines = terminal("/help", "/bogus", "/system Be brief.", "/reset", "/exit").out.splitlines()[6:]
-    names = ["/help", "/reset", "/system", "/save", "/exit"]
-    assert [line.split()[0] for line in lines[:5]] == names
-    assert lines[5:] == [
+    names = ["/help", "/reset", "/system", "/image", "/save", "/exit"]
+    assert [line.split()[0] for line in lines[:6]] == names
+    assert lines[6:] == [
         "/bogus is no command; /help lists them",
         "the conversation is empty, with your system message",
         "the conversation is empty",

@@ -22,7 +22,7 @@ from transformers import (
 from sft_play.config.schema import Config
 from sft_play.data import splits
 from sft_play.data.splits import UsedTokens, find_used_tokens
-from sft_play.data.store import RECORD, SampleArrays, Split, Store, StoreWriter
+from sft_play.data.store import IMAGE, RECORD, SampleArrays, Split, Store, StoreWriter
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.models.vocabulary import UNTRAINED, check_vocabulary, find_matrices, untrained_tokens
@@ -401,7 +401,9 @@ def store_of(folder, *samples: tuple[list[int], list[bool]], file: str = "rows.j
             record = np.zeros(1, RECORD)
             record["end"], record["number"] = len(ids), number
             record["weights"] = -1
-            writer.append(SampleArrays(np.array(ids), np.array(trained), np.zeros(0), record))
+            images = np.zeros(0, IMAGE), np.zeros(0, np.uint8)
+            arrays = SampleArrays(np.array(ids), np.array(trained), np.zeros(0), record, *images)
+            writer.append(arrays)
     return Store(folder, [file])
 
 

@@ -159,6 +159,10 @@ NOT_RUN = {
         "make train-distributed MODEL_NAME=meta-llama/Llama-3.1-70B TRAIN_STRATEGY=fsdp",
     ),
     "has tests of its own": (
+        "make infer RUN=name PROMPT='What is it?' IMAGE=oak.jpg",
+        "make infer PROMPT='...' IMAGE=a.jpg,b.jpg",
+        "make infer IN=asked.jsonl",
+        "make eval DATA_TEST_PATH=held.jsonl",
         "make init FROM=axolotl.yml OUT=config.yaml",
         "make train MODEL_ADAPTER=outputs/<run> DATA_TRAIN_PATH=more.jsonl",
         "make train RUN=longer TRAIN_RESUME_FROM=outputs/<run> TRAIN_EXTEND=true TRAIN_EPOCHS=6",

@@ -115,7 +115,7 @@ def _trains_matrix_and_rows(config: Config) -> bool:
     return bool(lora.trainable_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 
-FLOAT8_RULES = (
+TOWER_RULES = (
     Rule(
         ("tuning.towers", "tuning.mode"),
         lambda c: c.tuning.towers == "full" and c.tuning.mode != "full",
@@ -137,6 +137,8 @@ FLOAT8_RULES = (
         lambda c: c.tuning.towers_learning_rate is not None and not c.tuning.trains_towers,
         "no tower is trained; set TUNING_TOWERS=lora, or full in mode full",
     ),
+)
+FLOAT8_RULES = (
     Rule(
         ("tuning.base_dtype", "tuning.mode"),
         lambda c: c.tuning.has_float8_base and c.tuning.mode == "full",
@@ -278,6 +280,7 @@ RULES = (
         "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_MODE=lora",
     ),
     *FLOAT8_RULES,
+    *TOWER_RULES,
     Rule(
         ("tuning.lora.modules_to_save", "tuning.lora.target_modules"),
         lambda c: bool(_names_of_both(c)),

@@ -217,10 +217,14 @@ def load_processor(model: Any, tokenizer: Any) -> Any | None:
         processor_class = _processor_class(name)
         settings, _ = processor_class.get_processor_dict(model.name, revision=model.revision)
     except (OSError, ValueError, ImportError) as error:
+        remedy = (
+            "copy preprocessor_config.json and processor_config.json of its base into the folder"
+        )
+        if "torchvision" in str(error):
+            remedy = "it needs the torchvision of the installed torch: pip install torchvision"
         raise EnvironmentFault(
             f"model.name={model.name}: its image processor could not be loaded: "
-            f"{first_line(error)}; copy preprocessor_config.json and processor_config.json of its "
-            "base into the folder"
+            f"{first_line(error)}; {remedy}"
         ) from error
     parts = dict.fromkeys(processor_class.get_attributes())
     parts |= {"image_processor": image_processor, "tokenizer": tokenizer}

@@ -258,9 +258,8 @@ class TuningSection(Section):
     )
     towers: Literal["frozen", "lora", "full", "drop"] = Field(
         "frozen",
-        description="What a model has beside its language model, for images or sound: frozen keeps "
-        "it as it is, lora gives its linear layers adapters, too, full trains it in mode full, "
-        "drop keeps it out of memory, for rows of text. It is a part of what leaves.",
+        description="What reads images or sound: frozen stays as it is, lora has adapters on its "
+        "linear layers, full is trained in mode full, drop is not in memory; it is in what leaves.",
     )
     towers_learning_rate: PositiveFloat | None = Field(
         None, description="Learning rate of towers that are trained; null is train.learning_rate."

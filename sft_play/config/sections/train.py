@@ -227,9 +227,8 @@ class TrainSection(Section):
     )
     dataloader_num_workers: NonNegativeInt | Auto = Field(
         "auto",
-        description="Processes of each rank that collate batches ahead; 0 collates in the training "
-        "process, a few milliseconds a batch while the GPU computes, at any number of ranks. auto "
-        "is 0 for text; images are opened and prepared by up to 8.",
+        description="Processes of each rank that collate batches ahead; auto is up to 8 for rows "
+        "with images, and 0 for text, which takes the training process a few milliseconds a batch.",
     )
     dataloader_pin_memory: bool | Auto = Field(
         "auto",

@@ -18,6 +18,7 @@ from torch.nn import functional
 from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import UNMASKED, ImageBlock
 
+ALIGNED = 8  # of a mask's rows, for torch's memory-efficient kernel
 ROWS = "image_rows"  # attribute of a mask that stands for UNMASKED
 
 
@@ -68,7 +69,7 @@ def _rows_of(mask: Tensor, blocks: Sequence[ImageBlock]) -> ImageRows:
 
 
 def _padded(ranges: Sequence[range]) -> Tensor:
-    width = max(map(len, ranges))
+    width = -(-max(map(len, ranges)) // ALIGNED) * ALIGNED
     rows = [torch.arange(each.start, each.start + width).clamp(max=each[-1]) for each in ranges]
     return torch.stack(rows)
 
@@ -93,13 +94,11 @@ def with_image_rows(
         tensor[places].transpose(1, 2)
         for tensor, places in ((query, rows.queries), (key, rows.keys), (value, rows.keys))
     )
+    if query.shape[1] != key.shape[1]:  # no fused kernel takes a mask and shared keys
+        shared = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
     found = functional.scaled_dot_product_attention(
-        query,
-        key,
-        value.to(query.dtype),
-        attn_mask=rows.seen,
-        scale=scoring.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value.to(query.dtype), attn_mask=rows.seen, scale=scoring.scale
     )
     found = found.transpose(1, 2).flatten(0, 1)[rows.kept]
     flat = mixed.flatten(0, 1).index_copy(0, rows.places, found.to(mixed.dtype))
