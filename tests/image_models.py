@@ -76,6 +76,33 @@ IMAGE_TOKENS = {
         },
         _GEMMA,
     ),
+    "internvl": ImageTokens(
+        "<IMG_CONTEXT>",
+        ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        {"image_token_id": "<IMG_CONTEXT>"},
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "glm4v": ImageTokens(
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        (
+            *("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+            *("<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        ),
+        {
+            "image_token_id": "<|image|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_token_id": "<|video|>",
+        },
+    ),
+    "llava": ImageTokens(
+        "<image>", ("<image>",), {"image_token_id": "<image>"}, {"image_token": "<image>"}
+    ),
     "mistral3": ImageTokens(
         "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"), {"image_token_id": "[IMG]"}
     ),

@@ -219,6 +219,39 @@ _QWEN3 = {
 _QWEN2 = {"max_pixels": 12845056, "min_pixels": 3136, **IMAGENET}
 
 PROCESSORS: dict[str, dict[str, Any]] = {
+    "internvl": {
+        "preprocessor_config.json": {
+            **STEPS,
+            **HALVES,
+            "crop_to_patches": False,
+            "image_processor_type": "GotOcr2ImageProcessorFast",
+            "processor_class": "InternVLProcessor",
+            "size": {"height": 32, "width": 32},
+        },
+        "processor_config.json": {"image_seq_length": 4, "processor_class": "InternVLProcessor"},
+    },
+    "glm4v": _of_qwen(
+        "Glm4vImageProcessor",
+        "Glm4vProcessor",
+        **IMAGENET,
+        size={"longest_edge": 9633792, "shortest_edge": 12544},
+    ),
+    "llava": {
+        "preprocessor_config.json": {
+            **STEPS,
+            **IMAGENET,
+            "crop_size": {"height": 32, "width": 32},
+            "image_processor_type": "CLIPImageProcessor",
+            "processor_class": "LlavaProcessor",
+            "size": {"shortest_edge": 32},
+        },
+        "processor_config.json": {
+            "num_additional_image_tokens": 1,
+            "patch_size": 8,
+            "processor_class": "LlavaProcessor",
+            "vision_feature_select_strategy": "default",
+        },
+    },
     "gemma3": {
         "preprocessor_config.json": {
             **STEPS,

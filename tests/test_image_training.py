@@ -9,11 +9,14 @@ from image_steps import conversations, reference_step, stored, trained_step
 from test_published_training import without_dropout
 
 from sft_play.config.schema import Config
+from sft_play.data import processor
 from sft_play.data.processor import Processor
 from sft_play.errors import EnvironmentFault
 from sft_play.models.checkpointing import checkpoint_layers
 
-TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+TYPES = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "internvl", "glm4v", "llava"),
+)
 
 
 def gap_of_step(model_type, tokenizer, folder, packed: bool, **tuning) -> tuple[Gap, set[str]]:
@@ -60,4 +63,16 @@ def test_a_processor_that_needs_torchvision_says_so(tokenizer, tmp_path) -> None
     base = write_image_model("mistral3", tmp_path / "base", tokenizer)
     config = Config.model_validate({"model": {"name": str(base)}})
     with pytest.raises(EnvironmentFault, match="pip install torchvision"):
+        Processor(config, tokenizer).write(conversations(tmp_path)[0])
+
+
+def test_a_processor_of_an_older_form_is_refused(tokenizer, tmp_path, monkeypatch) -> None:
+    from transformers.models.gemma3n import processing_gemma3n
+
+    base = write_image_model("gemma3", tmp_path / "base", tokenizer)
+    monkeypatch.setattr(
+        processor, "_processor_class", lambda _: processing_gemma3n.Gemma3nProcessor
+    )
+    config = Config.model_validate({"model": {"name": str(base)}})
+    with pytest.raises(EnvironmentFault, match="does not say what it writes for an image"):
         Processor(config, tokenizer).write(conversations(tmp_path)[0])

@@ -203,7 +203,7 @@ def load_processor(model: Any, tokenizer: Any) -> Any | None:
 
     Raises: EnvironmentFault where its files cannot be read.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, ProcessorMixin
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -220,12 +220,18 @@ def load_processor(model: Any, tokenizer: Any) -> Any | None:
         remedy = (
             "copy preprocessor_config.json and processor_config.json of its base into the folder"
         )
-        if "torchvision" in str(error):
+        is_there = importlib.util.find_spec("torchvision") is not None
+        if not is_there and not isinstance(error, OSError):
             remedy = "it needs the torchvision of the installed torch: pip install torchvision"
         raise EnvironmentFault(
             f"model.name={model.name}: its image processor could not be loaded: "
             f"{first_line(error)}; {remedy}"
         ) from error
+    if processor_class.replace_image_token is ProcessorMixin.replace_image_token:
+        raise EnvironmentFault(
+            f"model.name={model.name}: {name} is of an older form, which does not say what it "
+            "writes for an image; set MODEL_NAME to another model, or leave the images out"
+        )
     parts = dict.fromkeys(processor_class.get_attributes())
     parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
     known = inspect.signature(processor_class.__init__).parameters
