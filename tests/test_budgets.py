@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 20_300,
     "compat": 1_300,
     "config": 23_250,
-    "data": 72_000,
+    "data": 72_050,
     "evaluation": 11_900,
     "inference": 17_050,
     "models": 94_900,
