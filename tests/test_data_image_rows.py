@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_models import draw_image, image_tokenizer, write_image_model
+from image_models import draw_image, image_rows, image_tokenizer, write_image_model
 from PIL import Image
 
 from sft_play.config.schema import Config, DataSection
@@ -17,6 +17,7 @@ from sft_play.data.assemble import RunData
 from sft_play.data.images import ImageReader
 from sft_play.data.ledger import ledger_lines
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.processor import Processor
 from sft_play.data.row_estimates import look_at_rows
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message
 from sft_play.data.sources import find_sources
@@ -286,3 +287,18 @@ def test_rows_are_equal_where_their_images_are(folder, base, own) -> None:
     assert build_run_data(config, own).ledger.splits["train"].duplicates.exact == 0
     shutil.copy(folder / "0.png", folder / "1.png")
     assert build_run_data(config, own).ledger.splits["train"].duplicates.exact == 1
+
+
+def test_a_plan_counts_the_tokens_of_images_without_a_network(tokenizer, tmp_path) -> None:
+    base = write_image_model("qwen3_vl", tmp_path / "base", tokenizer)
+    rows = image_rows(tmp_path, [(64, 32), (96, 96)])
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"model": {"name": str(base)}, "data": {"train_path": str(path)}}
+    config = Config.model_validate(values)
+    facts = look_at_rows(config, {}, may_fetch=False)
+    own = image_tokenizer(tokenizer, "qwen3_vl")
+    processor = Processor(config, own)
+    assert len(facts.lengths) == len(rows)
+    counts = [processor._read(*size).tokens for size in ((64, 32), (96, 96))]
+    assert facts.lengths[-1] > max(counts)
