@@ -9,6 +9,7 @@ from image_models import draw_image, write_image_model
 from rank_processes import run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
+from tiny_models import WHOLE_BLOCKS
 
 from sft_play.errors import ConfigError
 from sft_play.runs.folder import RunFolder
@@ -179,3 +180,21 @@ def test_what_cannot_train_them_is_refused(place, plan_run, changes, words: str)
     ranks = 2 if "train.strategy" in changes else 1
     with pytest.raises(ConfigError, match=words):
         plan_run(settings, num_gpus=ranks, may_trace=False)
+
+
+def test_towers_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(
+    place, tokenizer, plan_run, run_worker, tmp_path
+) -> None:
+    base = write_image_model("qwen3_vl", tmp_path / "base", tokenizer, WHOLE_BLOCKS)
+    changes = {
+        **SETTINGS,
+        "model.name": base,
+        "tuning.mode": "qlora",
+        "data.train_path": place / "rows.jsonl",
+        "data.val_path": place / "held.jsonl",
+        "data.on_overlap": "allow",
+        "train.reopen_saved": True,
+    }
+    folder = plan_run(changes, may_trace=False)
+    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    assert "KL=" in (folder.path / "logs/rank-0.log").read_text()  # beyond its bound the run fails

@@ -28,12 +28,14 @@ from transformers.core_model_loading import ConversionOps
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.architecture import empty_twin, towers_of
+from sft_play.models.architecture import empty_model, empty_twin, towers_of
+from sft_play.models.base_files import stored_config
 from sft_play.models.experts import (
     expert_weights,
     is_expert_weight,
@@ -78,7 +80,19 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
     asked = quantization_config(config, compute_dtype)
     names = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
     values = {name: getattr(asked, name) for name in names}
-    return {**values, "bnb_4bit_compute_dtype": dtype_name(compute_dtype)}
+    values["bnb_4bit_compute_dtype"] = dtype_name(compute_dtype)
+    stored = stored_config(config)
+    if stored is not None and getattr(stored, "quantization_config", None) is None:
+        model = empty_model(stored, compute_dtype, config.model.trust_remote_code)
+        whole = kept_whole(model)
+        if whole:  # plain transformers would pack them, too
+            values["llm_int8_skip_modules"] = [*get_keys_to_not_convert(model), *whole]
+    return values
+
+
+def kept_whole(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that stay in 16 bits besides the head: routers and towers."""
+    return [*sorted(unquantised_linears(model)), *towers_of(model)]
 
 
 def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:
@@ -173,7 +187,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
                 "tuning.mode=qlora: ZeRO-3 cannot share out experts in 4 bits; set "
                 "TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp"
             )
-        self.whole = [*sorted(unquantised_linears(model)), *towers_of(model)]
+        self.whole = kept_whole(model)
         if self.pre_quantized:
             self.whole = []  # its config.json says what is in 16 bits
         super()._process_model_before_weight_loading(model, *args, **kwargs)
