@@ -130,6 +130,8 @@ def build_collator(
     images = None
     if has_images:
         images = image_inputs_of(model, config, tokenizer, context.plan.packing, varlen)
+        # loaded here, once, for the processes that prepare images
+        assert images is not None and images.processor.reads_images, "it has written these rows"
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len, images)
     return PackCollator(
