@@ -152,14 +152,21 @@ def reference_step(model: nn.Module) -> Step:
     logits: list[Tensor] = []
     for sample in samples:
         scores = model(input_ids=torch.from_numpy(sample.ids)[None]).logits[0]
-        labels = torch.from_numpy(sample.labels)
-        loss = functional.cross_entropy(
-            scores[:-1].float(), labels[1:], ignore_index=IGNORE_INDEX, reduction="sum"
-        )
-        (loss / labelled).backward()
-        total += loss.item() / labelled
+        total += add_gradients(scores, sample.labels, labelled)
         logits.append(scores.detach())
     return Step(total, logits, gradients_of(model))
+
+
+def add_gradients(scores: Tensor, labels: np.ndarray, labelled: int) -> float:
+    """Add the gradients of a document's share of the loss; return the share."""
+    loss = functional.cross_entropy(
+        scores[:-1].float(),
+        torch.from_numpy(labels[1:]),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    (loss / labelled).backward()
+    return loss.item() / labelled
 
 
 def trained_step(model: nn.Module, is_packed: bool) -> Step:

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from architecture_steps import Step, gradients_of, loss_of
+from architecture_steps import Step, add_gradients, gradients_of, loss_of
 from image_models import draw_image
 from PIL import Image
 from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.processor import Processor, load_processor
-from sft_play.data.render import IGNORE_INDEX, Renderer
+from sft_play.data.render import Renderer
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message, Row
 from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.models.fast.install import fused_kernels_of
@@ -95,12 +94,7 @@ def reference_step(
         assert inputs["input_ids"][0].tolist() == sample.ids.tolist()
         inputs.pop("attention_mask")
         scores = model(**inputs, use_cache=False).logits[0]
-        labels = torch.from_numpy(sample.labels)
-        loss = functional.cross_entropy(
-            scores[:-1].float(), labels[1:], ignore_index=IGNORE_INDEX, reduction="sum"
-        )
-        (loss / labelled).backward()
-        total += loss.item() / labelled
+        total += add_gradients(scores, sample.labels, labelled)
         logits.append(scores.detach())
     return Step(total, logits, gradients_of(model))
 
