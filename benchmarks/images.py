@@ -1,4 +1,4 @@
-"""Rows of one image and 300 tokens: LoRA by this project, by TRL and by Unsloth, in one sitting.
+"""Rows of one image and 150 words: LoRA by this project, by TRL and by Unsloth, in one sitting.
 
 Models have random weights of the real shape. The images are noise of 768 by 768 pixels.
 
@@ -16,18 +16,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.inputs import CORPUS, TINY, model_settings
 from benchmarks.machine import GIB, ROOT
 from sft_play.runs import metrics
 
 PIXELS = 768  # of a side
-WORDS = 150  # of a row: some 300 tokens of the tiny tokenizer
+WORDS = 150  # of a row: some 170 tokens of the tiny tokenizer
 ROWS_PER_STEP = 16
 WARM_STEPS = 4
 QUALITY = 90  # of the JPEG files
-SPEED = "tokens_per_second"
 SPEED = "tokens_per_second"
 RECOMPUTING = "-recomputing"  # its layers, as it does by default
 ARMS = ("ours", "trl", "trl-recomputing", "unsloth", "unsloth-recomputing")
@@ -175,60 +176,72 @@ def train_ours(folder: Path, steps: int) -> dict[str, object]:
     }
 
 
-def train_peer(arm: str, folder: Path, steps: int, batch: int) -> None:
-    """Train with TRL, or Unsloth's model and collator under it; print the same facts as JSON."""
-    import time
-
-    checkpoints = arm.endswith(RECOMPUTING)
-    arm = arm.removesuffix(RECOMPUTING)
-
-    if arm == "unsloth":
-        from unsloth import FastVisionModel
-        from unsloth.trainer import UnslothVisionDataCollator
-    import torch
-    from peft import LoraConfig
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows with their images opened, as Unsloth's collator takes them."""
     from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
-    lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     rows = []
-    for line in lines:
+    for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         for part in row["messages"][0]["content"]:
             if part["type"] == "image":
                 part["image"] = Image.open(folder / part["image"])
         rows.append(row)
-    options: dict[str, object] = {}
-    if arm == "unsloth":
-        how = "unsloth" if checkpoints else False
-        model, processor = FastVisionModel.from_pretrained(
-            str(folder / "model"), load_in_4bit=False, use_gradient_checkpointing=how
-        )
-        model = FastVisionModel.get_peft_model(
-            model, finetune_vision_layers=False, r=16, lora_alpha=32, lora_dropout=0
-        )
-        FastVisionModel.for_training(model)
-        options["data_collator"] = UnslothVisionDataCollator(model, processor)
-        dataset = rows
-    else:
-        from datasets import Dataset
+    return rows
 
-        processor = AutoProcessor.from_pretrained(folder / "model")
-        model = AutoModelForImageTextToText.from_pretrained(
-            folder / "model", dtype=torch.bfloat16, device_map={"": 0}
-        )
-        targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-        options["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules=targets)
-        dataset = Dataset.from_list(
-            [
-                {
-                    "images": [row["messages"][0]["content"][0].pop("image")],
-                    "messages": row["messages"],
-                }
-                for row in rows
-            ]
-        )
+
+def unsloth_options(folder: Path, checkpoints: bool) -> dict[str, Any]:
+    """Return Unsloth's model, its collator and the rows for it, as options of SFTTrainer."""
+    from unsloth import FastVisionModel
+    from unsloth.trainer import UnslothVisionDataCollator
+
+    how = "unsloth" if checkpoints else False
+    model, processor = FastVisionModel.from_pretrained(
+        str(folder / "model"), load_in_4bit=False, use_gradient_checkpointing=how
+    )
+    model = FastVisionModel.get_peft_model(
+        model, finetune_vision_layers=False, r=16, lora_alpha=32, lora_dropout=0
+    )
+    FastVisionModel.for_training(model)
+    return {
+        "model": model,
+        "processing_class": processor,
+        "train_dataset": read_rows(folder),
+        "data_collator": UnslothVisionDataCollator(model, processor),
+    }
+
+
+def trl_options(folder: Path) -> dict[str, Any]:
+    """Return transformers' model, LoRA of its language layers and the rows, for SFTTrainer."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder / "model", dtype=torch.bfloat16, device_map={"": 0}
+    )
+    rows = [
+        {"images": [row["messages"][0]["content"][0].pop("image")], "messages": row["messages"]}
+        for row in read_rows(folder)
+    ]
+    targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    return {
+        "model": model,
+        "processing_class": AutoProcessor.from_pretrained(folder / "model"),
+        "train_dataset": Dataset.from_list(rows),
+        "peft_config": LoraConfig(r=16, lora_alpha=32, target_modules=targets),
+    }
+
+
+def train_peer(arm: str, folder: Path, steps: int, batch: int) -> None:
+    """Train with TRL, or Unsloth's model and collator under it; print the same facts as JSON."""
+    checkpoints = arm.endswith(RECOMPUTING)
+    # first: Unsloth is imported before what it patches
+    options = unsloth_options(folder, checkpoints) if "unsloth" in arm else trl_options(folder)
+    import torch
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
 
     stamps: list[float] = []
 
@@ -254,14 +267,7 @@ def train_peer(arm: str, folder: Path, steps: int, batch: int) -> None:
         dataset_kwargs={"skip_prepare_dataset": True},
         dataset_text_field="",
     )
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=processor,
-        callbacks=[Clock()],
-        **options,
-    )
+    trainer = SFTTrainer(args=arguments, callbacks=[Clock()], **options)
     trainer.train()
     took = [later - now for now, later in itertools.pairwise(stamps)][WARM_STEPS:]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
