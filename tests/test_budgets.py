@@ -39,7 +39,7 @@ TOKENS = {
     "monitor": 8_750,
     "notebooks": 15_050,
     "plan": 46_000,
-    "reporting": 12_350,
+    "reporting": 12_300,
     "runs": 14_450,
     "training": 44_450,
 }

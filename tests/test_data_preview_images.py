@@ -13,7 +13,7 @@ from PIL import Image
 from previews import LEDGER
 
 from sft_play.config.schema import Config
-from sft_play.data.images import encode_small
+from sft_play.data.images import decode, encode_small
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import PreviewSequence, in_marks, preview_sequences
 from sft_play.data.preview_page import render_page
@@ -91,6 +91,6 @@ def test_the_page_has_small_pictures_and_opens_nothing_else(shown) -> None:
 
 def test_a_large_image_is_shown_small(tmp_path) -> None:
     path = draw_image(tmp_path / "a.png", (512, 256))
-    text = encode_small(ImageFile(str(path), b"", 512, 256)).partition(",")[2]
+    text = encode_small(decode(ImageFile(str(path), b"", 512, 256)), 128).partition(",")[2]
     with Image.open(io.BytesIO(base64.b64decode(text))) as picture:
         assert picture.size == (128, 64)

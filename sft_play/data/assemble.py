@@ -311,7 +311,7 @@ def _build_ledger(selection: Selection) -> SplitLedger:
         lengths=splits.length_percentiles(samples.lengths),
         duplicates=splits.count_duplicates(samples.records),
         sources=tuple(SourceLedger(source.label, source.weight, found) for source, found in pairs),
-        image_samples=int((samples.pixels > 0).sum()),
+        image_samples=int((samples.image_counts > 0).sum()),
     )
 
 

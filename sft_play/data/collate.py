@@ -127,7 +127,7 @@ class PadCollator:
             **_pad_weights(sequences, width),
         }
         if self.images is not None:
-            batch |= self.images(images_of(sequences), batch["input_ids"])
+            batch |= self.images(images_by_document(sequences), batch["input_ids"])
         return batch
 
 
@@ -189,11 +189,11 @@ class PackCollator:
                 batch["document_lengths"] = filled
         if self.images is not None:
             documents = [sequence.lengths for sequence in sequences]
-            batch |= self.images(images_of(sequences), batch["input_ids"], documents)
+            batch |= self.images(images_by_document(sequences), batch["input_ids"], documents)
         return batch
 
 
-def images_of(sequences: Sequence[TokenSequence]) -> list[tuple[ImageFile, ...]]:
+def images_by_document(sequences: Sequence[TokenSequence]) -> list[tuple[ImageFile, ...]]:
     """Return the images of each document of sequences."""
     return list(chain.from_iterable(sequence.images for sequence in sequences))
 

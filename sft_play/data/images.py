@@ -45,7 +45,6 @@ TURNED = range(5, 9)  # its values with which width and height change places
 LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # behind a PNG's pixels: they may turn it
 DEEP_MODES = ("I", "F")
 MAX_CHANNEL = 255
-THUMBNAIL = 128  # pixels at most of a side
 FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
@@ -145,6 +144,13 @@ class ImageReader:
 BESIDE_FILES = ImageReader()
 
 
+def image_limits(config: Config) -> dict[str, int]:
+    """Return the bounds of pixels that are set, by the names that processors have for them."""
+    data = config.data
+    limits = {"min_pixels": data.image_min_pixels, "max_pixels": data.image_max_pixels}
+    return {name: pixels for name, pixels in limits.items() if pixels is not None}
+
+
 def decode(image: ImageFile) -> "Image.Image":
     """Return an image as transformers' load_image does: in RGB, turned as its EXIF data say.
 
@@ -171,12 +177,11 @@ def decode(image: ImageFile) -> "Image.Image":
     return shown
 
 
-def encode_small(image: ImageFile) -> str:
-    """Return an image as a data: URI of a small JPEG. Raises DataError."""
-    shown = decode(image)
-    shown.thumbnail((THUMBNAIL, THUMBNAIL))
+def encode_small(shown: "Image.Image", pixels: int) -> str:
+    """Return an image in RGB, which it shrinks, as a data: URI of a JPEG of `pixels` a side."""
+    shown.thumbnail((pixels, pixels))
     file = io.BytesIO()
-    shown.save(file, "JPEG")
+    shown.save(file, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

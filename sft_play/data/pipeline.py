@@ -136,7 +136,7 @@ def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
         return planned
     processes = 0
     if data.train.has_images:
-        images = sum(len(store.images) for store in data.train.stores) / len(data.train)
+        images = data.train.image_counts.mean()
         batch_bytes = math.ceil(images * layout.rows_per_step / layout.micro_batches) * IMAGE_BYTES
         cores = len(os.sched_getaffinity(0)) // ranks.per_node - 1
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0

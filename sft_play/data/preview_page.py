@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
-from sft_play.data.images import encode_small
+from sft_play.data.images import decode, encode_small
 from sft_play.data.ledger import Ledger, Table, padding_lines, source_tables, split_table
 from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
 from sft_play.data.rows import make_visible
 
+THUMBNAIL = 128  # pixels of a side, at most
 # The content security policy keeps markup in a row harmless even if it were not escaped.
 HEAD = """<!doctype html>
 <html lang="en">
@@ -105,7 +106,7 @@ def span_html(span: TokenSpan) -> str:
     shown_ids: Iterable[int] = span.ids
     if span.image is not None:
         shown_ids = dict.fromkeys(span.ids)  # one, hundreds of times
-        picture = f'<img src="{encode_small(span.image)}" alt="">'
+        picture = f'<img src="{encode_small(decode(span.image), THUMBNAIL)}" alt="">'
     ids = ", ".join(map(str, shown_ids))
     return f'<i{special} title="{where} {ids}">{picture}{_span_text(span.text)}</i>'
 

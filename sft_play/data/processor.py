@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
 from sft_play.data import cache
+from sft_play.data.images import image_limits
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
 from sft_play.data.templates import RenderError
@@ -47,10 +48,7 @@ class Processor:
     def __init__(self, config: Config, tokenizer: Any):
         self._model = config.model
         self._tokenizer = tokenizer
-        limits = (config.data.image_min_pixels, config.data.image_max_pixels)
-        self._given = {
-            name: limit for name, limit in zip(BOUNDS, limits, strict=True) if limit is not None
-        }
+        self._given = image_limits(config)
         self._suspects = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -113,10 +111,9 @@ class Processor:
 
         A text may hold such a token, and a template may drop or repeat some.
         """
-        if not sample.images and (
-            self._suspects.isdisjoint(sample.ids) or not self.reads_images
-        ):  # tokens as any other
-            return
+        has_suspects = not self._suspects.isdisjoint(sample.ids)
+        if not sample.images and not (has_suspects and self.reads_images):
+            return  # tokens as any other
         types = self.token_types(sample.ids)
         written = self.count(sample.images)
         if sum(types) != written:

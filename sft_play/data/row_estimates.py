@@ -213,7 +213,8 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
         return "none of the first rows can be used"
     counter = TokenCounter.find(config, environ)
     has_images = any(message.images for row in rows for message in row.messages)
-    if (has_images and counter is not None) or (may_fetch and (has_images or counter is None)):
+    is_here = counter is not None
+    if (may_fetch or is_here) and (has_images or not is_here):
         from sft_play.data.processor import Processor  # transformers: seconds
         from sft_play.data.tokenizer import load_tokenizer
 

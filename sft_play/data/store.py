@@ -269,8 +269,8 @@ class Split:
 
     @property
     def has_images(self) -> bool:
-        """Whether a sample of its stores has an image."""
-        return any(len(store.images) for store in self.stores)
+        """Whether one of the samples has an image."""
+        return bool(self.image_counts.any())
 
     @property
     def image_counts(self) -> np.ndarray:

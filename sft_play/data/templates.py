@@ -233,9 +233,7 @@ def write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateTex
     for message in messages:
         if isinstance(message["content"], list):
             images += (part["image"] for part in message["content"] if part["type"] == "image")
-    if not images:
-        return written
-    if not images[0].token:  # an estimate without the model's processor
+    if not images or not images[0].token:  # the second: an estimate without the model's processor
         return written
     pieces = written.text.split(images[0].token)
     if len(pieces) != len(images) + 1:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
-from sft_play.data.collate import PadCollator, TrainRows, images_of, labelled
+from sft_play.data.collate import PadCollator, TrainRows, images_by_document, labelled
 from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
@@ -273,7 +273,7 @@ class Evaluator:
             tensors = collate(sequences)
             tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
             tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
-            batches.append(LossBatch(indices, tokens, tensors, images_of(sequences)))
+            batches.append(LossBatch(indices, tokens, tensors, images_by_document(sequences)))
         return batches
 
     def _prompt_batches(

@@ -61,13 +61,15 @@ def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False
     Raises: ValueError if the model has no such way either.
     """
     layers = decoder_layers(model)
-    _checkpoint_towers(model)
+    function = functools.partial(checkpoint, use_reentrant=False)
+    for layer in _layers_of_trained_towers(model):
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = function
     if not layers:
         _checkpoint_whole_model(model, is_on=count > 0)
         return
     # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
     # the embeddings require a gradient, and the first layer would compute its input gradient.
-    function = functools.partial(checkpoint, use_reentrant=False)
     if offloads:
         function = LayerOffloading().checkpoint
     for number, layer in enumerate(layers):
@@ -75,16 +77,13 @@ def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False
         layer._gradient_checkpointing_func = function
 
 
-def _checkpoint_towers(model: PreTrainedModel) -> None:
-    """Checkpoint every layer of towers that are trained: their patches outnumber the tokens."""
+def _layers_of_trained_towers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the layers of towers that are trained: always recomputed, for their many patches."""
+    found = []
     for tower in towers_of(base_model_of(model)).values():
         if any(parameter.requires_grad for parameter in tower.parameters()):
-            for layer in tower.modules():
-                if isinstance(layer, GradientCheckpointingLayer):
-                    layer.gradient_checkpointing = True
-                    layer._gradient_checkpointing_func = functools.partial(
-                        checkpoint, use_reentrant=False
-                    )
+            found += [one for one in tower.modules() if isinstance(one, GradientCheckpointingLayer)]
+    return found
 
 
 def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:

@@ -15,8 +15,8 @@ from sft_play.models.architecture import empty_twin, towers_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import run_within
 
-# transformers' name for what numbers the images of a row whose tokens see each other
-ROPE_INDEX = "get_rope_index"  # its method where positions are of three axes
+ROPE_INDEX = "get_rope_index"  # transformers' method where positions are of three axes
+# And its name for what numbers the images of a row whose tokens see each other
 BLOCKS = "get_block_sequence_ids_for_mask"
 
 
@@ -72,8 +72,4 @@ def _own_type(tower: nn.Module) -> contextlib.AbstractContextManager[None]:
 def reads_both_ways(model: PreTrainedModel) -> bool:
     """Return whether the tokens of an image see each other, as the code of the class says."""
     classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return any(
-        BLOCKS in inspect.unwrap(one.forward).__code__.co_names
-        for one in classes
-        if hasattr(one.forward, "__code__") or hasattr(one.forward, "__wrapped__")
-    )
+    return any(BLOCKS in inspect.unwrap(one.forward).__code__.co_names for one in classes)

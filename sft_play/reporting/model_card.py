@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.data.images import image_limits
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.page import GIB, code, render
@@ -62,7 +63,7 @@ def card_text(
         options=options,
         reader=reader,
         image_samples=image_samples,
-        image_limits=_image_limits(config),
+        image_limits=image_limits(config),
         messages=messages,
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         scores=_score_rows(report, facts),
@@ -75,15 +76,6 @@ def card_text(
         tested_rows=data.get("test", {}).get("rows_used"),
     )
     return card.rstrip() + "\n"
-
-
-def _image_limits(config: Config) -> dict[str, int]:
-    """Return the bounds of pixels with which images were read, where they are not the base's."""
-    limits = {
-        "min_pixels": config.data.image_min_pixels,
-        "max_pixels": config.data.image_max_pixels,
-    }
-    return {name: value for name, value in limits.items() if value is not None}
 
 
 def _imports_and_options(

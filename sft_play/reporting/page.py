@@ -3,8 +3,6 @@
 In HTML text is escaped, no script runs and no other file is loaded.
 """
 
-import base64
-import io
 import logging
 import re
 import shlex
@@ -15,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sft_play.data.images import DAMAGED, IMAGE_FORMATS
+from sft_play.data.images import DAMAGED, IMAGE_FORMATS, encode_small
 from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
 from sft_play.plan.devices import GIB
@@ -84,16 +82,11 @@ def thumbnail(path: str) -> str:
 
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as opened:
-            opened.draft(
-                "RGB", (THUMBNAIL, THUMBNAIL)
-            )  # a large JPEG is read at a part of its size
+            opened.draft("RGB", (THUMBNAIL, THUMBNAIL))  # a large JPEG at a part of its size
             shown = ImageOps.exif_transpose(opened).convert("RGB")
     except DAMAGED:
         return ""
-    shown.thumbnail((THUMBNAIL, THUMBNAIL))
-    written = io.BytesIO()
-    shown.save(written, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(written.getvalue()).decode()}"
+    return encode_small(shown, THUMBNAIL)
 
 
 def gib(size: int | None) -> str:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sft_play.data.image_inputs import IMAGE_BLOCKS
 from sft_play.models.architecture import towers_of
 
 # The keywords by which transformers' models are told of documents
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-IMAGE_BLOCKS = "image_blocks"
 ImageBlock = tuple[int, int, int]  # start, end and begin of its document in the flattened rows
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
 

@@ -39,7 +39,7 @@ Masks = Tensor | None | dict[str, Tensor | None]
 def image_masks(masks: Masks, blocks: Sequence[ImageBlock]) -> Tensor | dict[str, Tensor]:
     """Return in place of the model's masks, (B, 1, T, T) bool, UNMASKED with the rows of images.
 
-    Masks may be several by the kind of layer. None of them is causal, and stays so.
+    Masks may be several, by the kind of layer. One that is None is causal, and becomes UNMASKED.
     """
     if isinstance(masks, dict):
         return {kind: image_masks(mask, blocks) for kind, mask in masks.items()}
