@@ -1,4 +1,4 @@
-"""Rows of one image and 150 words: LoRA by this project, by TRL and by Unsloth, in one sitting.
+"""Rows of one image and 300 tokens: LoRA by this project, by TRL and by Unsloth, in one sitting.
 
 Models have random weights of the real shape. The images are noise of 768 by 768 pixels.
 
@@ -25,7 +25,7 @@ from benchmarks.machine import GIB, ROOT
 from sft_play.runs import metrics
 
 PIXELS = 768  # of a side
-WORDS = 150  # of a row: some 170 tokens of the tiny tokenizer
+WORDS = 285  # of a row: some 300 tokens of the tiny tokenizer
 ROWS_PER_STEP = 16
 WARM_STEPS = 4
 QUALITY = 90  # of the JPEG files

@@ -5,6 +5,7 @@ hub, and the template writes what the template of the type's repositories writes
 """
 
 import copy
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from published_files import write_processor, write_weights
@@ -64,6 +66,7 @@ _GEMMA = {
     "eoi_token": "<end_of_image>",
     "image_token": "<image_soft_token>",
 }
+_TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 IMAGE_TOKENS = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     "gemma3": ImageTokens(
@@ -106,7 +109,65 @@ IMAGE_TOKENS = {
     "mistral3": ImageTokens(
         "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"), {"image_token_id": "[IMG]"}
     ),
+    "gemma4": ImageTokens(
+        "<|image|>",
+        ("<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"),
+        {
+            "image_token_id": "<|image|>",
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+            "audio_token_id": "<|audio|>",
+            "video_token_id": "<|video|>",
+        },
+        {
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+    ),
+    "llama4": ImageTokens(
+        "<|image|>",
+        (
+            *("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
+        {"image_token_id": "<|patch|>"},
+    ),
+    "smolvlm": ImageTokens(
+        "<image>",
+        ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *_TILES),
+        {"image_token_id": "<image>"},
+    ),
+    "lfm2_vl": ImageTokens(
+        "<image>",
+        (
+            *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
+        ),
+        {"image_token_id": "<image>"},
+        {
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+        },
+    ),
 }
+
+
+# Types whose processor needs torchvision, which a GPU host has
+WITH_TORCHVISION = tuple(
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("torchvision") is None, reason="without torchvision"
+        ),
+    )
+    for name in ("mistral3", "gemma4", "llama4", "smolvlm", "lfm2_vl")
+)
 
 
 def image_tokenizer(shipped: PreTrainedTokenizerBase, model_type: str) -> PreTrainedTokenizerBase:
@@ -151,7 +212,12 @@ def write_image_model(
     write_weights(model, folder)
     tokenizer.save_pretrained(folder)
     write_processor(model.config.model_type, folder)
+    template = folder / "chat_template.json"
+    if template.is_file():  # in place of a .jinja
+        template.write_text(json.dumps({"chat_template": tokenizer.chat_template}))
     settings = folder / "preprocessor_config.json"
+    if not settings.is_file():
+        return folder
     values = json.loads(settings.read_text())
     if ("size" in values and "shortest_edge" in values["size"]) or "min_pixels" in values:
         bounds = {"min_pixels": 256, "max_pixels": 2048}

@@ -93,6 +93,7 @@ def reference_step(
         sample = samples[index]
         assert inputs["input_ids"][0].tolist() == sample.ids.tolist()
         inputs.pop("attention_mask")
+        inputs.to(model.dtype)  # the pixels
         scores = model(**inputs, use_cache=False).logits[0]
         total += add_gradients(scores, sample.labels, labelled)
         logits.append(scores.detach())

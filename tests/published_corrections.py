@@ -159,6 +159,7 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
         "Emu3TextConfig": {"bos_token_id": 2, "attention_dropout": 0.0},
         "FunAsrNanoAdaptorConfig": {"intermediate_size": sizes.hidden // 4},
         "Gemma3Config": {"mm_tokens_per_image": 4},
+        "Gemma4VisionConfig": {"position_embedding_size": 128},
         "Glm5NextTextConfig": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0},
         "Granite4VisionConfig": {
             "deepstack_layer_map": [[-1, 0]],
@@ -187,6 +188,7 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "moe_layers": [1],
             "no_rope_layers": [1, 0],
         },
+        "Llama4VisionConfig": {"intermediate_size": 4 * sizes.hidden},
         "MiniMaxM3VLTextConfig": {
             "mlp_layer_types": ["dense", "sparse"],
             "layer_types": ["full_attention", "minimax_m3_sparse"],

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_models import draw_image, image_tokenizer, write_image_model
+from image_models import WITH_TORCHVISION, draw_image, image_tokenizer, write_image_model
 from PIL import Image
+from transformers import AutoConfig
 
 from sft_play.config.schema import Config
 from sft_play.data.pipeline import build_run_data
@@ -69,7 +70,10 @@ CONVERSATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5", "gemma3"])
+TYPES = ("qwen2_5_vl", "qwen3_5", "gemma3")
+
+
+@pytest.fixture(scope="module", params=[*TYPES, *WITH_TORCHVISION])
 def model(request, tokenizer, tmp_path_factory) -> tuple[Path, Any]:
     """A base and its tokenizer."""
     folder = tmp_path_factory.mktemp("base") / request.param
@@ -134,6 +138,9 @@ def test_a_sample_is_what_the_processor_writes_and_its_answers_are_trained(model
         calls = [json.dumps(CALL["function"]) if "tool_calls" in each else "" for each in answers]
         said = [each["content"] + call + STOP for each, call in zip(answers, calls, strict=True)]
         assert answers_in(sample, own) == said, name
+        counted = sum(processor.create_mm_token_type_ids([sample.ids.tolist()])[0])
+        replaced = AutoConfig.from_pretrained(base).image_token_id
+        assert counted >= sample.ids.tolist().count(replaced) > 0, name
         trained = sample.labels != IGNORE_INDEX
         assert (sample.labels[trained] == sample.ids[trained]).all()
 
@@ -154,9 +161,17 @@ def test_our_mark_is_text_in_what_stands_beside_images(qwen, tmp_path) -> None:
     assert answers_in(sample, own) == [f"Noise.{STOP}"] and len(sample.images) == 1
 
 
-TOKENS = {"qwen2_5_vl": "<|image_pad|>", "qwen3_5": "<|image_pad|>", "gemma3": "<image_soft_token>"}
+TOKENS = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_5"), "<|image_pad|>"),
+    "gemma3": "<image_soft_token>",
+    "mistral3": "[IMG]",
+    "gemma4": "<|image|>",
+    "llama4": "<|patch|>",
+}
 
 
+# <image> is a mark for an image in any row: the tokens of SmolVLM and LFM2-VL
+@pytest.mark.parametrize("model", [*TYPES, *WITH_TORCHVISION[:3]], indirect=True)
 @pytest.mark.parametrize("shows", [True, False], ids=["with an image", "without"])
 @pytest.mark.parametrize("place", ["question", "answer"])
 def test_a_token_of_images_in_a_text_is_text_or_refused(model, place, shows, tmp_path) -> None:
@@ -167,9 +182,10 @@ def test_a_token_of_images_in_a_text_is_text_or_refused(model, place, shows, tmp
     record |= {"images": ["0.png"] if shows else None}
     record[place] += f" {token}"
     sample, _ = samples_of([record, plain], base, own, tmp_path)
-    types = Processor(configured(base, tmp_path), own).token_types(sample.ids.tolist())
     expected, _ = samples_of([{**record, place: "Is it?"}, plain], base, own, tmp_path)
-    assert sum(types) == expected.ids.tolist().count(own.convert_tokens_to_ids(token))
+    processor = Processor(configured(base, tmp_path), own)
+    of_images = [sum(processor.token_types(each.ids.tolist())) for each in (sample, expected)]
+    assert of_images[0] == of_images[1] and (of_images[0] > 0) == shows
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*(stand for images|for 1 images)"):
         samples_of([record, plain], base, own, tmp_path, special_tokens_in_text="allow")
 

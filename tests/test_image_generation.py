@@ -9,7 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from architecture_steps import adapted, fused, settings
-from image_models import draw_image, image_model, image_tokenizer, write_image_model
+from image_models import (
+    WITH_TORCHVISION,
+    draw_image,
+    image_model,
+    image_tokenizer,
+    write_image_model,
+)
 from image_steps import conversations, stored
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
@@ -24,7 +30,7 @@ from sft_play.evaluation.generate import Generator
 from sft_play.models.images import image_inputs_of
 from sft_play.process import Process
 
-TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", *WITH_TORCHVISION)
 TOKENS = 8
 SETTINGS = {
     "generation_max_new_tokens": TOKENS,
@@ -72,11 +78,12 @@ class Reader:
         train = self.config.train.model_copy(update={"generation_num_beams": beams})
         return Generator(self.tokenizer, train, self.process, images=self.images)
 
-    def prompt(self, *sizes: tuple[int, int], text: str = "What?") -> PromptIds:
+    def prompt(self, *sizes: tuple[int, int], text: str = "What?", seed: int = 0) -> PromptIds:
         """Return a prompt with images of these sizes before its text."""
         images = []
         for width, height in sizes:
-            path = draw_image(self.folder / f"{width}x{height}.png", (width, height), width)
+            path = self.folder / f"{width}x{height}-{seed}.png"
+            draw_image(path, (width, height), width + seed)
             images.append(ImageFile(str(path), b"", width, height))
         asked = Message("user", IMAGE_MARK * len(sizes) + text, images=tuple(images))
         return render_prompt(
@@ -108,6 +115,7 @@ class Reader:
             text=[text], images=[pictures] if pictures else None, return_tensors="pt"
         )
         assert inputs["input_ids"][0].tolist() == prompt
+        inputs.to(torch.float32)  # Llama 4's pixels are in 16 bits
         scores = Scores(self.generator().stops)
         ids = self.plain.generate(
             **inputs,
@@ -132,7 +140,7 @@ def test_prompts_of_a_batch_are_answered_as_plain_transformers_answers_each(read
 
 
 def test_an_answer_depends_on_the_image(reader) -> None:
-    first, second = reader.prompt((32, 32)), reader.prompt((33, 32))
+    first, second = reader.prompt((32, 32)), reader.prompt((32, 32), seed=1)
     assert first == second, "other pixels in as many tokens"
     one, other = reader.answers([first, second])
     assert (one.scores[0] - other.scores[0]).abs().max() > 1e-3
@@ -144,6 +152,15 @@ def test_beams_of_a_batch_are_those_of_each_prompt(reader) -> None:
     every = generator.decode(generator.generate(reader.model, prompts))
     alone = [generator.decode(generator.generate(reader.model, [prompt]))[0] for prompt in prompts]
     assert every == alone
+
+
+def test_beams_see_the_images_of_their_prompt(reader) -> None:
+    """From the same inputs each beam of a prompt has the same first scores."""
+    generator = reader.generator(beams=2)
+    scores = Scores([])
+    generator.generate(reader.model, reader.prompts(), scored=scores)
+    one, other = scores.seen[0][::2], scores.seen[0][1::2]
+    torch.testing.assert_close(one, other, atol=3e-4, rtol=0)
 
 
 def test_halves_of_a_batch_have_their_own_images(reader, monkeypatch) -> None:

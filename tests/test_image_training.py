@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 from architecture_steps import Gap, adapted, fused, gap, settings
-from image_models import image_model, image_tokenizer, write_image_model
+from image_models import WITH_TORCHVISION, image_model, image_tokenizer, write_image_model
 from image_steps import conversations, reference_step, stored, trained_step
 from test_published_training import without_dropout
 
@@ -30,7 +30,8 @@ def gap_of_step(model_type, tokenizer, folder, packed: bool, **tuning) -> tuple[
     rows = conversations(folder)
     samples = stored(rows, config, own, folder / "store")
     model = image_model(own, model_type).train()
-    model.config.get_text_config().use_cache = False
+    for part in (model.config, model.config.get_text_config()):  # as a run does
+        part.use_cache = False
     without_dropout(model)
     plain = adapted(model, config)
     made = fused(plain, config)
@@ -41,7 +42,7 @@ def gap_of_step(model_type, tokenizer, folder, packed: bool, **tuning) -> tuple[
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", (*TYPES, *WITH_TORCHVISION))
 def test_a_step_is_that_of_plain_peft(model_type, packed, tokenizer, tmp_path) -> None:
     found, _ = gap_of_step(model_type, tokenizer, tmp_path, packed)
     assert found.is_rounding, found

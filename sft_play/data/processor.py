@@ -25,7 +25,7 @@ from sft_play.plan.model_shape import find_file, is_composite
 from sft_play.runs.model_folder import read_object
 
 BOUNDS = ("min_pixels", "max_pixels")
-IMAGE_WORDS = re.compile("image|img", re.I)  # in tokens that may stand for images
+IMAGE_WORDS = re.compile("image|img|patch", re.I)  # in tokens that may stand for images
 SIZES = 1 << 14  # of images, whose texts are kept
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -212,7 +212,17 @@ def load_processor(model: Any, tokenizer: Any) -> Any | None:
             return None
         image_processor = AutoImageProcessor.from_pretrained(model.name, **options)
         processor_class = _processor_class(name)
+        if processor_class.replace_image_token is ProcessorMixin.replace_image_token:
+            raise EnvironmentFault(
+                f"model.name={model.name}: {name} is of an older form, which does not say what it "
+                "writes for an image; set MODEL_NAME to another model, or leave the images out"
+            )
         settings, _ = processor_class.get_processor_dict(model.name, revision=model.revision)
+        parts = dict.fromkeys(processor_class.get_attributes())
+        parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
+        known = inspect.signature(processor_class.__init__).parameters
+        own = {key: value for key, value in settings.items() if key in known and key not in parts}
+        processor = _without_others(processor_class)(**parts, **own)
     except (OSError, ValueError, ImportError) as error:
         remedy = (
             "copy preprocessor_config.json and processor_config.json of its base into the folder"
@@ -220,20 +230,16 @@ def load_processor(model: Any, tokenizer: Any) -> Any | None:
         is_there = importlib.util.find_spec("torchvision") is not None
         if not is_there and not isinstance(error, OSError):
             remedy = "it needs the torchvision of the installed torch: pip install torchvision"
+        elif isinstance(error, ImportError):
+            remedy = "install the package that is missing"
         raise EnvironmentFault(
             f"model.name={model.name}: its image processor could not be loaded: "
             f"{first_line(error)}; {remedy}"
         ) from error
-    if processor_class.replace_image_token is ProcessorMixin.replace_image_token:
-        raise EnvironmentFault(
-            f"model.name={model.name}: {name} is of an older form, which does not say what it "
-            "writes for an image; set MODEL_NAME to another model, or leave the images out"
-        )
-    parts = dict.fromkeys(processor_class.get_attributes())
-    parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
-    known = inspect.signature(processor_class.__init__).parameters
-    own = {key: value for key, value in settings.items() if key in known and key not in parts}
-    return _without_others(processor_class)(**parts, **own)
+    replaced = getattr(config, "image_token_id", None)  # by the model; Llama 4 marks with another
+    if replaced is not None and replaced not in processor.image_token_ids:
+        processor.image_token_ids = [*processor.image_token_ids, replaced]
+    return processor
 
 
 def _processor_class(name: str) -> type:

@@ -20,6 +20,7 @@ from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -32,6 +33,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sft_play.config.schema import TrainSection
 from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import stop_ids
+from sft_play.data.rows import ImageFile
+from sft_play.models.fast.setup import base_model_of
 from sft_play.models.positions import room_for_answer
 from sft_play.plan.devices import host_memory
 from sft_play.plan.model_shape import shape_of
@@ -110,14 +113,12 @@ class Generator:
         input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
         limit = room_for_answer(model, input_ids.shape[1], limit)
         device = self.process.device
-        seen = {}
-        if self.images is not None:
-            pictures = [getattr(prompt, "images", ()) for prompt in prompts]
-            seen = send_to_device(self.images(pictures, input_ids), device)
+        pictures = [getattr(prompt, "images", ()) for prompt in prompts]
+        seen = self._show(pictures, input_ids)
         # else PEFT casts the input of each adapter to float32, and autocast casts it back
         is_half = self.process.compute_dtype != torch.float32
         casting = disable_input_dtype_casting(model, active=is_half)
-        with self.process.autocast(), casting, shared_keys():
+        with self.process.autocast(), casting, shared_keys(), self._beams_see(model, pictures):
             ids = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),
@@ -135,6 +136,39 @@ class Generator:
                 **seen,
             )
         return ids[:, input_ids.shape[1] :]
+
+    def _show(self, pictures: Sequence[Sequence[ImageFile]], ids: Tensor) -> dict[str, Any]:
+        """Return the inputs of the images of each prompt, on the device."""
+        found = {} if self.images is None else self.images(pictures, ids)
+        return send_to_device(found, self.process.device)
+
+    @contextlib.contextmanager
+    def _beams_see(
+        self, model: nn.Module, pictures: Sequence[Sequence[ImageFile]]
+    ) -> Iterator[None]:
+        """Give each beam the images of its prompt.
+
+        transformers repeats them one by one: two beams on images a and b would see a, a and b, b.
+        """
+        base = base_model_of(model)
+        own = type(base)._expand_inputs_for_generation
+        if not any(pictures) or own is not GenerationMixin._expand_inputs_for_generation:
+            yield
+            return
+
+        def expand(
+            expand_size: int = 1, input_ids: Tensor | None = None, **inputs: Any
+        ) -> tuple[Tensor, dict[str, Any]]:
+            assert input_ids is not None
+            repeated = [each for each in pictures for _ in range(expand_size)]
+            input_ids, inputs = own(expand_size, input_ids=input_ids, **inputs)
+            return input_ids, inputs | self._show(repeated, input_ids.cpu())
+
+        base._expand_inputs_for_generation = expand
+        try:
+            yield
+        finally:
+            del base._expand_inputs_for_generation
 
     def generate_or_halve(
         self,
