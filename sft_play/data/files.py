@@ -376,7 +376,7 @@ class BadRows:
                 if not NAMES_A_SETTING.search(row.reason):
                     hints[TEMPLATE] = None
         lines += filter(None, hints)
-        if not has_one_cause:
+        if not has_one_cause and self.total != rows_read:  # it would leave none
             lines.append(GO_ON_WITHOUT)
         raise DataError("\n".join(lines))
 
