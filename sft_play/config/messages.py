@@ -150,6 +150,6 @@ def _kind_words(kind: Mapping[str, Any]) -> str:
         return kind["const"]
     if "enum" in kind:
         *others, last = kind["enum"]
-        return f"{', '.join(others)} or {last}"
+        return f"{', '.join(map(str, others))} or {last}"
     bounds = [f"{phrase} {kind[name]}" for name, phrase in BOUNDS.items() if name in kind]
     return f"{TYPE_WORDS[kind['type']]} {' and '.join(bounds)}".rstrip()

@@ -28,7 +28,7 @@ MicroBatch = list[list[int]]
 
 
 class StepSampler(Sampler[MicroBatch]):
-    """The micro-batches of an epoch in global order: micro-batch k belongs to rank k % world_size.
+    """The micro-batches of an epoch in global order: micro-batch k belongs to replica k % replicas.
 
     Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on
     nothing else, so a resumed run skips what it has trained. Every rank runs the same number of
@@ -52,7 +52,7 @@ class StepSampler(Sampler[MicroBatch]):
 
     def __len__(self) -> int:
         optimizer_steps = -(-len(self.lengths) // self.layout.rows_per_step)
-        return optimizer_steps * self.layout.micro_batches * self.layout.world_size
+        return optimizer_steps * self.layout.micro_batches * self.layout.replicas
 
     def __iter__(self) -> Iterator[MicroBatch]:
         rows_per_step = self.layout.rows_per_step
@@ -64,11 +64,11 @@ class StepSampler(Sampler[MicroBatch]):
 
     def find_samples(self, step: int, micro_batch: int, rank: int) -> list[int]:
         """Return the samples of a rank's micro-batch of a step, without fillers; steps from 1."""
-        per_step = self.layout.micro_batches * self.layout.world_size
+        per_step = self.layout.micro_batches * self.layout.replicas
         epoch, number = divmod(step - 1, len(self) // per_step)
         sampler = StepSampler(self.lengths, self.layout, self.seed)
         sampler.set_epoch(epoch)
-        at = number * per_step + micro_batch * self.layout.world_size + rank
+        at = number * per_step + micro_batch * self.layout.replicas + rank
         batch = next(itertools.islice(sampler, at, None))
         return [index for sequence in batch for index in sequence if index >= 0]
 
@@ -98,6 +98,24 @@ class StepSampler(Sampler[MicroBatch]):
         sequences = [[self.lengths[max(i, ~i)] for i in sequence] for sequence in batch]
         in_one_row = layout.is_packed and layout.in_one_row
         return batch_shape(sequences, layout.max_seq_len, in_one_row)
+
+
+class Repeated(Sampler[MicroBatch]):
+    """Each micro-batch several times in a row: ranks that share rows get the same ones."""
+
+    batch_size = None
+    drop_last = False
+
+    def __init__(self, order: StepSampler, times: int):
+        self.order = order
+        self.times = times
+
+    def __len__(self) -> int:
+        return len(self.order) * self.times
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for batch in self.order:
+            yield from itertools.repeat(batch, self.times)
 
 
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:

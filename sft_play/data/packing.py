@@ -148,10 +148,8 @@ def deal(costs: Sequence[float], hands: int, most: int | None = None) -> list[li
 def deal_micro_batches(costs: Sequence[float], layout: Layout) -> list[list[int]]:
     """Return the numbers of each rank's micro-batches, given with the costliest first."""
     if layout.waits_each_micro_batch:  # those at the same time are alike
-        return [
-            list(range(rank, len(costs), layout.world_size)) for rank in range(layout.world_size)
-        ]
-    return deal(costs, layout.world_size, layout.micro_batches)
+        return [list(range(rank, len(costs), layout.replicas)) for rank in range(layout.replicas)]
+    return deal(costs, layout.replicas, layout.micro_batches)
 
 
 def pack_for_ranks(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
@@ -205,7 +203,7 @@ def _pack_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMic
     costs = [document_cost(length, layout) for length in lengths]
     most = layout.micro_batches * layout.sequences
     ranks = []
-    for documents in deal(costs, layout.world_size):
+    for documents in deal(costs, layout.replicas):
         sequences: PackedMicroBatch = []
         if documents:
             dealt = [lengths[document] for document in documents]
@@ -219,7 +217,7 @@ def _pack_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMic
 
 def _pack_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
     """Return the micro-batches of each rank, packed from the documents of all."""
-    count = layout.micro_batches * layout.world_size
+    count = layout.micro_batches * layout.replicas
     sequences = pack_shortest(lengths, count * layout.sequences, layout.max_seq_len)
     assert len(sequences) <= count * layout.sequences, (
         f"{len(sequences)} sequences for {count} micro-batches of {layout.sequences}: "

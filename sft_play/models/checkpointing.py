@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.models.architecture import decoder_layers, towers_of
+from sft_play.models.fast.linears.tiles import set_tiled
 from sft_play.models.fast.setup import base_model_of
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,12 @@ IN_FLIGHT = 2  # inputs that wait on the GPU for their copy to the host
 MIN_BYTES = 2**20  # of a tensor worth a copy: masks and such stay where they are
 
 
-def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False) -> None:
+def checkpoint_layers(model: PreTrainedModel, count: int, offloaded: int = 0) -> None:
     """Checkpoint the first `count` decoder layers, and no others.
 
-    In training they save only their input, and recompute the rest in the backward pass. With
-    `offloads` the inputs are saved in host memory. A model without such layers checkpoints in its
-    own way, as a whole.
+    In training they save only their input, and recompute the rest in the backward pass. The inputs
+    of the first `offloaded` of them are saved in host memory. A model without such layers
+    checkpoints in its own way, as a whole.
 
     Raises: ValueError if the model has no such way either.
     """
@@ -70,11 +71,11 @@ def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False
         return
     # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
     # the embeddings require a gradient, and the first layer would compute its input gradient.
-    if offloads:
-        function = LayerOffloading().checkpoint
+    offloading = LayerOffloading().checkpoint
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count
-        layer._gradient_checkpointing_func = function
+        set_tiled(layer, number < count)
+        layer._gradient_checkpointing_func = offloading if number < offloaded else function
 
 
 def _layers_of_trained_towers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -172,8 +173,9 @@ class LayerOffloading:
         else:
             if free:
                 free.pop()  # too small: its place is taken
-            size = 1 << (tensor.nbytes - 1).bit_length()  # torch pins powers of two
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            if tensor.is_cuda:
+                _pin(buffer)
         weakref.finalize(saved, free.append, buffer).atexit = False
         return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -202,3 +204,15 @@ class LayerOffloading:
         if saved.arrived is not None:
             torch.cuda.current_stream(saved.device).wait_event(saved.arrived)
             saved.arrived = None
+
+
+def _pin(buffer: Tensor) -> None:
+    """Pin a tensor's memory; torch would take the next power of two."""
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, buffer.nbytes, 0)))
+    weakref.finalize(buffer, _unpin, address).atexit = False
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still read it
+    torch.cuda.cudart().cudaHostUnregister(address)

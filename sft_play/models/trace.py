@@ -81,7 +81,7 @@ def trace_step(setup: StepSetup) -> MeasuredStep:
     model = build_on_meta(setup.config, setup.compute_dtype, setup.zero_stage)
     with tracing(model, setup):
         offloads = setup.on_gpu and setup.config.train.activation_offloading is True
-        checkpoint_layers(model, setup.checkpointed_layers, offloads)
+        checkpoint_layers(model, setup.checkpointed_layers, setup.checkpointed_layers * offloads)
         return measure_step(model.train(), setup)
 
 

@@ -13,6 +13,7 @@ from sft_play.plan.traced import TracedStep
 # For each token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
+TILE_TOKENS = 16_384  # of an MLP over a long row that is recomputed: fast.linears.tiles
 OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: checkpointing.IN_FLIGHT
 HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
 FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, after attention and MLP
@@ -50,7 +51,7 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
         forward_logits=loss.forward,
         backward=kept + transient,
         backward_logits=loss.backward,
-        last_layer=transient + layout.tokens * layer_bytes_per_token(step),
+        last_layer=transient + _last_layer_bytes(step, layout),
     )
 
 
@@ -60,16 +61,14 @@ def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Worki
     A fused loss works in chunks, and so grows by no line: it is the closed form's.
     """
     rows = layout.sequences
-    tokens = layout.max_seq_len
+    tokens = layout.row_tokens
     share = layout.checkpointed_layers / step.model.layers
     loss = _Moments(int(traced.logits.at(rows, tokens)), int(traced.logits_kept.at(rows, tokens)))
     beside_loss = int(traced.backward_peak(rows, tokens, share)) - loss.backward
     if step.has_fused_loss:
         loss = _loss_bytes(step, layout.tokens)
-    on_host = 0
-    if step.offload_activations:
-        inputs = max(0, layout.checkpointed_layers - OFFLOADS_IN_FLIGHT)
-        on_host = inputs * layout.tokens * step.compute_bytes * step.model.hidden
+    inputs = max(0, step.offloaded(layout.checkpointed_layers) - OFFLOADS_IN_FLIGHT)
+    on_host = inputs * layout.tokens * step.compute_bytes * step.model.hidden
     kept = int(traced.kept(rows, tokens, share)) - on_host
     in_layers = int(traced.layers_peak(rows, tokens, share)) - on_host
     return Working(
@@ -112,6 +111,21 @@ def layer_bytes_per_token(step: StepSpec) -> int:
     return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product + kept)
 
 
+def _recomputed_bytes(step: StepSpec, tokens: int) -> int:
+    """Return what the backward pass of a layer needs of all its tokens, where it is recomputed.
+
+    The MLP of a long row is recomputed in tiles, and keeps its input alone.
+    """
+    in_mlp = step.compute_bytes * (3 if step.is_full else 2) * step.model.intermediate
+    return tokens * layer_bytes_per_token(step) - (tokens - _mlp_tokens(step, tokens)) * in_mlp
+
+
+def _mlp_tokens(step: StepSpec, tokens: int) -> int:
+    """Return how many of a row's tokens a recomputed MLP holds at once."""
+    is_tiled = step.is_fast and step.zero_stage < 3 and tokens >= 2 * TILE_TOKENS
+    return TILE_TOKENS if is_tiled else tokens
+
+
 def _peft_bytes_per_token(step: StepSpec) -> int:
     """Return what PEFT keeps of a token in a layer, beyond its plain adapters, in 16 bits.
 
@@ -141,22 +155,23 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     A checkpointed layer keeps its input alone. Offloaded, all but two of them are on the host.
     """
     kept_layers = step.model.layers - layout.checkpointed_layers
-    kept_inputs = layout.checkpointed_layers
-    if step.offload_activations:
-        kept_inputs = min(OFFLOADS_IN_FLIGHT, kept_inputs)
+    on_host = step.offloaded(layout.checkpointed_layers)
+    kept_inputs = layout.checkpointed_layers - on_host + min(OFFLOADS_IN_FLIGHT, on_host)
     inputs = kept_inputs * step.compute_bytes * step.model.hidden
     return layout.tokens * (kept_layers * layer_bytes_per_token(step) + inputs)
 
 
-def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the bytes of host memory that activation offloading takes on one rank.
+def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return what the backward pass needs of its last layer, the model's first."""
+    if layout.checkpointed_layers:
+        return _recomputed_bytes(step, layout.tokens)
+    return layout.tokens * layer_bytes_per_token(step)
 
-    torch rounds each pinned allocation up to a power of two.
-    """
-    if not step.offload_activations:
-        return 0
+
+def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return the bytes of host memory that activation offloading takes on one rank."""
     one_input = layout.tokens * step.compute_bytes * step.model.hidden
-    return layout.checkpointed_layers * (1 << (one_input - 1).bit_length())
+    return step.offloaded(layout.checkpointed_layers) * one_input
 
 
 def _transient_bytes(step: StepSpec, layout: Layout) -> int:
@@ -165,15 +180,21 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
     A checkpointed layer is recomputed after the layers above it have freed theirs. So it adds to
     the peak only where all layers are checkpointed, and then after the loss is freed.
     """
-    recomputed = 0
+    recomputed, in_mlp = 0, layout.tokens
     if layout.checkpointed_layers == step.model.layers:
-        layer = layout.tokens * layer_bytes_per_token(step)
+        in_mlp = _mlp_tokens(step, layout.tokens)
+        layer = _recomputed_bytes(step, layout.tokens)
         recomputed = max(0, layer - _loss_bytes(step, layout.tokens).backward)
-    recomputed += _float8_bytes(step, layout.tokens)
+    recomputed += _float8_bytes(step, in_mlp)
     if not step.is_fast:
         return recomputed + _dora_bytes(step)
-    features = 2 * step.model.hidden + 3 * step.model.intermediate
-    return recomputed + layout.tokens * step.compute_bytes * features
+    model = step.model
+    of_hidden = 2 * step.compute_bytes * model.hidden
+    of_mlp = 3 * step.compute_bytes * model.intermediate * in_mlp
+    # gradients of the output, of queries (in float32 too), keys and values
+    heads = (2 * model.heads + 2 * model.kv_heads) * step.compute_bytes + 4 * model.heads
+    of_attention = model.head_dim * heads * layout.tokens
+    return recomputed + layout.tokens * of_hidden + max(of_mlp, of_attention)
 
 
 def _float8_bytes(step: StepSpec, tokens: int) -> int:
@@ -217,7 +238,8 @@ def layer_working_bytes(step: StepSpec, tokens: int) -> int:
     """
     if not step.is_fast:
         return 0
-    return tokens * step.compute_bytes * (10 * step.model.hidden + 3 * step.model.intermediate)
+    in_mlp = 3 * step.model.intermediate * _mlp_tokens(step, tokens)
+    return step.compute_bytes * (tokens * 10 * step.model.hidden + in_mlp)
 
 
 def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:

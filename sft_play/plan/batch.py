@@ -40,6 +40,12 @@ class BatchRequest:
     waits_each_micro_batch: bool = False
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
     step_tokens: float | None = None  # of a usual packed step, where micro-batches may grow by it
+    context_parallel: int = 1  # ranks that share each row
+
+    @property
+    def replicas(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return self.world_size // self.context_parallel
 
     @property
     def rows_per_step(self) -> int:
@@ -47,7 +53,7 @@ class BatchRequest:
 
         Raises: ConfigError when the user's numbers contradict each other.
         """
-        unit = self.world_size
+        unit = self.replicas
         if self.batch_size != "auto":
             unit *= self.batch_size
         if self.grad_accum != "auto":
@@ -82,7 +88,7 @@ class BatchRequest:
         """Return the layout with this micro-batch."""
         grad_accum = self.grad_accum
         if grad_accum == "auto":
-            grad_accum = self.rows_per_step // (batch_size * self.world_size)
+            grad_accum = self.rows_per_step // (batch_size * self.replicas)
         return Layout(
             batch_size=batch_size,
             grad_accum=grad_accum,
@@ -93,14 +99,16 @@ class BatchRequest:
             in_one_row=self.in_one_row,
             pair_cost=self.pair_cost,
             waits_each_micro_batch=self.waits_each_micro_batch,
+            context_parallel=self.context_parallel,
         )
 
     def _arithmetic(self) -> str:
         factors = []
         if self.batch_size != "auto":
             factors.append(f"train.batch_size={self.batch_size}")
-        if self.world_size > 1:
-            factors.append(f"{self.world_size} ranks")
+        if self.replicas > 1:
+            noun = "ranks" if self.context_parallel == 1 else "groups of ranks"
+            factors.append(f"{self.replicas} {noun}")
         if self.grad_accum != "auto":
             factors.append(f"train.grad_accum={self.grad_accum}")
         return " x ".join(factors)
@@ -137,10 +145,10 @@ def merged(
     step_tokens = request.step_tokens
     if step_tokens is None:
         return layout
-    rows_of_rank = layout.rows_per_step // layout.world_size
+    rows_of_rank = layout.rows_per_step // layout.replicas
     found = layout
     for size in range(layout.batch_size, rows_of_rank + 1):
-        if step_tokens >= SATURATED_TOKENS * found.micro_batches * layout.world_size:
+        if step_tokens >= SATURATED_TOKENS * found.micro_batches * layout.replicas:
             break
         if rows_of_rank % size:
             continue
@@ -193,7 +201,7 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
     The first group keeps the effective batch; the others give it up, row by row.
     Raises: ConfigError when the user's numbers contradict each other.
     """
-    rows_of_rank = request.rows_per_step // request.world_size
+    rows_of_rank = request.rows_per_step // request.replicas
     if request.batch_size != "auto":
         return [[request.batch_size]]
     if request.grad_accum != "auto":
@@ -225,8 +233,6 @@ def automatic(request: BatchRequest) -> BatchRequest:
 
 STEP_TOKENS = 1024
 MOST_TOKENS = 2**21
-# Attention kernels index the queries of a batch with 32 bits: `attention.kernels.MAX_ELEMENTS`
-MAX_QUERY_ELEMENTS = 2**31
 
 
 @dataclass(frozen=True)
@@ -268,9 +274,7 @@ def longest_rows(step: StepSpec, request: BatchRequest, budget_bytes: int) -> Lo
 
 
 def _longest(step: StepSpec, request: BatchRequest, budget_bytes: int) -> LongestRow:
-    features = max(1, step.model.heads * step.model.head_dim)
-    most = min(MOST_TOKENS, (MAX_QUERY_ELEMENTS - 1) // features)
-    lengths = range(STEP_TOKENS, most + 1, STEP_TOKENS)
+    lengths = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
 
     def is_too_long(tokens: int) -> bool:
         layout = _one_row(step, request, tokens)
@@ -287,6 +291,7 @@ def _one_row(step: StepSpec, request: BatchRequest, tokens: int) -> Layout:
         batch_size=1,
         grad_accum=2,  # gradients of other rows are held
         world_size=request.world_size,
+        context_parallel=request.context_parallel,
         max_seq_len=tokens,
         checkpointed_layers=step.model.layers if _recomputes(request) else 0,
     )

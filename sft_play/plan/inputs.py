@@ -49,6 +49,8 @@ class PlanInputs:
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float16: bool = False  # the half is float16, which scales the loss
+    context_parallel: int = 1  # ranks that share each row
+    host_layers: int | None = None  # whose inputs the host has room for; None: all
 
     @cached_property
     def request(self) -> BatchRequest:
@@ -67,6 +69,7 @@ class PlanInputs:
             in_one_row=self._takes_one_row,
             pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
+            context_parallel=self.context_parallel,
             host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
 
@@ -142,6 +145,7 @@ class PlanInputs:
             generates=train.predict_with_generate,
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
+            host_layers=self.host_layers,
             layers_by_gpu=self.layers_by_gpu,
             is_float8=tuning.has_float8_base,
             records_graphs=records_graphs(self.graph_setup),
@@ -232,7 +236,8 @@ def _with_layers_placed(inputs: PlanInputs, rule: MapRule, most_layers: int) -> 
 def with_offloading(inputs: PlanInputs) -> PlanInputs:
     """Return the inputs with train.activation_offloading decided where it is auto.
 
-    It is on where no layout fits without it, and one does with it, on the GPU and on the host.
+    It is on where no layout fits without it, and one does with it: with as many layers as the host
+    has room for.
     """
     train = inputs.config.train
     if train.activation_offloading != "auto":
@@ -243,9 +248,11 @@ def with_offloading(inputs: PlanInputs) -> PlanInputs:
     offloaded = _with_offloading_set(inputs, True)
     layout = choose_layout(offloaded)
     host_bytes = activations.offloaded_bytes(offloaded.step, layout)
-    if not offloaded.fits(layout) or host_bytes > inputs.host_budget_bytes:
-        return without
-    return offloaded
+    if host_bytes > inputs.host_budget_bytes:
+        room = inputs.host_budget_bytes * layout.checkpointed_layers // host_bytes
+        offloaded = replace(offloaded, host_layers=room)
+        layout = choose_layout(offloaded)
+    return offloaded if offloaded.fits(layout) else without
 
 
 def _with_offloading_set(inputs: PlanInputs, is_on: bool) -> PlanInputs:

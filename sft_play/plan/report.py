@@ -49,10 +49,12 @@ def plan_line(planned: PlannedRun) -> str:
         checkpointing += f":{layout.checkpointed_layers}/{plan.step.model.layers}"
     if plan.step.offload_activations:
         checkpointing += ",offloaded"
+    shared = layout.context_parallel
+    context = f" context_parallel={shared}" if shared > 1 else ""
     return (
         f"plan device={plan.ranks.device} world={layout.world_size} "
-        f"strategy={plan.ranks.strategy}{zero} "
-        f"batch={layout.batch_size} x {layout.world_size} x accum={layout.grad_accum} "
+        f"strategy={plan.ranks.strategy}{zero}{context} "
+        f"batch={layout.batch_size} x {layout.replicas} x accum={layout.grad_accum} "
         f"= {layout.rows_per_step} packing={str(plan.packing).lower()} "
         f"checkpointing={checkpointing} compute={precision(planned.config)} "
         f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB of {_gib(plan.budget_bytes)}GiB"
@@ -336,7 +338,11 @@ def _batch(plan: RunPlan) -> str:
     noun, nouns = "process", "processes"
     if plan.ranks.device == "cuda" and plan.ranks.gpus_per_process == 1:
         noun, nouns = "GPU", "GPUs"
-    world = f"{layout.world_size} {nouns if layout.world_size > 1 else noun}"
+    if layout.context_parallel > 1:
+        noun, nouns = (
+            f"{each} of {layout.context_parallel} {nouns}" for each in ("group", "groups")
+        )
+    world = f"{layout.replicas} {nouns if layout.replicas > 1 else noun}"
     return (
         f"{layout.batch_size} x {world} x {layout.grad_accum} = {layout.rows_per_step} rows a step "
         f"(micro-batch x {nouns} x accumulation), of at most {layout.max_seq_len:,} tokens"

@@ -15,6 +15,7 @@ from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
+from sft_play.plan.context import with_context
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.fast import graph_warnings
@@ -23,7 +24,6 @@ from sft_play.plan.inputs import (
     choose_layout,
     offloading_warnings,
     shortage,
-    with_offloading,
     with_placement,
 )
 from sft_play.plan.model_shape import load_positions
@@ -166,7 +166,7 @@ def _resolve(
         environ=environ,
     )
     _refuse_combinations(loaded, inputs)
-    inputs = with_offloading(with_placement(inputs))
+    inputs = with_context(with_placement(inputs), loaded)
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
     warnings += _batch_warnings(loaded, layout) + _setting_warnings(loaded)
@@ -289,7 +289,7 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
         return []
     return [
         f"{loaded.described('train.effective_batch_size')} becomes {rows}: train.batch_size="
-        f"{layout.batch_size} x world={layout.world_size} x train.grad_accum={layout.grad_accum}; "
+        f"{layout.batch_size} x world={layout.replicas} x train.grad_accum={layout.grad_accum}; "
         f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
     ]
 
@@ -364,6 +364,7 @@ def _resolved(
         "strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
         "packing": plan.packing,
         "activation_offloading": plan.step.offload_activations,
+        "context_parallel": plan.layout.context_parallel,
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "ddp_timeout": train.ddp_timeout or _nccl_timeout(environ),

@@ -6,7 +6,7 @@ their kernels (capability under 8.0) will be slower.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.plan import memory
 from sft_play.plan.cards import Card
@@ -161,23 +161,24 @@ def predict(
     """Return the speed of a step; None on a CPU, on an unknown card, and in float32."""
     if card is None or not step.is_gpu or not step.is_half:
         return None
-    compute = _compute_seconds(step, layout, work, card)
+    of_rank = replace(work, rows=work.rows / layout.context_parallel)
+    compute = _compute_seconds(step, layout, of_rank, card)
     collective = 0.0
     if layout.world_size > 1:
         collective = _collective_seconds(step, layout, work, compute, _link_bytes(card, nodes))
         gathers_layers = step.is_fsdp or (step.zero_stage == 3 and step.is_fast)
         compute = compute / (GATHERING_SCALING if gathers_layers else SCALING)
     optimizer = _optimizer_seconds(step, layout, card)
-    flops = _flops(step, work, work.labelled)
+    flops = _flops(step, of_rank, work.labelled)
     seconds = compute + optimizer + collective
     return Speed(
-        tokens_per_second=work.tokens * layout.world_size / seconds,
+        tokens_per_second=work.tokens * layout.replicas / seconds,
         step_seconds=seconds,
         compute_seconds=compute,
         optimizer_seconds=optimizer,
         collective_seconds=collective,
         mfu=flops / seconds / card.flops,
-        flops_per_token=flops / work.tokens,
+        flops_per_token=flops / of_rank.tokens,
     )
 
 

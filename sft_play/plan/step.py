@@ -18,7 +18,7 @@ from sft_play.plan.traced import TracedStep
 
 @dataclass(frozen=True)
 class Layout:
-    """One optimizer step: `batch_size` x `world_size` x `grad_accum` rows.
+    """One optimizer step: `batch_size` x `replicas` x `grad_accum` rows.
 
     Packed rows share sequences, so the same rows take fewer and smaller micro-batches.
 
@@ -39,11 +39,17 @@ class Layout:
     in_one_row: bool = False  # the packed documents of a micro-batch, without a row's padding
     pair_cost: float = 0.0  # of attention between two tokens, in what else a token costs
     waits_each_micro_batch: bool = False  # ranks for each other; else once a step, as under DDP
+    context_parallel: int = 1  # ranks that share each row
+
+    @property
+    def replicas(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return self.world_size // self.context_parallel
 
     @property
     def rows_per_step(self) -> int:
         """Rows of an optimizer step on all ranks: the effective batch."""
-        return self.batch_size * self.grad_accum * self.world_size
+        return self.batch_size * self.grad_accum * self.replicas
 
     @property
     def is_packed(self) -> bool:
@@ -54,26 +60,31 @@ class Layout:
         """Micro-batches of a rank and step: packed, as few as hold the fullest step."""
         if self.fullest_step is None:
             return self.grad_accum
-        return -(-self.fullest_step // (self.batch_size * self.world_size))
+        return -(-self.fullest_step // (self.batch_size * self.replicas))
 
     @property
     def sequences(self) -> int:
         """Sequences of a micro-batch at most: packed, as few as that many micro-batches allow."""
         if self.fullest_step is None:
             return self.batch_size
-        return -(-self.fullest_step // (self.micro_batches * self.world_size))
+        return -(-self.fullest_step // (self.micro_batches * self.replicas))
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row on one rank at most."""
+        return -(-self.max_seq_len // self.context_parallel)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch at most."""
-        return self.sequences * self.max_seq_len
+        """Tokens of a micro-batch on one rank at most."""
+        return self.sequences * self.row_tokens
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a micro-batch, averaged over those of the fullest step."""
+        """Tokens of a rank's micro-batch, averaged over those of the fullest step."""
         if self.fullest_step is None:
             return self.tokens
-        return self.fullest_step * self.max_seq_len / (self.micro_batches * self.world_size)
+        return self.fullest_step * self.row_tokens / (self.micro_batches * self.replicas)
 
     @property
     def accumulates(self) -> bool:
@@ -210,6 +221,7 @@ class StepSpec:
     offload_weights: bool = False  # ZeRO-3's or FSDP's, to the host
     adapter_options: AdapterOptions = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
+    host_layers: int | None = None  # whose inputs the host has room for; None: all
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
     traced: TracedStep | None = None  # where the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
@@ -236,6 +248,14 @@ class StepSpec:
     def most_layers(self) -> int:
         """Layers of the fullest GPU where one model is placed on several, else 0."""
         return max(self.layers_by_gpu, default=0)
+
+    def offloaded(self, checkpointed_layers: int) -> int:
+        """Return how many checkpointed layers, the first ones, have their inputs on the host."""
+        if not self.offload_activations:
+            return 0
+        return min(
+            checkpointed_layers, self.model.layers if self.host_layers is None else self.host_layers
+        )
 
     @property
     def is_full(self) -> bool:

@@ -113,7 +113,7 @@ def _mean_step(plan: RunPlan, counted: Counted) -> StepWork:
     """Return the mean step of a rank."""
     layout = plan.layout
     mean_tokens = counted.tokens / counted.samples
-    rows = min(layout.rows_per_step, counted.samples) / layout.world_size
+    rows = min(layout.rows_per_step, counted.samples) / layout.replicas
     if not plan.packing:
         longest = layout.max_seq_len / mean_tokens  # no row is padded further
         padding = min(longest, 1 + PADDED * layout.batch_size / layout.rows_per_step)

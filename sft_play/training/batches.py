@@ -37,7 +37,7 @@ def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:
 
     `wrapped` is the model, or what calls it. What is no input of the model is taken from `inputs`.
     """
-    labels = inputs.pop("labels")
+    labels = inputs.pop("labels", None)
     positions = inputs.pop(LOSS_POSITIONS)
     targets = inputs.pop(LOSS_TARGETS)
     groups: WeightGroups | None = inputs.pop(LOSS_GROUPS, None)
@@ -46,20 +46,25 @@ def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:
         nll = fused_nll(model, wrapped, inputs, positions, targets, counts)
         return nll if groups is None else nll @ groups.weights.to(nll.device)
     logits = wrapped(**inputs).logits
-    if groups is None:
+    if groups is None and labels is not None:
         return summed_nll(logits, labels)
     predicted = logits.flatten(0, 1).index_select(0, positions.to(logits.device)).float()
     nll = functional.cross_entropy(predicted, targets.to(logits.device), reduction="none")
+    if groups is None:
+        return nll.sum()
     weights = groups.weights.repeat_interleave(torch.tensor(groups.counts, device=targets.device))
     return nll @ weights.to(nll.device)
 
 
 def collate_for_step(
-    collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]
+    collate: Callable[[Sequence[TokenSequence]], Batch],
+    sequences: Sequence[TokenSequence],
+    part: Callable[[Batch], Batch] | None = None,
 ) -> Batch:
     """Return the collated batch with its labelled tokens and the lengths of its real documents.
 
-    They are found on the CPU: on a GPU the count would force a synchronization.
+    They are found on the CPU: on a GPU the count would force a synchronization. `part` cuts out
+    what this rank computes of it.
     """
     batch = collate(sequences)
     positions, targets = labelled(batch["labels"])
@@ -70,9 +75,9 @@ def collate_for_step(
         distinct, counts = of_tokens.unique_consecutive(return_counts=True)
         total = of_tokens.double().sum().item()
         batch[LOSS_GROUPS] = WeightGroups(distinct, counts.tolist(), total)
-    return {
-        **batch,
+    batch |= {
         LOSS_POSITIONS: positions,
         LOSS_TARGETS: targets,
         REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
     }
+    return batch if part is None else part(batch)

@@ -11,10 +11,12 @@ from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.data.store import Split
+from sft_play.errors import ConfigError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
+from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.images import image_inputs_of
 from sft_play.plan.needs import needs_boundaries
@@ -52,13 +54,23 @@ def build_trainer(
     config = context.config
     layout = context.plan.layout
     if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
-        checkpoint_layers(model, layout.checkpointed_layers, context.plan.step.offload_activations)
+        layers = layout.checkpointed_layers
+        checkpoint_layers(model, layers, context.plan.step.offloaded(layers))
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     refuse_divided(config.train, model)
     speed = EvalSpeedCallback(config.train.eval_time_budget, context.process)
     throughput = Throughput(context.process, speed, flops_counter(context.plan))
     order = StepSampler(data.train.lengths, layout, config.train.order_seed)
+    context_group = None
+    shared = layout.context_parallel
+    if shared > 1:
+        if data.train.has_images:
+            raise ConfigError(
+                f"train.context_parallel={shared}: GPUs share no rows with images; set "
+                "TRAIN_CONTEXT_PARALLEL=1"
+            )
+        context_group = ContextGroup.of(context.process.rank, context.process.world_size, shared)
     trainer = SftTrainer(
         model=model,
         args=arguments,
@@ -72,6 +84,7 @@ def build_trainer(
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         towers_learning_rate=config.tuning.towers_learning_rate,
+        context=context_group,
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
@@ -95,7 +108,8 @@ def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuar
     train = context.config.train
 
     def rows_of(step: int, micro_batch: int) -> list[str]:
-        samples = order.find_samples(step, micro_batch, context.process.rank)
+        replica = context.process.rank // order.layout.context_parallel
+        samples = order.find_samples(step, micro_batch, replica)
         return [rows.origin(sample) for sample in samples]
 
     return StepGuard(context.process, train.on_nonfinite, train.max_skipped_steps, rows_of)

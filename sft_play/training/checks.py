@@ -26,11 +26,14 @@ from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
 from sft_play.models.experts import expert_weights
+from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.models.fast.documents import CONTEXT, Documents
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import is_divided, own_part
 from sft_play.process import Process
 from sft_play.training.memory import innermost
+from sft_play.training.row_parts import RowPart
 
 WRAPPERS_OF_STRATEGY = {
     "single": (None,),
@@ -177,6 +180,43 @@ def check_cross_document(
             f"{found.seen:.2g} with the tokens of another document and by {found.apart:.2g} "
             f"against the document by itself, of {found.joined:.2g} for one text; "
             "set TRAIN_PACKING=false"
+        )
+
+
+def check_context(
+    model: nn.Module, context: ContextGroup, vocabulary: int, process: Process
+) -> None:
+    """Raise ConfigError unless ranks that share a row compute what one of them computes by itself.
+
+    `model` is the wrapped model. Every rank must call it.
+    """
+    ids = np.random.default_rng(0).integers(vocabulary, size=sum(LENGTHS))
+    documents = np.split(ids, [LENGTHS[0]])
+    collator = PackCollator(0, len(ids), varlen=True)
+    whole = _inputs([documents], collator, process.device)
+    part = RowPart(context.rank, context.size).cut(whole)
+    tokens = part["input_ids"].shape[1]
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=process.device)
+    cut_off = {**part, **Documents(ends, tokens).arguments}  # sees no token of another part
+    with modes_restored(model), torch.no_grad():
+        model.eval()
+        expected, shared, without = (
+            model(**inputs).logits[0].float()
+            for inputs in (whole, {**part, CONTEXT: context}, cut_off)
+        )
+    expected = expected[context.rank * tokens :][:tokens]
+    real = len(expected)  # the last part may end with padding
+    rounded = _median if rounds_coarsely(model) else _difference
+    found = process.gather(
+        (rounded(shared[:real], expected), _difference(without[:real], expected))
+    )
+    apart, moved = map(max, zip(*found, strict=True))
+    if not apart <= MAX_ROUNDED * moved:
+        name = type(base_model_of(getattr(model, "module", model))).__name__
+        raise ConfigError(
+            f"train.context_parallel={context.size}: logits of {name} change by {apart:.2g} where "
+            f"ranks share a row, and by {moved:.2g} where its parts do not see each other; set "
+            "TRAIN_CONTEXT_PARALLEL=1"
         )
 
 

@@ -105,7 +105,7 @@ class Probe:
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
         if self.request.recomputes_by_layer:  # other backends set it up when they load
-            checkpoint_layers(self.trainer.model, layers, self.step.offload_activations)
+            checkpoint_layers(self.trainer.model, layers, self.step.offloaded(layers))
 
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
         """Try the plan as it is, and correct its bytes by what that took."""
@@ -138,6 +138,7 @@ class Probe:
                 batch_size=1,
                 grad_accum=2 if self.layout.accumulates else 1,
                 world_size=self.layout.world_size,
+                context_parallel=self.layout.context_parallel,
                 max_seq_len=max_seq_len,
                 checkpointed_layers=layers,
             )

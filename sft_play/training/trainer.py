@@ -23,10 +23,12 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from sft_play import stops
-from sft_play.data.collate import Batch
-from sft_play.data.order import StepSampler
+from sft_play.data.collate import Batch, TokenSequence
+from sft_play.data.order import Repeated, StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
+from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.models.images import trained_tower_weights
 from sft_play.models.sharding import trains_divided
@@ -50,6 +52,7 @@ from sft_play.training.engine import begin_state, prepare, set_rates
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
+from sft_play.training.row_parts import RowPart
 from sft_play.training.step_log import StepLog
 
 
@@ -68,6 +71,7 @@ class SftTrainer(Trainer):
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
         towers_learning_rate: float | None = None,
+        context: ContextGroup | None = None,
         **kwargs: Any,
     ):
         self.text_config = kwargs["model"].config.get_text_config()
@@ -90,6 +94,7 @@ class SftTrainer(Trainer):
         self.towers_learning_rate = towers_learning_rate
         self.tower_weights = trained_tower_weights(self.model)
         self.router_loss = router_loss
+        self.context = context  # of ranks that share each row
         self.guard = guard
         self.gradients = gradients
         self.loss_watch = LossWatch(self.text_config.vocab_size, self.args.learning_rate)
@@ -236,19 +241,29 @@ class SftTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches.
 
-        Accelerate shards `order`: rank r gets every world_size-th micro-batch.
+        Accelerate shards `order`: rank r gets every world_size-th micro-batch. Ranks that share
+        rows get the same ones, and cut their parts.
         """
         args = self.args
+        order = self.order if self.context is None else Repeated(self.order, self.context.size)
         loader = DataLoader(
             self.train_dataset,
-            batch_sampler=self.order,
-            collate_fn=functools.partial(collate_for_step, self.data_collator),
+            batch_sampler=order,
+            collate_fn=self.collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
             worker_init_fn=stops.leave_to_parent,
         )
         return self.accelerator.prepare(loader)
+
+    @property
+    def collate(self) -> Callable[[Sequence[TokenSequence]], Batch]:
+        """What makes a micro-batch of this rank."""
+        part = None
+        if self.context is not None:
+            part = RowPart(self.context.rank, self.context.size)
+        return functools.partial(collate_for_step, self.data_collator, part=part)
 
     def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
         """Return the micro-batches of one step, and the weight of labelled tokens on all ranks.
@@ -297,6 +312,8 @@ class SftTrainer(Trainer):
         if self.router_loss is not None:
             inputs |= self.router_loss.inputs()
         has_images = "pixel_values" in inputs
+        if self.context is not None:
+            inputs[CONTEXT] = self.context
         loss = take_nll(self.model, model, inputs) / num_items_in_batch
         if self.tower_weights and not has_images:
             # every rank has a gradient of every weight, and it is zero

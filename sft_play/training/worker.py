@@ -35,6 +35,7 @@ from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
 from sft_play.training.checkpoints import save_now, take_best
 from sft_play.training.checks import (
     check_causality,
+    check_context,
     check_cross_document,
     check_engine,
     check_equal_ranks,
@@ -207,6 +208,9 @@ def before_first_step(
     vocabulary, device = trainer.text_config.vocab_size, context.process.device
     with recorder.check("no prediction depends on later tokens"):
         check_causality(trainer.model_wrapped, vocabulary, device)
+    if trainer.context is not None:
+        with recorder.check("ranks that share rows compute what one computes"):
+            check_context(trainer.model_wrapped, trainer.context, vocabulary, context.process)
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
             check_cross_document(trainer.model_wrapped, trainer.data_collator, vocabulary, device)

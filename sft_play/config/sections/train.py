@@ -167,6 +167,12 @@ class TrainSection(Section):
         "pass, for long rows on a GPU. auto: where a step does not fit otherwise and the host has "
         "room (backend unsloth: ignored).",
     )
+    context_parallel: Literal["auto", 1, 2, 4, 8] = Field(
+        "auto",
+        description="GPUs that share each row, for rows that one has no memory for: each computes "
+        "a part of the row's tokens, and in attention all tokens of a part of the heads. auto is "
+        "as few as the plan needs.",
+    )
     fast_path: bool | Auto = Field(
         "auto",
         description="Compute with fused kernels: the same result in less time and memory. auto is "

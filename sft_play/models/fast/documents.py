@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from sft_play.data.image_inputs import IMAGE_BLOCKS
 from sft_play.models.architecture import towers_of
+from sft_play.models.fast.attention.ulysses import ContextGroup
 
 # The keywords by which transformers' models are told of documents
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -33,21 +34,25 @@ ImageBlock = tuple[int, int, int]  # start, end and begin of its document in the
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
 
 
+CONTEXT = "context_group"  # no argument of the model: the ranks that share the batch's rows
+
+
 class Documents(NamedTuple):
     """Where the documents of a batch's flattened rows begin."""
 
     boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
     longest: int  # tokens of the longest document
+    context: ContextGroup | None = None  # of which this rank has a part of the rows' tokens
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments by which transformers' models are told of them."""
-        boundaries, longest = self
+        boundaries, longest, _ = self
         return dict(zip(BOUNDARIES, (boundaries, boundaries, longest, longest), strict=True))
 
     def on(self, device: torch.device) -> "Documents":
         """Return the same documents with their boundaries on a device."""
-        return Documents(self.boundaries.to(device), self.longest)
+        return self._replace(boundaries=self.boundaries.to(device))
 
 
 def named_documents(kwargs: dict[str, Any]) -> Documents | None:
@@ -55,7 +60,7 @@ def named_documents(kwargs: dict[str, Any]) -> Documents | None:
     boundaries = kwargs.get("cu_seq_lens_q")
     if boundaries is None:
         return None
-    return Documents(boundaries, kwargs["max_length_q"])
+    return Documents(boundaries, kwargs["max_length_q"], kwargs.get(CONTEXT))
 
 
 class Groups(NamedTuple):
@@ -187,7 +192,7 @@ class PackedDocuments:
         """Forward pre-hook of a decoder: keep the documents of the batch.
 
         `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further, and nor
-        do `image_blocks`.
+        do `image_blocks` and the group of ranks.
         """
         if self._is_inside_model:
             return args, kwargs
@@ -195,6 +200,7 @@ class PackedDocuments:
         lengths = passed_on.pop("document_lengths", None)
         blocks = passed_on.pop(IMAGE_BLOCKS, ())
         documents = named_documents(passed_on)
+        passed_on.pop(CONTEXT, None)
         self.batch = None if documents is None else DocumentBatch(documents, lengths, blocks)
         self.has_images = passed_on.get("pixel_values") is not None
         return args, passed_on

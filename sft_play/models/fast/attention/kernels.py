@@ -31,7 +31,7 @@ from sft_play.models.fast.setup import Gradients, to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
 FLASH_HEAD_STEP = 8  # and their number is a multiple of this
-MAX_ELEMENTS = 2**31  # of a batch's queries: the kernels index with 32 bits
+MAX_ELEMENTS = 2**31  # of queries in a kernel's call: some index with 32 bits
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)  # of this torch
 CAUSAL = 1  # custom_mask_type of torch's memory-efficient kernel
 
@@ -50,6 +50,10 @@ def attend(
     query (B, T, H, D), key (B, T, K, D) and value (B, T, K, V). Without `documents` each row is one
     document.
     """
+    if documents is not None and documents.context is not None:
+        return _attend_shared(query, key, value, scoring, documents)
+    if query.numel() >= MAX_ELEMENTS and key.shape[2] > 1:
+        return _attend_by_heads(query, key, value, scoring, documents)
     rows, tokens = query.shape[:2]
     longest = tokens if documents is None else documents.longest
     are_whole_rows = documents is None
@@ -69,6 +73,32 @@ def attend(
         kernel = _gpu_kernel(query, scoring)
         flat = _in_16_bits(*flat)
     return kernel(*flat, scoring, documents).unflatten(0, (rows, tokens))
+
+
+def _attend_shared(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
+) -> Tensor:
+    """Attend to whole rows, of which each rank has a part of the tokens."""
+    context = documents.context
+    heads = [context.heads(tensor) for tensor in (query, key, value)]
+    scoring = replace(scoring, sinks=context.own_heads(scoring.sinks))
+    return context.tokens(attend(*heads, scoring, documents._replace(context=None)))
+
+
+def _attend_by_heads(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents | None
+) -> Tensor:
+    """Attend with half of the heads, then with the others."""
+    half = key.shape[2] // 2
+    groups = query.shape[2] // key.shape[2]
+    outputs = []
+    for heads in (slice(None, half), slice(half, None)):
+        of_queries = slice(*(end and end * groups for end in (heads.start, heads.stop)))
+        sinks = None if scoring.sinks is None else scoring.sinks[of_queries]
+        parts = (query[:, :, of_queries], key[:, :, heads], value[:, :, heads])
+        parts = tuple(part.contiguous() for part in parts)
+        outputs.append(attend(*parts, replace(scoring, sinks=sinks), documents))
+    return torch.cat(outputs, dim=2)
 
 
 def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
@@ -122,7 +152,7 @@ def attend_torch_varlen(
         options["scale"] = scoring.scale
     else:  # the kernel's own scale is 1 / sqrt(D)
         query = query * (scoring.scale * query.shape[-1] ** 0.5)
-    starts, longest = documents
+    starts, longest, _ = documents
     return varlen_attn(query, key, value, starts, starts, longest, longest, **options)
 
 
@@ -145,7 +175,7 @@ def _attend_efficient(
 ) -> Tensor:
     """Attend with torch's memory-efficient kernel, which takes heads of any size."""
     groups = query.shape[1] // key.shape[1]
-    starts, longest = documents
+    starts, longest, _ = documents
     out, *_ = torch.ops.aten._efficient_attention_forward(
         query[None],
         key.repeat_interleave(groups, dim=1)[None],
@@ -282,7 +312,7 @@ def flash_backward(
 
 def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     """Return the boundaries of queries and of keys, and the longest of both."""
-    starts, longest = documents
+    starts, longest, _ = documents
     return starts, starts, longest, longest
 
 

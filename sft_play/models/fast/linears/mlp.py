@@ -11,6 +11,8 @@ The reference is the module's own forward over the references of `lora` and `glu
 Legend: N tokens, I intermediate features.
 """
 
+from functools import partial
+
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.experts.install import find_experts
+from sft_play.models.fast.linears import tiles
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu import (
     backward_with_adapter,
@@ -204,6 +207,7 @@ def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
     """Set what `mlp_forward` reads of a gated MLP."""
     names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
     module.fused_roles = roles
+    module.is_tiled = False  # where the layer is recomputed: see `checkpointing`
     module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
     module.down_linear = LinearGroup(getattr(module, roles.down))
 
@@ -227,10 +231,16 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
     Shapes: (B, T, H) to (B, T, H).
     """
-    if not is_training(self):
-        return type(self).forward(self, hidden_states)
     roles: GatedMlp = self.fused_roles
-    return lora_mlp(hidden_states, self.inner_linears, self.down_linear, roles.activation)
+    is_long = tiles.is_long(hidden_states, hidden_states.shape[-1])
+    if not is_training(self):
+        own = partial(type(self).forward, self)
+        return tiles.without_gradients(own, hidden_states) if is_long else own(hidden_states)
+    linears = (self.inner_linears, self.down_linear, roles.activation)
+    if is_long and self.is_tiled and hidden_states.requires_grad:
+        function = partial(lora_mlp, inner=linears[0], down=linears[1], activation=linears[2])
+        return tiles.in_tiles(function, hidden_states, self)
+    return lora_mlp(hidden_states, *linears)
 
 
 def install_linears(setup: TrainingSetup) -> int:

@@ -1,0 +1,111 @@
+"""A function of single tokens over a long row, tile by tile (TiledMLP of ALST, arXiv:2506.13996).
+
+What an MLP holds for a row grows with its intermediate features, the largest part of a layer that
+is recomputed. Here the forward pass keeps the input alone, and the backward pass computes a tile
+anew, goes back through it, and forgets it. The gradients of weights are summed over tiles.
+
+Nothing is computed more often than by checkpointing. The input is saved by a function of its own:
+where the MLP ends a layer, recomputing that layer stops there, before the MLP.
+
+Legend: N tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sft_play.models.partitioned import is_partitioned
+
+TILE_TOKENS = 16_384  # enough to keep a GPU busy
+Function = Callable[[Tensor], Tensor]
+
+
+def is_long(x: Tensor, features: int) -> bool:
+    """Return whether the tokens of x (..., features) are worth cutting."""
+    return x.numel() >= 2 * TILE_TOKENS * features
+
+
+def in_tiles(function: Function, x: Tensor, module: nn.Module) -> Tensor:
+    """Return function(x) (..., out) of x (..., in), which requires a gradient.
+
+    The function is the module's, of each token alone and without chance.
+    """
+    held = _Hold.apply(x)
+    return _Tiles.apply(held, held.grad_fn, function, module, *_trained(module))
+
+
+def without_gradients(function: Function, x: Tensor) -> Tensor:
+    """Return function(x) (..., out) of x (..., in), tile by tile."""
+    tokens = x.flatten(0, -2)  # (N, in)
+    output = None
+    for first in range(0, len(tokens), TILE_TOKENS):
+        part = function(tokens[first : first + TILE_TOKENS])
+        if output is None:
+            output = part.new_empty(len(tokens), part.shape[-1])
+        output[first : first + TILE_TOKENS] = part
+    return output.unflatten(0, x.shape[:-1])
+
+
+def set_tiled(layer: nn.Module, is_on: bool) -> None:
+    """Cut long rows in the MLPs of a layer that is recomputed, or in none of a layer.
+
+    Not with dropout, which would differ, nor where ZeRO-3 divides weights.
+    """
+    for module in layer.modules():
+        if "is_tiled" in vars(module):
+            dropouts = [each.p for each in module.modules() if isinstance(each, nn.Dropout)]
+            is_divided = any(map(is_partitioned, module.parameters()))
+            module.is_tiled = is_on and not any(dropouts) and not is_divided
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+class _Hold(torch.autograd.Function):
+    """x, saved for whoever goes back through what is computed from it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Tiles(torch.autograd.Function):
+    """function(x), recomputed in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, holder: Any, function: Function, module: nn.Module, *weights: Tensor
+    ) -> Tensor:
+        """Return the output (..., out)."""
+        device = x.device.type
+        is_on = torch.is_autocast_enabled(device)
+        ctx.autocast = {"enabled": is_on, "dtype": torch.get_autocast_dtype(device)}
+        ctx.holder, ctx.function, ctx.module = holder, function, module
+        return without_gradients(function, x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the weights."""
+        (x,) = ctx.holder.saved_tensors
+        weights = _trained(ctx.module)
+        tokens, grads = x.flatten(0, -2), dy.flatten(0, -2)
+        dx = torch.empty_like(tokens)
+        sums: list[Tensor] = []
+        for first in range(0, len(tokens), TILE_TOKENS):
+            part = slice(first, first + TILE_TOKENS)
+            tile = tokens[part].detach().requires_grad_()
+            with torch.enable_grad(), torch.autocast(x.device.type, **ctx.autocast):
+                output = ctx.function(tile)
+            dx[part], *found = torch.autograd.grad(output, [tile, *weights], grads[part])
+            if sums:
+                torch._foreach_add_(sums, found)
+            sums = sums or found
+        return dx.view_as(x), None, None, None, *sums

@@ -1,0 +1,176 @@
+"""Ranks that share rows have the loss and the gradients of one rank, for documents cut anywhere."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architecture_steps import (
+    Document,
+    Gap,
+    Step,
+    adapted,
+    fused,
+    gap,
+    gradients_of,
+    settings,
+)
+from rank_processes import start_rank, wait_for
+from tiny_models import tiny_model
+from torch import distributed
+
+from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.models.fast.documents import CONTEXT
+from sft_play.models.fast.install import fused_kernels_of
+from sft_play.plan.launch import free_port
+from sft_play.training.batches import REAL_LENGTHS, collate_for_step, take_nll, total_weight
+from sft_play.training.row_parts import RowPart
+
+# Of documents: some begin, some end and some lie across where a row of 64 or 72 tokens is cut
+LENGTHS = (1, 19, 2, 27, 9)
+MAX_SEQ_LEN = 64
+# windows, norms of heads, soft caps, sinks with experts, values of other sizes, trained weights
+CASES = {
+    "llama": ("llama", "lora"),
+    "llama in full": ("llama", "full"),
+    "gemma3": ("gemma3", "lora"),
+    "gemma2": ("gemma2", "lora"),
+    "mistral": ("mistral", "lora"),
+    "gpt_oss": ("gpt_oss", "lora"),
+    "qwen3_moe": ("qwen3_moe", "lora"),
+    "deepseek_v3": ("deepseek_v3", "full"),
+    "phi3": ("phi3", "lora"),
+}
+LAYOUTS = ("packed", "padded", "labels of one rank", "weighed")
+
+
+def documents(layout: str) -> list[Document]:
+    draw = np.random.default_rng(0)
+    made = []
+    for number, length in enumerate(LENGTHS):
+        ids = draw.integers(2, 2304, size=length)
+        labels = ids.copy()
+        labels[: 1 + length // 4] = IGNORE_INDEX
+        if layout == "labels of one rank" and number < len(LENGTHS) - 1:
+            labels[:] = IGNORE_INDEX
+        weights = None
+        if layout == "weighed":
+            weights = np.where(np.arange(length) % 3, 1.0, 0.25).astype(np.float32)
+        made.append(Document(ids, labels, weights))
+    return made
+
+
+def batch_of(model, layout: str, part: RowPart | None = None) -> Batch:
+    rows = TrainRows(documents(layout))
+    if layout == "padded":
+        chosen = [rows[index] for index in (1, 3, 4)]
+        return collate_for_step(PadCollator(0, MAX_SEQ_LEN), chosen, part)
+    collator = PackCollator(0, MAX_SEQ_LEN, varlen=True, in_one_row=True)
+    return collate_for_step(collator, [rows[range(len(LENGTHS))]], part)
+
+
+def step_of(model, batch: Batch, tokens: float, context: ContextGroup | None = None) -> Step:
+    model.zero_grad()
+    batch.pop(REAL_LENGTHS)
+    if context is not None:
+        batch[CONTEXT] = context
+    loss = take_nll(model, model, batch) / tokens
+    loss.backward()
+    return Step(loss.item(), [], gradients_of(model))
+
+
+def positions_anew(part: RowPart, batch: Batch) -> Batch:
+    found = part(batch)
+    found["position_ids"] = torch.arange(found["input_ids"].shape[1])[None]
+    return found
+
+
+def labels_of_another(part: RowPart, batch: Batch) -> Batch:
+    return part(batch) | dataclasses.replace(part, rank=0)._labelled(
+        batch, batch["input_ids"].shape[1], part(batch)["input_ids"].shape[1]
+    )
+
+
+def run(folder: Path, world_size: int) -> int:
+    """Be a rank: compare each case's step with that of one rank; rank 0 writes the gaps."""
+    distributed.init_process_group("gloo", world_size=world_size)
+    rank = distributed.get_rank()
+    context = ContextGroup.of(rank, world_size, world_size)
+    part = RowPart(rank, world_size)
+    found: dict[str, dict[str, float]] = {}
+    for name, (model_type, mode) in CASES.items():
+        chosen = settings(mode)
+        model = fused(adapted(tiny_model(model_type), chosen), chosen)
+        assert "attention" in fused_kernels_of(model).on
+        for layout in LAYOUTS:
+            whole = batch_of(model, layout)
+            tokens = total_weight(whole)
+            one = step_of(model, whole, tokens)
+            shared = step_of(model, batch_of(model, layout, part), tokens, context)
+            found[f"{name}, {layout}"] = vars(gap_of(one, summed(shared)))
+            if layout == "packed" and name in ("llama", "gemma3"):
+                found |= mutants(name, model, part, context, one, tokens)
+    if rank == 0:
+        (folder / f"{world_size}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+    return 0
+
+
+def mutants(name, model, part, context, one, tokens) -> dict[str, dict[str, float]]:
+    """Return the gaps of wrong steps."""
+    whole = batch_of(model, "packed")
+    wrong = {}
+    for mutant in (positions_anew, labels_of_another):
+        step = step_of(model, mutant(part, dict(whole)), tokens, context)
+        wrong[mutant.__name__] = step
+    local = batch_of(model, "packed", part)
+    own_tokens = local["input_ids"].shape[1]
+    ends = torch.tensor([0, own_tokens], dtype=torch.int32)
+    local |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": own_tokens}
+    wrong["edges of parts"] = step_of(model, local, tokens)
+    mine = batch_of(model, "packed", part)
+    own = max(1.0, total_weight(mine)) * context.size
+    wrong["mean of means"] = step_of(model, mine, own, context)
+    return {f"{mutant}: {name}": vars(gap_of(one, summed(step))) for mutant, step in wrong.items()}
+
+
+def summed(step: Step) -> Step:
+    """Return a step of all ranks: DDP's mean, times the number of ranks."""
+    total = torch.tensor(step.loss, dtype=torch.float64)
+    distributed.all_reduce(total)
+    for gradient in step.gradients.values():
+        distributed.all_reduce(gradient)
+    return Step(total.item(), [], step.gradients)
+
+
+def gap_of(one: Step, two: Step) -> Gap:
+    return gap(
+        dataclasses.replace(one, logits=[torch.ones(1)]),
+        dataclasses.replace(two, logits=[torch.ones(1)]),
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gaps(request, tmp_path_factory) -> dict[str, Gap]:
+    folder, port, ranks = tmp_path_factory.mktemp("ranks"), free_port(), request.param
+    output = folder / "output.txt"
+    started = [start_rank(run, (folder, ranks), rank, port, output, ranks) for rank in range(ranks)]
+    assert {wait_for(each) for each in started} == {0}, output.read_text()[-3000:]
+    found = json.loads((folder / f"{ranks}.json").read_text())
+    return {name: Gap(**values) for name, values in found.items()}
+
+
+def test_shared_rows_train_as_those_of_one_rank(gaps) -> None:
+    right = {name: gap for name, gap in gaps.items() if ":" not in name}
+    assert len(right) == len(CASES) * len(LAYOUTS)
+    assert all(gap.is_rounding for gap in right.values()), right
+
+
+def test_what_cuts_rows_wrongly_is_seen(gaps) -> None:
+    wrong = {name: gap for name, gap in gaps.items() if ":" in name}
+    assert len(wrong) == 8
+    assert not any(gap.is_rounding for gap in wrong.values()), wrong

@@ -1,0 +1,117 @@
+"""Whole runs whose ranks share rows: of every strategy, resumed, with groups of ranks, refused."""
+
+import json
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+from rank_processes import run_ranks
+from run_files import run_json
+from safetensors.torch import load_file
+
+from sft_play.errors import ConfigError
+from sft_play.plan import ranks as plan_ranks
+from sft_play.runs.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+LONG = pytest.mark.long
+SETTINGS = {
+    "train.max_steps": 4,
+    "train.learning_rate": 0.01,
+    "train.batch_size": "auto",
+    "train.grad_accum": "auto",
+    "train.effective_batch_size": 8,
+    "train.save_strategy": "steps",
+    "train.save_steps": 2,
+    "train.eval_strategy": "no",
+    "train.predict_with_generate": False,
+    "train.lr_scheduler_type": "constant",
+    "tuning.lora.dropout": 0.0,
+    "tuning.mode": "lora",
+    "model.max_seq_len": 250,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
+    """A function that returns a finished run, the same one to every test."""
+    runs: dict[str, RunFolder] = {}
+    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = []
+    for number in range(24):
+        asked = {"role": "user", "content": f"What is {number} and {number}? " * (1 + number % 5)}
+        answer = {"role": "assistant", "content": f"It is {2 * number}. " * (1 + number % 3)}
+        lines.append(json.dumps({"messages": [asked, answer]}))
+    rows.write_text("\n".join(lines) + "\n")
+
+    def run(strategy: str = "ddp", shared: int = 1, ranks: int = 2, **changes: object) -> RunFolder:
+        key = repr((strategy, shared, ranks, sorted(changes.items())))
+        if key not in runs:
+            settings = {
+                **SETTINGS,
+                "data.train_path": rows,
+                "train.context_parallel": shared,
+                **changes,
+            }
+            zero = "configs/deepspeed_zero2.json" if strategy == "zero2" else None
+            if zero is None:
+                settings["train.strategy"] = strategy
+            with patch.object(plan_ranks, "_refuse_crowd"):  # more ranks than cores
+                folder = plan_run(settings, num_gpus=ranks, deepspeed_config=zero)
+            exits = run_ranks(folder, ranks)
+            assert set(exits) == {0}, (folder.path / "output.txt").read_text()[-3000:]
+            runs[key] = folder
+        return runs[key]
+
+    return run
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [entry["loss"] for entry in run_json(folder)["loss"]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mode"),
+    [
+        ("ddp", 2, "lora"),
+        pytest.param("ddp", 4, "full", marks=LONG),
+        pytest.param("fsdp", 2, "lora", marks=LONG),
+        pytest.param("fsdp", 2, "full", marks=LONG),
+        pytest.param("zero2", 2, "lora", marks=LONG),
+    ],
+)
+def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode) -> None:
+    apart = finished(**{"tuning.mode": mode})
+    together = finished(strategy, 2, ranks, **{"tuning.mode": mode})
+    assert losses(apart)[-1] < 0.95 * losses(apart)[0]
+    assert losses(together) == pytest.approx(losses(apart), abs=2e-5)
+    reports = [run_json(run) for run in (apart, together)]
+    scores = [report["metrics"]["after"]["eval_loss"] for report in reports]
+    assert scores[1] == pytest.approx(scores[0], abs=2e-4)
+    assert any("share rows" in check["name"] for check in reports[1]["checks"])
+
+
+def test_recomputed_unpacked_and_resumed(finished) -> None:
+    whole = finished("ddp", 2)
+    recomputed = finished("ddp", 2, **{"train.gradient_checkpointing": True})
+    unpacked = finished("ddp", 2, **{"train.packing": False})
+    assert losses(recomputed) == pytest.approx(losses(whole), abs=2e-5)
+    assert losses(unpacked) == pytest.approx(losses(whole), abs=2e-5)
+    again = finished("ddp", 2, **{"train.resume_from": whole.checkpoints / "checkpoint-2"})
+    assert losses(again)[-2:] == losses(whole)[-2:]
+    weights = [load_file(run.path / "adapter/adapter_model.safetensors") for run in (whole, again)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.context_parallel": 4}, "2 ranks are no multiple"),
+        ({"train.context_parallel": 8}, "2 ranks are no multiple"),
+        ({"train.context_parallel": 2, "train.fast_path": False}, "not that of the fused kernels"),
+    ],
+)
+def test_what_cannot_share_rows_is_refused(plan_run, changes, words) -> None:
+    with pytest.raises(ConfigError, match=words + r".*; set TRAIN_CONTEXT_PARALLEL=1"):
+        plan_run({**SETTINGS, **changes}, num_gpus=2)
