@@ -23,12 +23,21 @@ from torch import distributed
 
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.data.row_parts import RowPart
+from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan.launch import free_port
-from sft_play.training.batches import REAL_LENGTHS, collate_for_step, take_nll, total_weight
-from sft_play.training.row_parts import RowPart
+from sft_play.process import Process
+from sft_play.training.batches import (
+    LOSS_POSITIONS,
+    LOSS_TARGETS,
+    REAL_LENGTHS,
+    _cut,
+    collate_for_step,
+    take_nll,
+    total_weight,
+)
 
 # Of documents: some begin, some end and some lie across where a row of 64 or 72 tokens is cut
 LENGTHS = (1, 19, 2, 27, 9)
@@ -84,23 +93,23 @@ def step_of(model, batch: Batch, tokens: float, context: ContextGroup | None = N
 
 
 def positions_anew(part: RowPart, batch: Batch) -> Batch:
-    found = part(batch)
+    found = _cut(batch, part)
     found["position_ids"] = torch.arange(found["input_ids"].shape[1])[None]
     return found
 
 
 def labels_of_another(part: RowPart, batch: Batch) -> Batch:
-    return part(batch) | dataclasses.replace(part, rank=0)._labelled(
-        batch, batch["input_ids"].shape[1], part(batch)["input_ids"].shape[1]
-    )
+    first = _cut(batch, RowPart(0, part.size))
+    return _cut(batch, part) | {name: first[name] for name in (LOSS_POSITIONS, LOSS_TARGETS)}
 
 
 def run(folder: Path, world_size: int) -> int:
     """Be a rank: compare each case's step with that of one rank; rank 0 writes the gaps."""
     distributed.init_process_group("gloo", world_size=world_size)
     rank = distributed.get_rank()
-    context = ContextGroup.of(rank, world_size, world_size)
-    part = RowPart(rank, world_size)
+    process = Process(rank, rank, world_size, torch.device("cpu"))
+    context = context_group(process, world_size)
+    part = context.part
     found: dict[str, dict[str, float]] = {}
     for name, (model_type, mode) in CASES.items():
         chosen = settings(mode)

@@ -42,6 +42,8 @@ from sft_play.evaluation.scores import (
     Scores,
     score_answers,
 )
+from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.models.sharding import resharding
@@ -61,6 +63,7 @@ class LossBatch(NamedTuple):
 
     indices: list[int]  # of the rows in the split
     tokens: list[int]  # labelled, of each row
+    own_tokens: list[int]  # those that this rank predicts, where ranks share rows
     tensors: dict[str, torch.Tensor]
     images: list[tuple[ImageFile, ...]]  # of each row; their pixels would be gigabytes
 
@@ -78,6 +81,7 @@ class Evaluator:
     saved_stops: tuple[int, ...] = ()
     memory_limit: Callable[[], int | None] = lambda: None  # bytes of its GPU for this process
     is_stopping: Callable[[], bool] | None = None  # whether this rank was asked to stop
+    context: ContextGroup | None = None  # of ranks that share rows; with a fused loss
 
     def __post_init__(self) -> None:
         assert isinstance(self.train.eval_batch_size, int), "the plan resolves eval_batch_size"
@@ -171,12 +175,17 @@ class Evaluator:
         if self.images is not None:
             inputs |= self.images(batch.images, inputs["input_ids"])
         inputs = send_to_device(inputs, self.process.device, non_blocking=True)
-        labels = inputs.pop("labels")
+        labels = inputs.pop("labels", None)
         positions = inputs.pop("positions")
         targets = inputs.pop("targets")
         inputs["use_cache"] = False
         if is_loss_fused(model):
-            return fused_nll(model, model, inputs, positions, targets, batch.tokens)
+            if self.context is None:
+                return fused_nll(model, model, inputs, positions, targets, batch.tokens)
+            inputs[CONTEXT] = self.context
+            return self.context.add(
+                fused_nll(model, model, inputs, positions, targets, batch.own_tokens)
+            )
         return nll_of_rows(model(**inputs).logits, labels)
 
     def answers(self, model: torch.nn.Module) -> list[Answer]:
@@ -268,12 +277,22 @@ class Evaluator:
         collate = PadCollator(self.tokenizer.pad_token_id)
         batches = []
         every = split_batches(self.split.lengths, lambda _: self.batch_size)
-        for indices in take_rank_share(every, self.process):
+        shared = 1 if self.context is None else self.context.size
+        for indices in take_rank_share(every, self.process, shared):
             sequences = [rows[index] for index in indices]
             tensors = collate(sequences)
-            tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
-            tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
-            batches.append(LossBatch(indices, tokens, tensors, images_by_document(sequences)))
+            tokens = own_tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
+            positions, targets = labelled(tensors["labels"])
+            if self.context is not None:
+                part, width = self.context.part, tensors["input_ids"].shape[1]
+                is_here, positions = part.own(positions, width)
+                targets = targets[is_here]
+                own_rows = positions // part.tokens(width)
+                own_tokens = own_rows.bincount(minlength=len(indices)).tolist()
+                tensors = part.cut(tensors)
+            tensors |= {"positions": positions, "targets": targets}
+            images = images_by_document(sequences)
+            batches.append(LossBatch(indices, tokens, own_tokens, tensors, images))
         return batches
 
     def _prompt_batches(

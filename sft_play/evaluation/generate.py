@@ -359,11 +359,14 @@ def split_batches(
     return found
 
 
-def take_rank_share(batches: Sequence[list[int]], process: Process) -> list[list[int]]:
-    """Return this rank's batches; every rank has the same number.
+def take_rank_share(
+    batches: Sequence[list[int]], process: Process, shared: int = 1
+) -> list[list[int]]:
+    """Return this rank's batches; every rank has the same number, and `shared` have the same ones.
 
     A rank with one batch too few gets a batch of one filler, `~index` of the last row.
     """
-    missing = -len(batches) % process.world_size
+    replicas = process.world_size // shared
+    missing = -len(batches) % replicas
     every = [*batches, *[[~batches[-1][-1]]] * missing]
-    return every[process.rank :: process.world_size]
+    return every[process.rank // shared :: replicas]

@@ -7,32 +7,44 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.errors import ConfigError
 from sft_play.plan.inputs import PlanInputs, choose_layout, with_offloading
 
-COUNTS = (2, 4, 8)
+COUNTS = (1, 2, 4, 8)
 
 
 def with_context(inputs: PlanInputs, loaded: LoadedConfig) -> PlanInputs:
     """Return the inputs with the ranks that share a row, and with activation offloading decided.
 
-    Where it is auto they are as few as a step fits with, and one where none does.
+    Where it is auto they are as few as a step fits with, and has rows for; one where none fits.
     Raises: ConfigError for a number that model or ranks do not allow.
     """
     asked = inputs.config.train.context_parallel
     if asked == "auto":
-        alone = with_offloading(inputs)
-        if alone.fits(choose_layout(alone)):
-            return alone
-        for count in COUNTS:
-            if why_not_shared(inputs, count) is None:
-                shared = with_offloading(replace(inputs, context_parallel=count))
-                if shared.fits(choose_layout(shared)):
-                    return shared
-        return alone
+        return _fewest(inputs)
     reason = why_not_shared(inputs, asked)
     if asked > 1 and reason is not None:
         raise ConfigError(
             f"{loaded.described('train.context_parallel')}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
         )
     return with_offloading(replace(inputs, context_parallel=asked))
+
+
+def _fewest(inputs: PlanInputs) -> PlanInputs:
+    first: PlanInputs | None = None
+    refused: ConfigError | None = None  # fewer rows a step than ranks
+    for count in COUNTS:
+        if count > 1 and why_not_shared(inputs, count) is not None:
+            continue
+        try:
+            shared = with_offloading(replace(inputs, context_parallel=count))
+            if shared.fits(choose_layout(shared)):
+                return shared
+        except ConfigError as error:
+            refused = refused or error
+        else:
+            first = first or shared
+    if first is None:
+        assert refused is not None
+        raise refused
+    return first
 
 
 def why_not_shared(inputs: PlanInputs, count: int) -> str | None:

@@ -222,16 +222,17 @@ def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
 
 
 def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
-    tokens = evaluation_rows(step, layout) * layout.max_seq_len
+    rows = evaluation_rows(step, layout)
+    row_tokens = layout.row_tokens if step.has_fused_loss else layout.max_seq_len
+    tokens = rows * row_tokens
     logits = evaluation_logit_bytes(step, tokens)
     model = step.model
     cache = 0
     if step.generates:
-        cache = tokens * 2 * model.counts.kv_features * step.compute_bytes
+        cache = rows * layout.max_seq_len * 2 * model.counts.kv_features * step.compute_bytes
     in_layers = layer_working_bytes(step, tokens)
     if step.traced is not None:  # where no layer keeps anything
-        rows = evaluation_rows(step, layout)
-        in_layers = int(step.traced.layers_peak(rows, layout.max_seq_len, share=1))
+        in_layers = int(step.traced.layers_peak(rows, row_tokens, share=1))
     activations = max(cache, in_layers - logits)
     return replace(
         held,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_play.data.collate import WEIGHTS, Batch, TokenSequence, labelled
+from sft_play.data.row_parts import RowPart
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 
@@ -59,7 +60,7 @@ def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:
 def collate_for_step(
     collate: Callable[[Sequence[TokenSequence]], Batch],
     sequences: Sequence[TokenSequence],
-    part: Callable[[Batch], Batch] | None = None,
+    part: RowPart | None = None,
 ) -> Batch:
     """Return the collated batch with its labelled tokens and the lengths of its real documents.
 
@@ -80,4 +81,19 @@ def collate_for_step(
         LOSS_TARGETS: targets,
         REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
     }
-    return batch if part is None else part(batch)
+    return batch if part is None else _cut(batch, part)
+
+
+def _cut(batch: Batch, part: RowPart) -> Batch:
+    """Return a rank's part of a micro-batch."""
+    found = part.cut(batch)
+    if part.rank:
+        found[REAL_LENGTHS] = []  # they count once
+    is_here, positions = part.own(batch[LOSS_POSITIONS], batch["input_ids"].shape[1])
+    found |= {LOSS_POSITIONS: positions, LOSS_TARGETS: batch[LOSS_TARGETS][is_here]}
+    if LOSS_GROUPS in batch:
+        groups: WeightGroups = batch[LOSS_GROUPS]
+        counts = torch.stack([each.sum() for each in is_here.split(groups.counts)])
+        total = (groups.weights.double() @ counts.double()).item()
+        found[LOSS_GROUPS] = WeightGroups(groups.weights, counts.tolist(), total)
+    return found

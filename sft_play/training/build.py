@@ -16,8 +16,9 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.models.fast.attention.ulysses import context_group
 from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
@@ -62,15 +63,12 @@ def build_trainer(
     speed = EvalSpeedCallback(config.train.eval_time_budget, context.process)
     throughput = Throughput(context.process, speed, flops_counter(context.plan))
     order = StepSampler(data.train.lengths, layout, config.train.order_seed)
-    context_group = None
     shared = layout.context_parallel
-    if shared > 1:
-        if data.train.has_images:
-            raise ConfigError(
-                f"train.context_parallel={shared}: GPUs share no rows with images; set "
-                "TRAIN_CONTEXT_PARALLEL=1"
-            )
-        context_group = ContextGroup.of(context.process.rank, context.process.world_size, shared)
+    if shared > 1 and data.train.has_images:
+        raise ConfigError(
+            f"train.context_parallel={shared}: GPUs share no rows with images; set "
+            "TRAIN_CONTEXT_PARALLEL=1"
+        )
     trainer = SftTrainer(
         model=model,
         args=arguments,
@@ -84,7 +82,7 @@ def build_trainer(
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         towers_learning_rate=config.tuning.towers_learning_rate,
-        context=context_group,
+        context=context_group(context.process, shared),
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
@@ -174,6 +172,7 @@ def build_evaluator(
     is_divided = plan.zero_stage == 3 or plan.is_fsdp
     train = context.config.train
     images = image_inputs_of(model, context.config, tokenizer) if split.has_images else None
+    shared = plan.layout.context_parallel if is_loss_fused(model) else 1
     return Evaluator(
         split,
         tokenizer,
@@ -183,4 +182,5 @@ def build_evaluator(
         synced_gpus=is_divided,
         saved_stops=tuple(trained_stops(data.train, tokenizer, stops_of(model))),
         memory_limit=lambda: context.plan.memory.predicted_peak,  # a probe changes the plan
+        context=context_group(context.process, shared),
     )

@@ -33,7 +33,6 @@ from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import is_divided, own_part
 from sft_play.process import Process
 from sft_play.training.memory import innermost
-from sft_play.training.row_parts import RowPart
 
 WRAPPERS_OF_STRATEGY = {
     "single": (None,),
@@ -194,7 +193,7 @@ def check_context(
     documents = np.split(ids, [LENGTHS[0]])
     collator = PackCollator(0, len(ids), varlen=True)
     whole = _inputs([documents], collator, process.device)
-    part = RowPart(context.rank, context.size).cut(whole)
+    part = context.part.cut(whole)
     tokens = part["input_ids"].shape[1]
     ends = torch.tensor([0, tokens], dtype=torch.int32, device=process.device)
     cut_off = {**part, **Documents(ends, tokens).arguments}  # sees no token of another part

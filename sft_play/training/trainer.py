@@ -52,7 +52,6 @@ from sft_play.training.engine import begin_state, prepare, set_rates
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
-from sft_play.training.row_parts import RowPart
 from sft_play.training.step_log import StepLog
 
 
@@ -260,9 +259,7 @@ class SftTrainer(Trainer):
     @property
     def collate(self) -> Callable[[Sequence[TokenSequence]], Batch]:
         """What makes a micro-batch of this rank."""
-        part = None
-        if self.context is not None:
-            part = RowPart(self.context.rank, self.context.size)
+        part = None if self.context is None else self.context.part
         return functools.partial(collate_for_step, self.data_collator, part=part)
 
     def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:

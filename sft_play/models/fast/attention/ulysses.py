@@ -12,10 +12,14 @@ Legend: B rows, T tokens of a row, H query heads, K key and value heads, D featu
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+from sft_play.data.row_parts import RowPart
+from sft_play.process import Process
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,15 @@ class ContextGroup:
     size: int
     group: Any  # torch's process group of them
 
-    @classmethod
-    def of(cls, rank: int, world_size: int, size: int) -> "ContextGroup":
-        """Return the group of a rank among groups of consecutive ranks. Every rank must call it."""
-        for first in range(0, world_size, size):
-            members = list(range(first, first + size))
-            group = distributed.new_group(members)
-            if rank in members:
-                own = cls(rank - first, size, group)
-        return own
+    @property
+    def part(self) -> RowPart:
+        """What this rank computes of each row."""
+        return RowPart(self.rank, self.size)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor without gradient over the ranks."""
+        distributed.all_reduce(x, group=self.group)
+        return x
 
     def heads(self, x: Tensor) -> Tensor:
         """Return all tokens (B, T, H / c, D) of this rank's heads, of its tokens (B, T / c, H, D).
@@ -56,6 +60,23 @@ class ContextGroup:
     def own_heads(self, x: Tensor | None) -> Tensor | None:
         """Return the elements (H / c,) of this rank's heads, of one for each head (H,)."""
         return None if x is None else x.unflatten(0, (self.size, -1))[self.rank]
+
+
+@cache
+def context_group(process: Process, size: int) -> ContextGroup | None:
+    """Return the group of this rank among groups of consecutive ranks, None for groups of one.
+
+    Every rank must call it.
+    """
+    if size == 1:
+        return None
+    own = None
+    for first in range(0, process.world_size, size):
+        members = list(range(first, first + size))
+        group = distributed.new_group(members, timeout=process.timeout)
+        if process.rank in members:
+            own = ContextGroup(process.rank - first, size, group)
+    return own
 
 
 class _Exchange(torch.autograd.Function):
