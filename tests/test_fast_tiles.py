@@ -7,6 +7,7 @@ import torch
 from architecture_steps import adapted, fused, gap, settings, trained_step
 from test_published_training import without_dropout
 from tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention import kernels
@@ -135,3 +136,26 @@ def test_no_call_of_a_kernel_has_2_to_the_31_elements(monkeypatch) -> None:
     key = torch.empty(1, 2**20, 8, 128, device="meta")
     assert kernels.attend(query, key, key, Scoring(1.0)).shape == query.shape
     assert sum(sizes) == query.numel() and max(sizes) < 2**31
+
+
+@pytest.mark.parametrize("offloaded", [0, 2])
+@pytest.mark.parametrize("packed", [True, False])
+def test_attention_is_computed_once_where_its_outputs_are_kept(packed, offloaded) -> None:
+    made = recomputed("llama", "lora")
+    calls: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            calls[operation.overloadpacket.__name__] += 1
+            return operation(*args, **(kwargs or {}))
+
+    steps, computed = [], []
+    for keeps in (False, True):
+        checkpoint_layers(made, 2, offloaded, keeps)
+        calls.clear()
+        with Count():
+            steps.append(trained_step(made, packed))
+        computed.append(calls["_scaled_dot_product_flash_attention_for_cpu"])
+    assert gap(*steps).is_rounding
+    # forward, again in the backward pass, and in `logits_of`, which keeps nothing
+    assert computed[0] * 2 == computed[1] * 3 > 0

@@ -35,11 +35,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import varlen  # noqa: F401 - registers its operation
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers, towers_of
 from sft_play.models.fast.linears.tiles import set_tiled
 from sft_play.models.fast.setup import base_model_of
@@ -52,17 +55,22 @@ IN_FLIGHT = 2  # inputs that wait on the GPU for their copy to the host
 MIN_BYTES = 2**20  # of a tensor worth a copy: masks and such stay where they are
 
 
-def checkpoint_layers(model: PreTrainedModel, count: int, offloaded: int = 0) -> None:
+def checkpoint_layers(
+    model: PreTrainedModel, count: int, offloaded: int = 0, keeps_attention: bool = False
+) -> None:
     """Checkpoint the first `count` decoder layers, and no others.
 
-    In training they save only their input, and recompute the rest in the backward pass. The inputs
-    of the first `offloaded` of them are saved in host memory. A model without such layers
-    checkpoints in its own way, as a whole.
+    In training they save only their input, and recompute the rest in the backward pass, all but the
+    outputs of attention with `keeps_attention`. The inputs of the first `offloaded` of them are
+    saved in host memory. A model without such layers checkpoints in its own way, as a whole.
 
     Raises: ValueError if the model has no such way either.
     """
     layers = decoder_layers(model)
     function = functools.partial(checkpoint, use_reentrant=False)
+    if keeps_attention:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _attention_operations())
+        function = functools.partial(function, context_fn=contexts)
     for layer in _layers_of_trained_towers(model):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function
@@ -71,11 +79,22 @@ def checkpoint_layers(model: PreTrainedModel, count: int, offloaded: int = 0) ->
         return
     # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
     # the embeddings require a gradient, and the first layer would compute its input gradient.
-    offloading = LayerOffloading().checkpoint
+    offloading = functools.partial(LayerOffloading().checkpoint, function)
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count
         set_tiled(layer, number < count)
         layer._gradient_checkpointing_func = offloading if number < offloaded else function
+
+
+def _attention_operations() -> list[OpOverload]:
+    """Return the operations whose outputs are worth keeping over long rows."""
+    aten = torch.ops.aten
+    return [
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
 
 
 def _layers_of_trained_towers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -125,11 +144,13 @@ class LayerOffloading:
         # bytes in host memory that nothing is saved in, by the device whose stream fills them
         self._free: dict[torch.device, list[Tensor]] = {}
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a layer so that it saves its arguments alone, the large ones on the host."""
+    def checkpoint(
+        self, checkpoints: Callable[..., Any], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Checkpoint a layer so that of its arguments the large ones are saved on the host."""
         # checkpoint hides what the layer saves from these hooks: they see its arguments
         with saved_tensors_hooks(self._pack, self._unpack):
-            return checkpoint(function, *args, use_reentrant=False)
+            return checkpoints(function, *args)
 
     def _pack(self, tensor: Tensor) -> Tensor | Offloaded:
         if not tensor.is_floating_point() or tensor.nbytes < self.min_bytes:
@@ -208,8 +229,14 @@ class LayerOffloading:
 
 def _pin(buffer: Tensor) -> None:
     """Pin a tensor's memory; torch would take the next power of two."""
-    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, buffer.nbytes, 0)))
+    address = buffer.data_ptr()
+    error = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
+    if error:
+        size = f"{buffer.nbytes / 2**30:.1f} GiB of host memory"
+        raise EnvironmentFault(
+            f"train.activation_offloading: {size} could not be pinned (CUDA error {error}); set a "
+            "smaller MODEL_MAX_SEQ_LEN"
+        )
     weakref.finalize(buffer, _unpin, address).atexit = False
 
 

@@ -157,8 +157,11 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     kept_layers = step.model.layers - layout.checkpointed_layers
     on_host = step.offloaded(layout.checkpointed_layers)
     kept_inputs = layout.checkpointed_layers - on_host + min(OFFLOADS_IN_FLIGHT, on_host)
-    inputs = kept_inputs * step.compute_bytes * step.model.hidden
-    return layout.tokens * (kept_layers * layer_bytes_per_token(step) + inputs)
+    recomputed = kept_inputs * step.compute_bytes * step.model.hidden
+    if step.keeps_attention:  # and a sum in float32 for each head
+        of_head = step.compute_bytes * step.model.head_dim + 4
+        recomputed += layout.checkpointed_layers * step.model.heads * of_head
+    return layout.tokens * (kept_layers * layer_bytes_per_token(step) + recomputed)
 
 
 def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:

@@ -266,6 +266,7 @@ def longest_rows(step: StepSpec, request: BatchRequest, budget_bytes: int) -> Lo
 
     The budget is of a rank's device; whether the host has the memory is not asked.
     """
+    step = replace(step, keeps_attention=False, host_layers=None)
     kept = _longest(replace(step, offload_activations=False), request, budget_bytes)
     if not step.is_gpu or not request.recomputes_by_layer or not _recomputes(request):
         return LongestRows(kept, None)

@@ -27,6 +27,7 @@ from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
+KEEPS_FROM = 32_768  # tokens: attention of 8B takes half of a row's time
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -50,6 +51,7 @@ class PlanInputs:
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float16: bool = False  # the half is float16, which scales the loss
     context_parallel: int = 1  # ranks that share each row
+    keeps_attention: bool = False  # outputs of attention in layers that are recomputed
     host_layers: int | None = None  # whose inputs the host has room for; None: all
 
     @cached_property
@@ -145,6 +147,7 @@ class PlanInputs:
             generates=train.predict_with_generate,
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
+            keeps_attention=self.keeps_attention,
             host_layers=self.host_layers,
             layers_by_gpu=self.layers_by_gpu,
             is_float8=tuning.has_float8_base,
@@ -169,6 +172,12 @@ class PlanInputs:
         """Whether activation_offloading does anything here."""
         is_gpu = self.ranks.device == "cuda"
         return is_gpu and backend_of(self.config).recomputes_by_layer
+
+    @property
+    def may_keep_attention(self) -> bool:
+        """Whether attention takes most of a row's time, and recomputed layers may keep it."""
+        row_tokens = self.config.model.max_seq_len // self.context_parallel
+        return row_tokens >= KEEPS_FROM and self.can_offload_activations and self.step.is_fast
 
     @property
     def card(self) -> cards.Card | None:
@@ -237,9 +246,13 @@ def with_offloading(inputs: PlanInputs) -> PlanInputs:
     """Return the inputs with train.activation_offloading decided where it is auto.
 
     It is on where no layout fits without it, and one does with it: with as many layers as the host
-    has room for.
+    has room for. Long rows keep the outputs of attention where that fits without it.
     """
     train = inputs.config.train
+    if inputs.may_keep_attention:
+        kept = replace(_with_offloading_set(inputs, False), keeps_attention=True)
+        if train.activation_offloading is not True and kept.fits(choose_layout(kept)):
+            return kept
     if train.activation_offloading != "auto":
         return inputs
     without = _with_offloading_set(inputs, False)

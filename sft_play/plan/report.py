@@ -47,6 +47,8 @@ def plan_line(planned: PlannedRun) -> str:
     checkpointing: str = plan.checkpointing
     if checkpointing == "selective":
         checkpointing += f":{layout.checkpointed_layers}/{plan.step.model.layers}"
+    if plan.step.keeps_attention and layout.checkpointed_layers:
+        checkpointing += ",attention kept"
     if plan.step.offload_activations:
         checkpointing += ",offloaded"
     shared = layout.context_parallel
@@ -355,7 +357,7 @@ def _checkpointing(plan: RunPlan) -> str:
     which = "all"
     if plan.checkpointing == "selective":
         which = f"the first {plan.layout.checkpointed_layers} of"
-    where = ""
+    where = " but for attention" if plan.step.keeps_attention else ""
     if plan.step.offload_activations:
         held = offloaded_bytes(plan.step, plan.layout) / GIB
         where = f"; their inputs wait in {held:.1f} GiB of host memory for each GPU"

@@ -223,6 +223,8 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
     recomputed = RECOMPUTED * (4 / 6 if step.is_full else 1)
     overhead = 1 + OVERHEAD_TOKENS * work.micro_batches / (work.padding * work.tokens)
     again = layout.checkpointed_layers / step.model.layers
+    if step.keeps_attention:
+        recomputed /= 1 + layout.pair_cost * work.row_tokens
     gpu_seconds = seconds * overhead * (1 + recomputed * again)
     return max(gpu_seconds, work.micro_batches * _host_seconds(step, again))
 

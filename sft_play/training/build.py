@@ -56,7 +56,8 @@ def build_trainer(
     layout = context.plan.layout
     if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
         layers = layout.checkpointed_layers
-        checkpoint_layers(model, layers, context.plan.step.offloaded(layers))
+        step = context.plan.step
+        checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     refuse_divided(config.train, model)

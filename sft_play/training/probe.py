@@ -105,7 +105,9 @@ class Probe:
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
         if self.request.recomputes_by_layer:  # other backends set it up when they load
-            checkpoint_layers(self.trainer.model, layers, self.step.offloaded(layers))
+            step = self.step
+            model = self.trainer.model
+            checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)
 
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
         """Try the plan as it is, and correct its bytes by what that took."""
