@@ -5,7 +5,7 @@ from dataclasses import replace
 from sft_play.config.backends import backend_of
 from sft_play.config.loader import LoadedConfig
 from sft_play.errors import ConfigError
-from sft_play.plan.inputs import PlanInputs, choose_layout, with_offloading
+from sft_play.plan.inputs import LONG_ROW, PlanInputs, choose_layout, with_offloading
 
 COUNTS = (1, 2, 4, 8)
 
@@ -30,7 +30,8 @@ def with_context(inputs: PlanInputs, loaded: LoadedConfig) -> PlanInputs:
 def _fewest(inputs: PlanInputs) -> PlanInputs:
     first: PlanInputs | None = None
     refused: ConfigError | None = None  # fewer rows a step than ranks
-    for count in COUNTS:
+    is_long = inputs.config.model.max_seq_len >= LONG_ROW  # shorter ones have other ways to fit
+    for count in COUNTS if is_long else COUNTS[:1]:
         if count > 1 and why_not_shared(inputs, count) is not None:
             continue
         try:

@@ -27,7 +27,7 @@ from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
-KEEPS_FROM = 32_768  # tokens: attention of 8B takes half of a row's time
+LONG_ROW = 32_768  # tokens: attention of 8B takes half of a row's time
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -177,7 +177,7 @@ class PlanInputs:
     def may_keep_attention(self) -> bool:
         """Whether attention takes most of a row's time, and recomputed layers may keep it."""
         row_tokens = self.config.model.max_seq_len // self.context_parallel
-        return row_tokens >= KEEPS_FROM and self.can_offload_activations and self.step.is_fast
+        return row_tokens >= LONG_ROW and self.can_offload_activations and self.step.is_fast
 
     @property
     def card(self) -> cards.Card | None:

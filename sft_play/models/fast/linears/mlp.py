@@ -232,7 +232,7 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     Shapes: (B, T, H) to (B, T, H).
     """
     roles: GatedMlp = self.fused_roles
-    is_long = tiles.is_long(hidden_states, hidden_states.shape[-1])
+    is_long = hidden_states.numel() >= 2 * tiles.TILE_TOKENS * hidden_states.shape[-1]
     if not is_training(self):
         own = partial(type(self).forward, self)
         return tiles.without_gradients(own, hidden_states) if is_long else own(hidden_states)

@@ -18,13 +18,8 @@ from torch import Tensor, nn
 
 from sft_play.models.partitioned import is_partitioned
 
-TILE_TOKENS = 16_384  # enough to keep a GPU busy
+TILE_TOKENS = 16_384  # enough to keep a GPU busy; rows of at least two are cut
 Function = Callable[[Tensor], Tensor]
-
-
-def is_long(x: Tensor, features: int) -> bool:
-    """Return whether the tokens of x (..., features) are worth cutting."""
-    return x.numel() >= 2 * TILE_TOKENS * features
 
 
 def in_tiles(function: Function, x: Tensor, module: nn.Module) -> Tensor:
