@@ -162,6 +162,7 @@ def long_row(budget_gib: float, host_gib: float, **train: Any) -> PlanInputs:
 def gib_without_offloading() -> float:
     """Return what a row of 65,536 tokens needs with all layers checkpointed."""
     inputs = long_row(1000, 64, activation_offloading=False, gradient_checkpointing=True)
+    inputs = replace(inputs, keeps_attention=False)
     return step_bytes(inputs.step, choose_layout(inputs)).predicted_peak / GIB
 
 
@@ -172,11 +173,13 @@ def test_activations_are_offloaded_where_a_row_does_not_fit_otherwise() -> None:
     layout = choose_layout(tight)
     assert tight.config.train.activation_offloading is True and tight.fits(layout)
     assert offloaded_bytes(tight.step, layout) == layout.checkpointed_layers * 65_536 * 4096 * 2
+    some = long_row(gib_without_offloading() - 4, host_gib=12)  # of the 16 GiB of all layers
+    assert some.fits(choose_layout(some)) and some.step.offloaded(32) == some.host_layers == 24
 
 
 def test_activations_are_not_offloaded_where_that_does_not_help() -> None:
     tight = gib_without_offloading() - 4
-    on_a_small_host = long_row(tight, host_gib=8)
+    on_a_small_host = long_row(tight, host_gib=1)
     far_too_long = long_row(20, host_gib=64)
     unchecked = long_row(tight, host_gib=64, gradient_checkpointing=False)
     for inputs in (on_a_small_host, far_too_long, unchecked):

@@ -28,12 +28,13 @@ MicroBatch = list[list[int]]
 
 
 class StepSampler(Sampler[MicroBatch]):
-    """The micro-batches of an epoch in global order: micro-batch k belongs to replica k % replicas.
+    """The micro-batches of an epoch in global order: number k is of rank k % world_size.
 
     Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on
     nothing else, so a resumed run skips what it has trained. Every rank runs the same number of
     micro-batches in a step and no sample counts twice: fillers take the places that are left.
-    All ranks work about equally long in a step, and begin with the costliest micro-batch.
+    All ranks work about equally long in a step, and begin with the costliest micro-batch. Ranks
+    that share rows have the same micro-batches.
     """
 
     batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
@@ -52,9 +53,14 @@ class StepSampler(Sampler[MicroBatch]):
 
     def __len__(self) -> int:
         optimizer_steps = -(-len(self.lengths) // self.layout.rows_per_step)
-        return optimizer_steps * self.layout.micro_batches * self.layout.replicas
+        return optimizer_steps * self.layout.micro_batches * self.layout.world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        for batch in self.micro_batches():
+            yield from itertools.repeat(batch, self.layout.context_parallel)
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield each micro-batch once."""
         rows_per_step = self.layout.rows_per_step
         for samples in steps(len(self.lengths), rows_per_step, self.seed, self.epoch):
             if self.layout.is_packed:
@@ -64,11 +70,11 @@ class StepSampler(Sampler[MicroBatch]):
 
     def find_samples(self, step: int, micro_batch: int, rank: int) -> list[int]:
         """Return the samples of a rank's micro-batch of a step, without fillers; steps from 1."""
-        per_step = self.layout.micro_batches * self.layout.replicas
+        per_step = self.layout.micro_batches * self.layout.world_size
         epoch, number = divmod(step - 1, len(self) // per_step)
         sampler = StepSampler(self.lengths, self.layout, self.seed)
         sampler.set_epoch(epoch)
-        at = number * per_step + micro_batch * self.layout.replicas + rank
+        at = number * per_step + micro_batch * self.layout.world_size + rank
         batch = next(itertools.islice(sampler, at, None))
         return [index for sequence in batch for index in sequence if index >= 0]
 
@@ -100,24 +106,6 @@ class StepSampler(Sampler[MicroBatch]):
         return batch_shape(sequences, layout.max_seq_len, in_one_row)
 
 
-class Repeated(Sampler[MicroBatch]):
-    """Each micro-batch several times in a row: ranks that share rows get the same ones."""
-
-    batch_size = None
-    drop_last = False
-
-    def __init__(self, order: StepSampler, times: int):
-        self.order = order
-        self.times = times
-
-    def __len__(self) -> int:
-        return len(self.order) * self.times
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for batch in self.order:
-            yield from itertools.repeat(batch, self.times)
-
-
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
     """Yield the sample indices of each optimizer step of an epoch; the last may have fewer."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
@@ -146,5 +134,5 @@ def padding(
     computed = []  # of all micro-batches, with the padding of the collators
     for layout in (unpacked, packed):
         sampler = StepSampler(lengths, layout, seed)
-        computed.append(sum(math.prod(sampler.shape(batch)) for batch in sampler))
+        computed.append(sum(math.prod(sampler.shape(batch)) for batch in sampler.micro_batches()))
     return PaddedTokens(int(np.sum(lengths)), *computed)

@@ -51,7 +51,7 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
         forward_logits=loss.forward,
         backward=kept + transient,
         backward_logits=loss.backward,
-        last_layer=transient + _last_layer_bytes(step, layout),
+        last_layer=_last_layer_bytes(step, layout),
     )
 
 
@@ -104,6 +104,8 @@ def layer_bytes_per_token(step: StepSpec) -> int:
         heads += (model.heads + model.kv_heads) * model.head_dim
     norms = 4 if model.model_type in FOUR_NORMS else 2
     residual = 2 * norms * hidden
+    if step.shares_rows:  # its output once more, as attention has it
+        heads += model.heads * model.head_dim
     product = 0
     if step.is_full:
         residual = norms * hidden * step.weight_bytes  # the stream has the type of the embedding
@@ -156,7 +158,7 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     """
     kept_layers = step.model.layers - layout.checkpointed_layers
     on_host = step.offloaded(layout.checkpointed_layers)
-    kept_inputs = layout.checkpointed_layers - on_host + min(OFFLOADS_IN_FLIGHT, on_host)
+    kept_inputs = max(layout.checkpointed_layers - on_host, min(OFFLOADS_IN_FLIGHT, on_host))
     recomputed = kept_inputs * step.compute_bytes * step.model.hidden
     if step.keeps_attention:  # and a sum in float32 for each head
         of_head = step.compute_bytes * step.model.head_dim + 4
@@ -165,10 +167,11 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what the backward pass needs of its last layer, the model's first."""
+    """Return what the backward pass holds in its last layer, the model's first."""
+    gradients = _gradient_bytes(step, layout, is_recomputed=layout.checkpointed_layers > 0)
     if layout.checkpointed_layers:
-        return _recomputed_bytes(step, layout.tokens)
-    return layout.tokens * layer_bytes_per_token(step)
+        return gradients + _recomputed_bytes(step, layout.tokens)
+    return gradients + layout.tokens * layer_bytes_per_token(step)
 
 
 def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
@@ -183,21 +186,26 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
     A checkpointed layer is recomputed after the layers above it have freed theirs. So it adds to
     the peak only where all layers are checkpointed, and then after the loss is freed.
     """
-    recomputed, in_mlp = 0, layout.tokens
-    if layout.checkpointed_layers == step.model.layers:
-        in_mlp = _mlp_tokens(step, layout.tokens)
+    are_all = layout.checkpointed_layers == step.model.layers
+    recomputed = 0
+    if are_all:
         layer = _recomputed_bytes(step, layout.tokens)
         recomputed = max(0, layer - _loss_bytes(step, layout.tokens).backward)
-    recomputed += _float8_bytes(step, in_mlp)
+    return recomputed + _gradient_bytes(step, layout, are_all)
+
+
+def _gradient_bytes(step: StepSpec, layout: Layout, is_recomputed: bool) -> int:
+    """Return what the backward pass computes in a layer, beyond what it needs of it."""
+    model, tokens = step.model, layout.tokens
+    in_mlp = _mlp_tokens(step, tokens) if is_recomputed else tokens
+    beside = _float8_bytes(step, in_mlp)
     if not step.is_fast:
-        return recomputed + _dora_bytes(step)
-    model = step.model
-    of_hidden = 2 * step.compute_bytes * model.hidden
-    of_mlp = 3 * step.compute_bytes * model.intermediate * in_mlp
-    # gradients of the output, of queries (in float32 too), keys and values
-    heads = (2 * model.heads + 2 * model.kv_heads) * step.compute_bytes + 4 * model.heads
-    of_attention = model.head_dim * heads * layout.tokens
-    return recomputed + layout.tokens * of_hidden + max(of_mlp, of_attention)
+        return beside + _dora_bytes(step)
+    of_mlp = 3 * model.intermediate * in_mlp
+    # of the output, queries, keys and values
+    of_attention = 2 * (model.heads + model.kv_heads) * model.head_dim * tokens
+    features = 2 * model.hidden * tokens + max(of_mlp, of_attention)
+    return beside + step.compute_bytes * features
 
 
 def _float8_bytes(step: StepSpec, tokens: int) -> int:

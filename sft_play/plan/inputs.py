@@ -147,6 +147,7 @@ class PlanInputs:
             generates=train.predict_with_generate,
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
+            shares_rows=self.context_parallel > 1,
             keeps_attention=self.keeps_attention,
             host_layers=self.host_layers,
             layers_by_gpu=self.layers_by_gpu,

@@ -221,6 +221,7 @@ class StepSpec:
     offload_weights: bool = False  # ZeRO-3's or FSDP's, to the host
     adapter_options: AdapterOptions = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
+    shares_rows: bool = False  # with other ranks
     keeps_attention: bool = False  # outputs of attention in layers that are recomputed
     host_layers: int | None = None  # whose inputs the host has room for; None: all
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast

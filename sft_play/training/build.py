@@ -16,7 +16,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.attention.ulysses import context_group
+from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
@@ -64,12 +64,6 @@ def build_trainer(
     speed = EvalSpeedCallback(config.train.eval_time_budget, context.process)
     throughput = Throughput(context.process, speed, flops_counter(context.plan))
     order = StepSampler(data.train.lengths, layout, config.train.order_seed)
-    shared = layout.context_parallel
-    if shared > 1 and data.train.has_images:
-        raise ConfigError(
-            f"train.context_parallel={shared}: GPUs share no rows with images; set "
-            "TRAIN_CONTEXT_PARALLEL=1"
-        )
     trainer = SftTrainer(
         model=model,
         args=arguments,
@@ -83,7 +77,7 @@ def build_trainer(
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         towers_learning_rate=config.tuning.towers_learning_rate,
-        context=context_group(context.process, shared),
+        context=sharing_ranks(context, data),
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
@@ -102,13 +96,26 @@ def build_trainer(
     return trainer
 
 
+def sharing_ranks(context: RunContext, data: RunData) -> ContextGroup | None:
+    """Return the ranks that share rows with this one. Every rank must call it.
+
+    Raises: ConfigError for rows with images.
+    """
+    shared = context.plan.layout.context_parallel
+    if shared > 1 and data.train.has_images:
+        raise ConfigError(
+            f"train.context_parallel={shared}: GPUs share no rows with images; set "
+            "TRAIN_CONTEXT_PARALLEL=1"
+        )
+    return context_group(context.process, shared)
+
+
 def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:
     """Return what finds steps that are not finite, and names their rows."""
     train = context.config.train
 
     def rows_of(step: int, micro_batch: int) -> list[str]:
-        replica = context.process.rank // order.layout.context_parallel
-        samples = order.find_samples(step, micro_batch, replica)
+        samples = order.find_samples(step, micro_batch, context.process.rank)
         return [rows.origin(sample) for sample in samples]
 
     return StepGuard(context.process, train.on_nonfinite, train.max_skipped_steps, rows_of)

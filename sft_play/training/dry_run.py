@@ -25,7 +25,7 @@ from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.sharding import is_divided, reshard
 from sft_play.plan.probe_fit import Point
 from sft_play.plan.step import Layout
-from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS
+from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 from sft_play.training.checks import bit_sums
 from sft_play.training.classify import classify
 from sft_play.training.memory import MemoryMeter
@@ -157,7 +157,8 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
         ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
         sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids), images=(images,)))
-    batch = trainer.collate(sequences)
+    part = trainer.context and trainer.context.part
+    batch = collate_for_step(trainer.data_collator, sequences, part)
     del batch[REAL_LENGTHS]
     return batch
 

@@ -23,8 +23,8 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from sft_play import stops
-from sft_play.data.collate import Batch, TokenSequence
-from sft_play.data.order import Repeated, StepSampler
+from sft_play.data.collate import Batch
+from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.attention.ulysses import ContextGroup
@@ -238,29 +238,18 @@ class SftTrainer(Trainer):
         return [name for name in decayed if not kinds[name.rpartition(".")[0]].endswith("Norm")]
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the loader of this rank's micro-batches.
-
-        Accelerate shards `order`: rank r gets every world_size-th micro-batch. Ranks that share
-        rows get the same ones, and cut their parts.
-        """
-        args = self.args
-        order = self.order if self.context is None else Repeated(self.order, self.context.size)
+        """Return the loader of this rank's micro-batches: accelerate shards `order`."""
+        args, part = self.args, self.context and self.context.part
         loader = DataLoader(
             self.train_dataset,
-            batch_sampler=order,
-            collate_fn=self.collate,
+            batch_sampler=self.order,
+            collate_fn=functools.partial(collate_for_step, self.data_collator, part=part),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
             worker_init_fn=stops.leave_to_parent,
         )
         return self.accelerator.prepare(loader)
-
-    @property
-    def collate(self) -> Callable[[Sequence[TokenSequence]], Batch]:
-        """What makes a micro-batch of this rank."""
-        part = None if self.context is None else self.context.part
-        return functools.partial(collate_for_step, self.data_collator, part=part)
 
     def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
         """Return the micro-batches of one step, and the weight of labelled tokens on all ranks.
@@ -271,9 +260,8 @@ class SftTrainer(Trainer):
         started = time.perf_counter()
         fetched = list(itertools.islice(batches, count))
         self.step_log.times.add("data", time.perf_counter() - started)
-        labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in fetched)
         lengths = [length for batch in fetched for length in batch.pop(REAL_LENGTHS)]
-        self.throughput.add(lengths, labelled_tokens)
+        self.throughput.add(lengths, sum(len(batch[LOSS_TARGETS]) for batch in fetched))
         return fetched, self.process.sum(sum(map(total_weight, fetched)))
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: float) -> Tensor:
@@ -325,9 +313,8 @@ class SftTrainer(Trainer):
 
     def clip_gradients(self) -> Tensor | float:
         """Clip the gradients to train.max_grad_norm; return their norm before that."""
-        limit = self.args.max_grad_norm or math.inf
         parameters = self.parameters or self.model_wrapped.parameters()
-        norm = self.accelerator.clip_grad_norm_(parameters, limit)
+        norm = self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if self.is_deepspeed_enabled and isinstance(norm, Tensor):
