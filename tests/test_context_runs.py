@@ -79,6 +79,7 @@ def losses(folder: RunFolder) -> list[float]:
         pytest.param("fsdp", 2, "lora", marks=LONG),
         pytest.param("fsdp", 2, "full", marks=LONG),
         pytest.param("zero2", 2, "lora", marks=LONG),
+        pytest.param("ddp", 2, "qlora", marks=LONG),
     ],
 )
 def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode) -> None:

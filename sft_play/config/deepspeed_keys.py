@@ -140,7 +140,7 @@ REFUSED = {
     "dataloader_drop_last": _OWN_ORDER,
     "data_efficiency": _OWN_ORDER,
     "tensor_parallel": _OTHER_PARALLELISM.format("layers"),
-    "sequence_parallel_size": _OTHER_PARALLELISM.format("sequences"),
+    "sequence_parallel_size": "delete it and set train.context_parallel, which shares rows",
     "expert_parallel": _OTHER_PARALLELISM.format("experts"),
     "pipeline": _OTHER_PARALLELISM.format("layers"),
     "autotuning": "the plan chooses the batch (make plan); delete it",

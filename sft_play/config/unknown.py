@@ -71,6 +71,7 @@ SAME_SETTING = names_by_meaning(
         # speed and memory
         "train.gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing",
         "train.activation_offloading": "enable_activation_offloading offload_activations",
+        "train.context_parallel": "context_parallel_size cp_size sequence_parallel_degree",
         "train.bf16": "bfloat16 use_bf16",
         "train.fp16": "float16 use_fp16",
         "train.packing": "neat_packing pack_sequences padding_free sample_packing",

@@ -10,7 +10,14 @@ from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.inputs import PlanInputs, choose_layout, with_placement
+from sft_play.plan.context import COUNTS, why_not_shared
+from sft_play.plan.inputs import (
+    LONG_ROW,
+    PlanInputs,
+    choose_layout,
+    with_offloading,
+    with_placement,
+)
 from sft_play.plan.memory import GIB, host_bytes, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
@@ -123,6 +130,7 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
         yield _setting("train.activation_offloading", True, "offloading", costs)
     yield from _engine_options(inputs, gpu_count)
+    yield from _context_options(inputs, gpu_count)
     if tuning.mode == "full":
         yield from _full_options(inputs)
     if tuning.mode != "qlora":
@@ -197,6 +205,34 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
                 words += f" TRAIN_STRATEGY=zero{stage}"
             words += no_map
             yield Option(words, changed, "engine")
+
+
+def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
+    """Yield the fewest GPUs for each of long rows, also those that this host does not have."""
+    ranks = inputs.ranks
+    if inputs.config.model.max_seq_len < LONG_ROW or ranks.device != "cuda":
+        return
+    for count in COUNTS:
+        per_node = max(ranks.per_node, count)
+        more = _with_engine(
+            inputs, "ddp" if ranks.strategy == "single" else ranks.strategy, per_node
+        )
+        if per_node > gpu_count:  # of another host
+            more = replace(more, host_budget_bytes=inputs.host_budget_bytes)
+        if count <= inputs.context_parallel or why_not_shared(more, count) is not None:
+            continue
+        changed = partial(_sharing, more=more, count=count)
+        if not changed(inputs).fits(choose_layout(changed(inputs))):
+            continue
+        words = f"make train-distributed NUM_GPUS={per_node} TRAIN_CONTEXT_PARALLEL={count}"
+        words += " TRAIN_ACTIVATION_OFFLOADING=auto"
+        yield Option(words, changed, "engine", f"{per_node} GPUs" * (per_node > gpu_count))
+        return
+
+
+def _sharing(_: PlanInputs, more: PlanInputs, count: int) -> PlanInputs:
+    more = _with(more, "train", activation_offloading="auto")
+    return with_offloading(replace(more, context_parallel=count, host_layers=None))
 
 
 def _with_automatic_batch(inputs: PlanInputs, rows: int) -> PlanInputs:
