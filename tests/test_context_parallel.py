@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from architecture_steps import (
     gradients_of,
     settings,
 )
-from rank_processes import start_rank, wait_for
+from rank_processes import ON_CPU, QUIET, ROOT, SECONDS
 from tiny_models import tiny_model
 from torch import distributed
 
@@ -45,6 +48,7 @@ MAX_SEQ_LEN = 64
 # windows, norms of heads, soft caps, sinks with experts, values of other sizes, trained weights
 CASES = {
     "llama": ("llama", "lora"),
+    "one head of keys": ("mistral", "lora", 1),
     "llama in full": ("llama", "full"),
     "gemma3": ("gemma3", "lora"),
     "gemma2": ("gemma2", "lora"),
@@ -111,9 +115,10 @@ def run(folder: Path, world_size: int) -> int:
     context = context_group(process, world_size)
     part = context.part
     found: dict[str, dict[str, float]] = {}
-    for name, (model_type, mode) in CASES.items():
+    for name, (model_type, mode, *key_heads) in CASES.items():
         chosen = settings(mode)
-        model = fused(adapted(tiny_model(model_type), chosen), chosen)
+        heads = dict(zip(["num_key_value_heads"], key_heads, strict=False))
+        model = fused(adapted(tiny_model(model_type, **heads), chosen), chosen)
         assert "attention" in fused_kernels_of(model).on
         for layout in LAYOUTS:
             whole = batch_of(model, layout)
@@ -163,13 +168,20 @@ def gap_of(one: Step, two: Step) -> Gap:
     )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def gaps(request, tmp_path_factory) -> dict[str, Gap]:
-    folder, port, ranks = tmp_path_factory.mktemp("ranks"), free_port(), request.param
-    output = folder / "output.txt"
-    started = [start_rank(run, (folder, ranks), rank, port, output, ranks) for rank in range(ranks)]
-    assert {wait_for(each) for each in started} == {0}, output.read_text()[-3000:]
-    found = json.loads((folder / f"{ranks}.json").read_text())
+@pytest.fixture(scope="module")
+def gaps(tmp_path_factory) -> dict[str, Gap]:
+    """The gaps of two ranks, in interpreters of their own."""
+    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
+    code = f"from pathlib import Path; import {__name__} as t; t.run(Path({str(folder)!r}), 2)"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place["PYTHONPATH"] = str(ROOT)
+    ranks = []
+    for rank in "01":
+        environ = {**os.environ, **QUIET, **ON_CPU, **place, "RANK": rank}
+        command = [sys.executable, "-c", code]
+        ranks.append(subprocess.Popen(command, cwd=Path(__file__).parent, env=environ))
+    assert [rank.wait(SECONDS) for rank in ranks] == [0, 0]
+    found = json.loads((folder / "2.json").read_text())
     return {name: Gap(**values) for name, values in found.items()}
 
 

@@ -87,6 +87,7 @@ ELSEWHERE = {
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "activation_offloading": "plan.inputs, models.checkpointing",
+    "context_parallel": "plan.context, data.row_parts, models.fast.attention.ulysses",
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",
     "cuda_graphs": "models.fast.graphs",

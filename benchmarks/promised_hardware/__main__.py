@@ -7,8 +7,8 @@ python -m benchmarks.promised_hardware --toy                 the tiny model, two
 python -m benchmarks.promised_hardware --report FILE         the tables of results that are there
 
 Cases: qwen-7b-4090, gemma-27b-h100 and llama-70b-h200 are rows of the guide's table, trained as the
-shipped configs of these machines say. 8b-lora-17-gib and 8b-qlora-7.7-gib are too large for one GPU
-and are trained on two.
+shipped configs of these machines say. 8b-lora-17-gib is too large for one GPU,
+8b-qlora-7.7-gib just fits on one, and both are trained on two.
 """
 
 from __future__ import annotations
