@@ -5,7 +5,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
-from rank_processes import run_ranks
+from rank_processes import run_ranks, run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
 
@@ -45,8 +45,14 @@ def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
         lines.append(json.dumps({"messages": [asked, answer]}))
     rows.write_text("\n".join(lines) + "\n")
 
-    def run(strategy: str = "ddp", shared: int = 1, ranks: int = 2, **changes: object) -> RunFolder:
-        key = repr((strategy, shared, ranks, sorted(changes.items())))
+    def run(
+        strategy: str = "ddp",
+        shared: int = 1,
+        ranks: int = 2,
+        prepare: Callable[[], None] | None = None,
+        **changes: object,
+    ) -> RunFolder:
+        key = repr((strategy, shared, ranks, prepare, sorted(changes.items())))
         if key not in runs:
             settings = {
                 **SETTINGS,
@@ -59,12 +65,18 @@ def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
                 settings["train.strategy"] = strategy
             with patch.object(plan_ranks, "_refuse_crowd"):  # more ranks than cores
                 folder = plan_run(settings, num_gpus=ranks, deepspeed_config=zero)
-            exits = run_ranks(folder, ranks)
+            exits = run_two_workers(folder, prepare) if ranks == 2 else run_ranks(folder, ranks)
             assert set(exits) == {0}, (folder.path / "output.txt").read_text()[-3000:]
             runs[key] = folder
         return runs[key]
 
     return run
+
+
+def in_small_tiles() -> None:
+    from sft_play.models.fast.linears import tiles
+
+    tiles.TILE_TOKENS = 16
 
 
 def losses(folder: RunFolder) -> list[float]:
@@ -103,6 +115,21 @@ def test_recomputed_unpacked_and_resumed(finished) -> None:
     assert losses(again)[-2:] == losses(whole)[-2:]
     weights = [load_file(run.path / "adapter/adapter_model.safetensors") for run in (whole, again)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("fsdp", "full"),
+        pytest.param("fsdp", "lora", marks=LONG),
+        pytest.param("zero2", "lora", marks=LONG),
+        pytest.param("ddp", "qlora", marks=LONG),
+    ],
+)
+def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode) -> None:
+    settings = {"tuning.mode": mode, "train.gradient_checkpointing": True}
+    in_tiles = finished(strategy, 2, prepare=in_small_tiles, **settings)
+    assert losses(in_tiles) == pytest.approx(losses(finished(**{"tuning.mode": mode})), abs=2e-5)
 
 
 @pytest.mark.parametrize(
