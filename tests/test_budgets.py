@@ -29,12 +29,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_550,
-    "commands": 20_300,
+    "commands": 20_350,
     "compat": 1_300,
     "config": 23_250,
     "data": 72_550,
-    "evaluation": 12_300,
-    "inference": 17_050,
+    "evaluation": 12_550,
+    "inference": 19_350,
     "models": 96_900,
     "monitor": 8_750,
     "notebooks": 15_050,
@@ -43,8 +43,8 @@ TOKENS = {
     "runs": 14_450,
     "training": 45_250,
 }
-FILES = 329
-FUNCTIONS = 3_905
+FILES = 330
+FUNCTIONS = 3_920
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

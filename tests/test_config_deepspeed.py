@@ -280,7 +280,7 @@ BAD_JSON = [
         '{"zero_optimization": {"mics_shard_size": 2}}',
         "zero_optimization.mics_shard_size: DeepSpeed 0.19 has removed it; delete it",
     ),
-    ('{"sequence_parallel_size": 2}', "batch sizes would not add up; delete it"),
+    ('{"sequence_parallel_size": 2}', "delete it and set train.context_parallel"),
     (
         '{"zero_optimization": true}',
         'zero_optimization=true is not valid; write an object, such as {"stage": 2}',

@@ -22,14 +22,21 @@ from sft_play.config.schema import ModelSection
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.plan.launch import Launch, execute
 from sft_play.runs import exports, seal
-from sft_play.runs.exports import FORMATS, ExportAsked, ParityRow, exports_of
+from sft_play.runs.exports import (
+    COMPRESSED,
+    FORMATS,
+    LEAST_GAIN,
+    ExportAsked,
+    ParityRow,
+    exports_of,
+)
 from sft_play.runs.folder import RunFolder
 
 QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
 OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
 LOOPBACK = "127.0.0.1"
 PORT = 8000
-SERVED = ("safetensors", "gguf")
+SERVED = ("safetensors", "gguf", *COMPRESSED)
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
 
@@ -42,6 +49,11 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
     if kind != "gguf":
         for name in filter(given.text, OF_GGUF):
             given.problems.append(f"{name}: FORMAT={kind} does not read it; set FORMAT=gguf")
+    least_gain = given.number("EXPORT_MIN_GAIN", lambda share: 0 <= share <= 1, "from 0 to 1")
+    if kind not in COMPRESSED and least_gain is not None:
+        given.problems.append(
+            f"EXPORT_MIN_GAIN: FORMAT={kind} does not read it; set FORMAT=fp8, int4 or nvfp4"
+        )
     if kind == "adapter" and dtype is not None:
         given.problems.append(f"MODEL_DTYPE={dtype}: FORMAT=adapter does not read it")
     refuse(given.problems)
@@ -53,6 +65,7 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
         dtype=dtype,
         quantizations=tuple(dict.fromkeys(quantizations)),
         llama_cpp=Path(llama_cpp) if llama_cpp else None,
+        least_gain=LEAST_GAIN if least_gain is None else least_gain,
         pre_tokenizer=given.text("PRE_TOKENIZER"),
     )
 

@@ -140,6 +140,20 @@ class Words:
         self.problems.append(f"{name}={word(text)}: write a whole number {bounds}")
         return None
 
+    def number(self, name: str, is_allowed: Callable[[float], bool], bounds: str) -> float | None:
+        """Return a finite number that is allowed; None if it is unset or a problem."""
+        text = self.text(name)
+        if text is None:
+            return None
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number) and is_allowed(number):
+            return number
+        self.problems.append(f"{name}={word(text)}: write a number {bounds}")
+        return None
+
     def choice(self, name: str, choices: tuple[str, ...]) -> Any:
         text = self.text(name)
         if text is None or text in choices:
@@ -175,8 +189,8 @@ def read_sampling(environ: Mapping[str, str]) -> SamplingRequest:
     """Return what the variables ask for. Raises ConfigError that lists every wrong one."""
     words = Words(environ)
     request = SamplingRequest(
-        temperature=_number(words, "TEMPERATURE", lambda number: number >= 0, "of at least 0"),
-        top_p=_number(words, "TOP_P", lambda number: 0 < number <= 1, "above 0, at most 1"),
+        temperature=words.number("TEMPERATURE", lambda number: number >= 0, "of at least 0"),
+        top_p=words.number("TOP_P", lambda number: 0 < number <= 1, "above 0, at most 1"),
         top_k=words.whole_number("TOP_K", 1),
         seed=words.whole_number("SEED", 0) or 0,
     )
@@ -184,22 +198,6 @@ def read_sampling(environ: Mapping[str, str]) -> SamplingRequest:
         words.problems.append("TEMPERATURE=0 draws nothing; leave TOP_P and TOP_K out")
     refuse(words.problems)
     return request
-
-
-def _number(
-    words: Words, name: str, is_allowed: Callable[[float], bool], bounds: str
-) -> float | None:
-    text = words.text(name)
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if math.isfinite(number) and is_allowed(number):
-        return number
-    words.problems.append(f"{name}={word(text)}: write a number {bounds}")
-    return None
 
 
 OF_TASKS = ("LIMIT", "FEWSHOT", "TEMPLATE")  # what says something of TASKS, and of nothing else

@@ -39,6 +39,7 @@ DRAWN = ANSWERS | SAMPLING_VARIABLES | IMAGES | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 EXPORT = frozenset(
     {"RUN", "FORMAT", "OUT", "MODEL_DTYPE", "DEVICE", "QUANT", "LLAMA_CPP", "PRE_TOKENIZER"}
+    | {"EXPORT_MIN_GAIN"}
 )
 NOTHING: frozenset[str] = frozenset()
 INSTALL = frozenset({"TORCH", "TORCH_INDEX", "INSTALLER"})  # every target installs what is missing

@@ -332,6 +332,26 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
     )
 
 
+def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
+    """Return the nats of all labels of each sample, by a folder in a fresh process.
+
+    Raises: CheckpointError where the folder cannot be opened.
+    """
+    positions = [np.flatnonzero(sample.labels != IGNORE_INDEX) for sample in samples]
+    rows = {
+        "ids": torch.tensor(list(chain.from_iterable(sample.ids.tolist() for sample in samples))),
+        "ends": torch.tensor([len(sample.ids) for sample in samples]).cumsum(0),
+        "positions": torch.tensor(np.concatenate(positions)),
+        "position_ends": torch.tensor([len(row) for row in positions]).cumsum(0),
+    }
+    tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
+    asked = Reference(rows, {"tokens": tokens}, [], [], "", "")
+    with tempfile.TemporaryDirectory() as temporary:
+        tensors, _ = _answer(folder, asked, Path(temporary))
+    of_rows = tensors["nats"].tensor_split(rows["position_ends"][:-1])
+    return [row.sum().item() for row in of_rows]
+
+
 def choose_bound(folder: Folder, reference: Reference) -> Bound:
     """Return the bound: that of float32 where both sides computed in it on the CPU."""
     if reference.compute_dtype == FLOAT8:

@@ -25,7 +25,7 @@ from sft_play.models.parameters import dtype_name
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
-from sft_play.runs.exports import ExportAsked
+from sft_play.runs.exports import COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
@@ -41,6 +41,11 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
         return export_adapter(run, target)
     if asked.format == "gguf":
         return export_gguf(run, target, asked)
+    if asked.format in COMPRESSED:
+        # takes seconds to import
+        from sft_play.inference.export_compressed import export_compressed
+
+        return export_compressed(run, target, asked)
     return export_safetensors(run, target, asked.dtype)
 
 

@@ -15,7 +15,9 @@ from sft_play.runs import seal
 from sft_play.runs.files import json_line, write_text
 from sft_play.runs.folder import RunFolder
 
-FORMATS = ("safetensors", "gguf", "adapter")
+COMPRESSED = ("fp8", "int4", "nvfp4")  # by compressed-tensors
+FORMATS = ("safetensors", "gguf", "adapter", *COMPRESSED)
+LEAST_GAIN = 0.95  # share of the run's gain in loss that quantised files must keep
 EXPORTS = "export"  # the folder of a run's exports
 
 PARITY = "parity.jsonl"
@@ -31,6 +33,7 @@ class ExportAsked:
     dtype: str | None = None  # of the weights; None: as they were trained or merged
     quantizations: tuple[str, ...] = ()  # of gguf files, in llama.cpp's words
     llama_cpp: Path | None = None  # a checkout or a source distribution that has the converter
+    least_gain: float = LEAST_GAIN
     pre_tokenizer: str | None = None  # llama.cpp's name of how text is split before it is encoded
 
     def target(self, run: RunFolder) -> Path:

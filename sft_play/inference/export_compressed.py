@@ -1,0 +1,326 @@
+"""`make export FORMAT=fp8`, int4 or nvfp4: files of compressed-tensors, as vLLM serves them.
+
+The linear layers of the decoder are quantised, shard by shard; embeddings, head, norms and routers
+stay as they are. The folder is opened by transformers and compressed-tensors alone and scored on
+test rows: what keeps too little of the run's gain is not published.
+
+Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
+"""
+
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
+
+from sft_play.data.store import Split
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.evaluation.reopened import Folder, Reopened, nats_of_rows, reopen
+from sft_play.inference.evaluate import prepared_data
+from sft_play.inference.exported import (
+    Exported,
+    complete,
+    link_files,
+    reopened_model,
+    staged,
+    write_plain_model,
+)
+from sft_play.inference.gguf_score import LEAST_NATS, RowScore, chosen_rows, losses_of
+from sft_play.inference.merge import stranger_of
+from sft_play.models.architecture import decoder_layers, empty_model
+from sft_play.models.experts import expert_weights
+from sft_play.runs.exports import ExportAsked
+from sft_play.runs.files import read_json, write_json
+
+INDEX = "model.safetensors.index.json"
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
+SHOWN_LAYERS = 3  # that lose most
+DRAWS = 1000  # of rows, for the interval of the gain
+# What a token is sent by, and what a recurrence forgets by: small, and nothing averages their error
+GATES = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+GROUPS = (128, 64, 32)  # G of int4 that servers have kernels for
+
+
+class Kind(NamedTuple):
+    """One format of the files."""
+
+    preset: str  # of compressed-tensors
+    format: str
+
+
+KINDS = {
+    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantised as they come
+    "int4": Kind("W4A16", "pack-quantized"),
+    "nvfp4": Kind("NVFP4A16", "nvfp4-pack-quantized"),
+}
+
+
+def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
+    """Write a folder of quantised weights; return the lines to print.
+
+    Raises: ConfigError for a model that is not quantised here; CheckpointError where the files do
+    not keep enough of the run's gain.
+    """
+    split = prepared_data(run.folder, run.config, AutoTokenizer.from_pretrained(run.weights)).test
+    with (
+        staged(target) as staging,
+        tempfile.TemporaryDirectory(prefix=".from-", dir=target.parent) as temporary,
+    ):
+        plain = Path(temporary) / "model"
+        lines = write_plain_model(run, plain, asked.dtype)
+        lines.append(reopened_model(run, plain).line("from"))
+        errors = compress_folder(plain, staging, asked.format, run.config.model.trust_remote_code)
+        found = score(run, staging, split)
+        lines.append(found.line(asked.format))
+        faults = found.faults(asked.least_gain)
+        if faults:
+            worst = sorted(errors, key=lambda name: -errors[name])[:SHOWN_LAYERS]
+            named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
+            raise CheckpointError(
+                f"{run.folder.path}: as {asked.format} it is not the model that was evaluated: "
+                f"{'; '.join(faults)}; nothing was published. The weights with the largest errors "
+                f"are {named}; FORMAT=fp8 or safetensors keeps more, and EXPORT_MIN_GAIN="
+                f"{max(0.0, found.gain_kept):.2f} publishes it as it is"
+            )
+        complete(run, staging, target, asked.format, [found.line(asked.format)])
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    return [*lines, f"exported {target} ({size / 1e6:,.1f} MB; vllm serve {target})"]
+
+
+def compress_folder(
+    source: Path, target: Path, kind: str, trust_remote_code: bool = False
+) -> dict[str, float]:
+    """Write a folder of plain weights as a quantised one; return the error of each layer.
+
+    That is the norm of what rounding changes over that of the weights. One shard is in memory. What
+    stays of a folder in float32 is written in bfloat16, in which servers compute.
+    Raises: ConfigError for experts, and for files that lack layers of the class.
+    """
+    linears, others = _linears(source, trust_remote_code)
+    scheme = _scheme(kind, list(linears.values()), source)
+    chosen = _names_in_files(list(linears), source)
+    link_files(source, target)
+    saved = read_json(target / "config.json")
+    is_wide = saved.get("dtype") == "float32"
+    errors: dict[str, float] = {}
+    places: dict[str, str] = {}
+    total = 0
+    for shard in sorted(target.glob("*.safetensors")):
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in _tensors(shard):
+            if is_wide and tensor.dtype == torch.float32:
+                tensor = tensor.bfloat16()
+            module = name.removesuffix(".weight")
+            if module not in chosen:
+                tensors[name] = tensor
+                continue
+            parts, errors[module] = compress(tensor, scheme, KINDS[kind].format)
+            tensors |= {f"{module}.{part}": value for part, value in parts.items()}
+        shard.unlink()  # a hard link to the run's own file
+        save_file(tensors, shard, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, shard.name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if (target / INDEX).is_file():
+        write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=KINDS[kind].format,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=others,
+    )
+    saved["dtype"] = "bfloat16" if is_wide else saved["dtype"]
+    described = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
+    write_json(target / "config.json", {**saved, "quantization_config": described})
+    return errors
+
+
+def compress(
+    weight: Tensor, scheme: QuantizationScheme, kind: str
+) -> tuple[dict[str, Tensor], float]:
+    """Return the tensors of a quantised weight (O, I) by their names, and its relative error."""
+    weights = scheme.weights
+    tensors: dict[str, Tensor] = {"weight": weight}
+    group = weights.group_size or weight.shape[1]
+    grouped = weight.unflatten(1, (-1, group))  # (O, I / G, G)
+    bounds = (grouped.amin(-1), grouped.amax(-1))
+    whole = None
+    if kind == KINDS["nvfp4"].format:
+        tensors["weight_global_scale"] = whole = generate_gparam(weight.min(), weight.max())
+    scale, zero = calculate_qparams(*bounds, weights, global_scale=whole)
+    tensors |= {"weight_scale": scale, "weight_zero_point": zero}
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    parts = compressor.compress(tensors, scheme)
+    rounded = compressor.decompress(parts, scheme)["weight"].float()
+    error = (rounded - weight.float()).norm() / weight.float().norm()
+    return {name: value.contiguous() for name, value in parts.items()}, error.item()
+
+
+def _linears(source: Path, trust_remote_code: bool) -> tuple[dict[str, nn.Linear], list[str]]:
+    """Return the linear layers to quantise by their names, and the names of all others."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    model = empty_model(config, torch.bfloat16, trust_remote_code)
+    if expert_weights(model):
+        raise ConfigError(
+            f"the experts of {type(model).__name__} are not quantised here; FORMAT=safetensors "
+            "exports it"
+        )
+    within = {module for layer in decoder_layers(model) for module in layer.modules()}
+    chosen, others = {}, []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if module in within and name.rpartition(".")[2] not in GATES:
+            chosen[name] = module
+        else:
+            others.append(name)
+    return chosen, others
+
+
+def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
+    """Return what the files call the linear layers, which may begin otherwise than in the class.
+
+    Raises: ConfigError where they have not all of them under one beginning.
+    """
+    numbered = NUMBER.search(linears[0])
+    begin = linears[0][: numbered.start()] if numbered else ""
+    ends = [name.removeprefix(begin) for name in linears]
+    stored = {name for shard in source.glob("*.safetensors") for name in _keys(shard)}
+    first = f"{ends[0]}.weight"
+    for name in sorted(stored):
+        own = name.removesuffix(first)
+        if name.endswith(first) and all(f"{own}{end}.weight" in stored for end in ends):
+            return {f"{own}{end}" for end in ends}
+    raise ConfigError(
+        f"the files of {source.name} have no {linears[0]}.weight, or not all layers beside it; "
+        "FORMAT=safetensors exports it"
+    )
+
+
+def _keys(shard: Path) -> list[str]:
+    with safe_open(shard, framework="pt") as file:
+        return list(file.keys())
+
+
+def _scheme(kind: str, linears: Sequence[nn.Linear], source: Path) -> QuantizationScheme:
+    """Return the scheme of a format, of int4 with the largest group that divides all inputs."""
+    scheme = preset_name_to_scheme(KINDS[kind].preset, ["Linear"])
+    wanted = GROUPS if kind == "int4" else (scheme.weights.group_size or 1,)
+    inputs = math.gcd(*(linear.in_features for linear in linears))
+    group = next((size for size in wanted if inputs % size == 0), None)
+    if group is None:
+        raise ConfigError(
+            f"FORMAT={kind}: a layer of {source.name} has inputs that are no multiple of "
+            f"{min(wanted)}; FORMAT=fp8 takes any"
+        )
+    if scheme.weights.group_size is not None:
+        weights = scheme.weights.model_copy(update={"group_size": group})
+        scheme = scheme.model_copy(update={"weights": weights})
+    return scheme.model_copy(update={"format": KINDS[kind].format})
+
+
+def _tensors(shard: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(shard, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+@dataclass(frozen=True)
+class CompressedScores:
+    """What quantised files say of test rows, beside the run's own scores of them."""
+
+    rows: tuple[RowScore, ...]
+    nats: tuple[float, ...]  # of each row, by the files
+    reopened: Reopened | None  # on the rows of the run's reference
+
+    @property
+    def gain_kept(self) -> float:
+        """The share of the run's gain over its base that is left; NaN where it gained nothing."""
+        return self._gain(np.arange(len(self.rows)))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The middle 95 % of the share over draws of as many rows, with replacement."""
+        draw = np.random.default_rng(0)
+        drawn = draw.integers(len(self.rows), size=(DRAWS, len(self.rows)))
+        low, high = np.nanquantile([self._gain(rows) for rows in drawn], [0.025, 0.975])
+        return float(low), float(high)
+
+    def _gain(self, chosen: np.ndarray) -> float:
+        table = np.array(
+            [(row.before, row.after, nats) for row, nats in zip(self.rows, self.nats, strict=True)]
+        )
+        before, after, now = table[chosen].sum(0)
+        labels = sum(self.rows[index].labels for index in chosen)
+        return (
+            (before - now) / (before - after) if before - after > LEAST_NATS * labels else math.nan
+        )
+
+    def _loss(self, nats: Sequence[float]) -> float:
+        return sum(nats) / sum(row.labels for row in self.rows)
+
+    def line(self, name: str) -> str:
+        """Return the line that is printed."""
+        low, high = self.interval
+        text = (
+            f"{name} eval_loss={self._loss(self.nats):.4f} "
+            f"(run {self._loss([row.after for row in self.rows]):.4f}, {len(self.rows)} rows) "
+            f"gain kept={self.gain_kept:.3f} [{low:.3f}, {high:.3f}]"
+        )
+        said = self.reopened
+        if said is None:
+            return text
+        stops = f"stops={said.stops}/{said.all_stops}"
+        return f"{text} KL={said.kl:.1e} top-1={said.agreement:.3f} {stops}"
+
+    def faults(self, least_gain: float) -> list[str]:
+        """Return what is not as in the run."""
+        found = []
+        if math.isnan(self.gain_kept):
+            lost = self._loss(self.nats) - self._loss([row.after for row in self.rows])
+            if not lost <= LEAST_NATS:
+                found.append(f"eval_loss is {lost:.4f} above the run's")
+        elif not self.gain_kept >= least_gain:
+            found.append(f"it keeps {self.gain_kept:.3f} of the gain, less than {least_gain:g}")
+        if self.reopened is not None:
+            found += [
+                fault
+                for fault in self.reopened.faults()
+                if fault not in self.reopened.differences()
+            ]
+        return found
+
+
+def score(run: Exported, staging: Path, split: Split) -> CompressedScores:
+    """Return what a quantised folder says, opened in processes of its own.
+
+    Raises: CheckpointError where the run's own scores are gone.
+    """
+    written = losses_of(run.folder, split)
+    if written is None:
+        raise CheckpointError(
+            f"{run.folder.path}: the scores before and after training are gone, which an export "
+            "is held to; FORMAT=safetensors needs none"
+        )
+    chosen = chosen_rows(split)
+    with tempfile.TemporaryDirectory() as offload_folder:
+        opened: Folder = stranger_of(staging, run.config, Path(offload_folder))
+        nats = nats_of_rows(opened, [split[index] for index in chosen])
+        reopened = reopen(opened, run.reference) if run.reference is not None else None
+    return CompressedScores(tuple(written[index] for index in chosen), tuple(nats), reopened)

@@ -1,0 +1,168 @@
+"""`make export FORMAT=fp8`, int4 and nvfp4: what transformers and compressed-tensors read of them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from published_models import write_published
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import Sizes, tiny_model
+from transformers import AutoModelForCausalLM
+
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.inference import exported as parity
+from sft_play.inference.export import export_run
+from sft_play.inference.export_compressed import (
+    KINDS,
+    CompressedScores,
+    compress,
+    compress_folder,
+)
+from sft_play.inference.gguf_score import RowScore
+from sft_play.runs import seal
+from sft_play.runs.exports import COMPRESSED, ExportAsked
+from sft_play.runs.files import read_json
+from sft_play.runs.folder import RunFolder
+
+WIDE = Sizes(hidden=128, head=32, intermediate=256, vocabulary=512)
+# Bytes of a layer's weight, beside the 16 bits that it had: of 8 or 4 bits, and of its scales
+BYTES = {"fp8": 0.5, "int4": 0.25 + 1 / 128, "nvfp4": 0.25 + 1 / 32}
+
+
+@pytest.fixture(scope="module")
+def copied(finished, tmp_path_factory) -> RunFolder:
+    return RunFolder(shutil.copytree(finished("lora").path, tmp_path_factory.mktemp("c") / "run"))
+
+
+@pytest.mark.usefixtures("opens_here")
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_an_export_is_quantised_held_to_the_run_and_sealed(copied, kind, monkeypatch) -> None:
+    monkeypatch.setattr(parity, "MOST_TOKENS", 4)
+    lines = export_run(copied, ExportAsked(kind, least_gain=0.5), "cpu")
+    folder = copied.path / "export" / kind
+    assert seal.find_damage(folder) is None
+    line = next(line for line in lines if line.startswith(f"{kind} "))
+    assert "gain kept=" in line and "KL=" in line and "stops=" in line
+    assert line in (folder / "README.md").read_text()
+    named = read_json(folder / "config.json")["quantization_config"]
+    assert (named["quant_method"], named["format"]) == ("compressed-tensors", KINDS[kind].format)
+    plain = load_file(copied.path / "merged" / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    assert {"lm_head"} <= set(named["ignore"]) or "lm_head.weight" not in plain
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        assert stored[name].equal(plain[name].bfloat16())
+    assert not any(name.endswith("proj.weight") for name in stored) or kind == "fp8"
+
+
+@pytest.mark.usefixtures("opens_here")
+def test_what_keeps_too_little_is_refused_with_the_worst_layers(copied, monkeypatch) -> None:
+    asked = ExportAsked("int4", copied.path / "refused", least_gain=1.5)
+    with pytest.raises(CheckpointError, match=r"of the gain, less than 1.5; .*_proj \(0\.\d+\), "):
+        export_run(copied, asked, "cpu")
+    assert not (copied.path / "refused").exists()
+
+
+def plain_folder(folder: Path, model_type: str = "llama", shards: bool = False) -> Path:
+    model = tiny_model(model_type, WIDE, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="200KB" if shards else "5GB")
+    return folder
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_transformers_reads_the_numbers_that_were_rounded(kind, shards, tmp_path) -> None:
+    plain = plain_folder(tmp_path / "plain", shards=shards)
+    before = {path.name: path.read_bytes() for path in plain.glob("*.safetensors")}
+    assert (len(before) > 1) == shards
+    errors = compress_folder(plain, tmp_path / "packed", kind)
+    assert {path.name: path.read_bytes() for path in plain.glob("*.safetensors")} == before
+    assert 0 < min(errors.values()) <= max(errors.values()) < {"fp8": 0.05}.get(kind, 0.2)
+    plain_model = AutoModelForCausalLM.from_pretrained(plain)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
+    with torch.no_grad():
+        assert read(torch.arange(24)[None]).logits.isfinite().all()  # unpacks
+    assert len(errors) == 2 * 7
+    for name, error in errors.items():
+        was = plain_model.get_submodule(name).weight.float()
+        now = read.get_submodule(name).weight.float()
+        assert ((now - was).norm() / was.norm()).item() == pytest.approx(error, rel=0.02)
+    others = read.state_dict().keys() & plain_model.state_dict().keys()
+    kept = [name for name in others if name.removesuffix(".weight") not in errors]
+    assert kept and all(
+        read.state_dict()[name].equal(plain_model.state_dict()[name]) for name in kept
+    )
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_bytes_are_those_of_the_format(kind, tmp_path) -> None:
+    packed = tmp_path / "packed"
+    compress_folder(plain_folder(tmp_path / "plain"), packed, kind)
+    sizes = {"plain": 0, "packed": 0}
+    for which in sizes:
+        with safe_open(tmp_path / which / "model.safetensors", framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if "_proj" in name and "weight_shape" not in name:
+                    sizes[which] += file.get_tensor(name).nbytes
+    assert sizes["packed"] / sizes["plain"] == pytest.approx(BYTES[kind], abs=0.02)
+
+
+def test_a_group_has_its_own_scale_so_that_one_outlier_costs_its_group_alone(tmp_path) -> None:
+    from sft_play.inference.export_compressed import _scheme
+
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256)
+    weight[:, 0] *= 100
+    linears = [torch.nn.Linear(256, 64)]
+    found = {}
+    for kind in COMPRESSED:
+        scheme = _scheme(kind, linears, tmp_path)
+        parts, _ = compress(weight, scheme, KINDS[kind].format)
+        from compressed_tensors.compressors import BaseCompressor
+
+        compressor = BaseCompressor.get_value_from_registry(KINDS[kind].format)
+        rounded = compressor.decompress(parts, scheme)["weight"].float()
+        found[kind] = (rounded - weight).abs()[:, 128:].mean().item()
+    assert found["int4"] < 0.15 and found["nvfp4"] < 0.15 and found["fp8"] < 0.05
+
+
+def test_routers_and_gates_stay_and_experts_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"experts of .* are not quantised here"):
+        compress_folder(plain_folder(tmp_path / "moe", "qwen3_moe"), tmp_path / "no", "fp8")
+    hybrid = plain_folder(tmp_path / "hybrid", "qwen3_5")
+    errors = compress_folder(hybrid, tmp_path / "packed", "fp8")
+    ignored = read_json(tmp_path / "packed/config.json")["quantization_config"]["ignore"]
+    assert any(name.endswith("in_proj_a") for name in ignored)
+    assert not any(name.endswith("in_proj_a") for name in errors)
+    assert any(name.endswith("in_proj_qkv") for name in errors)
+
+
+def test_files_of_other_names_and_sizes_are_refused(tmp_path, tokenizer) -> None:
+    plain = plain_folder(tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    renamed = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, plain / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"have no model\.layers\.0\.self_attn\.q_proj\.weight"):
+        compress_folder(plain, tmp_path / "packed", "fp8")
+    small = tmp_path / "small"
+    tiny_model("llama").save_pretrained(small)  # 48 features between the matrices of an MLP
+    with pytest.raises(ConfigError, match="no multiple of 32; FORMAT=fp8 takes any"):
+        compress_folder(small, tmp_path / "no", "int4")
+
+
+def test_a_model_that_reads_images_keeps_its_towers(tmp_path, tokenizer) -> None:
+    write_published("gemma3", tmp_path / "plain", tokenizer, dtype=torch.bfloat16)
+    errors = compress_folder(tmp_path / "plain", tmp_path / "packed", "fp8")
+    assert errors and not any("vision" in name or "projector" in name for name in errors)
+
+
+def test_the_share_of_a_gain_is_counted_in_nats_and_drawn_over_rows() -> None:
+    rows = (RowScore(20.0, 10.0, 10), RowScore(30.0, 10.0, 10))
+    scores = CompressedScores(rows, (10.5, 11.0), None)
+    assert scores.gain_kept == pytest.approx(1 - 1.5 / 30)
+    low, high = scores.interval
+    assert (low, high) == (pytest.approx(0.95), pytest.approx(0.95))
+    assert scores.faults(0.95) == [] and "0.950 of the gain" in scores.faults(0.96)[0]
+    nothing = CompressedScores((RowScore(10.0, 10.0, 10),), (11.0,), None)
+    assert "above the run's" in nothing.faults(0.95)[0]
