@@ -314,7 +314,7 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
     if folder.offload_folder is not None:
         reference = reference.shortened(TOKENS_FROM_DISK)
     with tempfile.TemporaryDirectory() as temporary:
-        tensors, facts = _answer(folder, reference, Path(temporary))
+        tensors, facts = ask(folder, reference, Path(temporary))
     by_stop = dict(zip(_distinct_stops(reference), facts["stops"], strict=True))
     expected = [ids for _, ids in reference.prompts]
     return Reopened(
@@ -330,26 +330,6 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
         ),
         bound=choose_bound(folder, reference),
     )
-
-
-def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
-    """Return the nats of all labels of each sample, by a folder in a fresh process.
-
-    Raises: CheckpointError where the folder cannot be opened.
-    """
-    positions = [np.flatnonzero(sample.labels != IGNORE_INDEX) for sample in samples]
-    rows = {
-        "ids": torch.tensor(list(chain.from_iterable(sample.ids.tolist() for sample in samples))),
-        "ends": torch.tensor([len(sample.ids) for sample in samples]).cumsum(0),
-        "positions": torch.tensor(np.concatenate(positions)),
-        "position_ends": torch.tensor([len(row) for row in positions]).cumsum(0),
-    }
-    tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
-    asked = Reference(rows, {"tokens": tokens}, [], [], "", "")
-    with tempfile.TemporaryDirectory() as temporary:
-        tensors, _ = _answer(folder, asked, Path(temporary))
-    of_rows = tensors["nats"].tensor_split(rows["position_ends"][:-1])
-    return [row.sum().item() for row in of_rows]
 
 
 def choose_bound(folder: Folder, reference: Reference) -> Bound:
@@ -371,7 +351,7 @@ def divergence(run: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float((kept.sum(-1) + rest).mean())
 
 
-def _answer(
+def ask(
     folder: Folder, reference: Reference, temporary: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what the script says of the reference's rows, and its facts."""

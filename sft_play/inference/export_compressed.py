@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +31,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from sft_play.data.store import Split
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.store import Sample, Split
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.evaluation.reopened import Folder, Reopened, nats_of_rows, reopen
+from sft_play.evaluation.reopened import Folder, Reference, Reopened, ask, reopen
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
     Exported,
@@ -324,3 +326,23 @@ def score(run: Exported, staging: Path, split: Split) -> CompressedScores:
         nats = nats_of_rows(opened, [split[index] for index in chosen])
         reopened = reopen(opened, run.reference) if run.reference is not None else None
     return CompressedScores(tuple(written[index] for index in chosen), tuple(nats), reopened)
+
+
+def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
+    """Return the nats of all labels of each sample, by a folder in a fresh process.
+
+    Raises: CheckpointError where the folder cannot be opened.
+    """
+    positions = [np.flatnonzero(sample.labels != IGNORE_INDEX) for sample in samples]
+    rows = {
+        "ids": torch.tensor(list(chain.from_iterable(sample.ids.tolist() for sample in samples))),
+        "ends": torch.tensor([len(sample.ids) for sample in samples]).cumsum(0),
+        "positions": torch.tensor(np.concatenate(positions)),
+        "position_ends": torch.tensor([len(row) for row in positions]).cumsum(0),
+    }
+    tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
+    asked = Reference(rows, {"tokens": tokens}, [], [], "", "")
+    with tempfile.TemporaryDirectory() as temporary:
+        tensors, _ = ask(folder, asked, Path(temporary))
+    of_rows = tensors["nats"].tensor_split(rows["position_ends"][:-1])
+    return [row.sum().item() for row in of_rows]
