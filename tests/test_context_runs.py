@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from architecture_steps import adapted, fused, settings
+from published_models import published_model
 from rank_processes import run_ranks, run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
+from tiny_models import tiny_model
 
 from sft_play.errors import ConfigError
 from sft_play.plan import ranks as plan_ranks
 from sft_play.runs.folder import RunFolder
+from sft_play.training.build import sharing_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -143,3 +148,26 @@ def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode) -> None:
 def test_what_cannot_share_rows_is_refused(plan_run, changes, words) -> None:
     with pytest.raises(ConfigError, match=words + r".*; set TRAIN_CONTEXT_PARALLEL=1"):
         plan_run({**SETTINGS, **changes}, num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "has_images", "words"),
+    [
+        ("llama4", False, "their place in the row"),
+        ("qwen3_5", False, "need the tokens before theirs"),
+        ("llama", True, "no rows with images"),
+    ],
+)
+def test_a_model_and_rows_that_cannot_be_shared_are_refused(model_type, has_images, words) -> None:
+    chosen = settings("lora")
+    make = published_model if model_type == "llama4" else tiny_model
+    model = fused(adapted(make(model_type), chosen), chosen)
+    data = SimpleNamespace(train=SimpleNamespace(has_images=has_images))
+    for shared in (1, 2):
+        layout = SimpleNamespace(context_parallel=shared)
+        context = SimpleNamespace(plan=SimpleNamespace(layout=layout), process=None)
+        if shared == 1:
+            assert sharing_ranks(context, data, model) is None
+            continue
+        with pytest.raises(ConfigError, match=words + ".*; set TRAIN_CONTEXT_PARALLEL=1"):
+            sharing_ranks(context, data, model)

@@ -77,7 +77,7 @@ def build_trainer(
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         towers_learning_rate=config.tuning.towers_learning_rate,
-        context=sharing_ranks(context, data),
+        context=sharing_ranks(context, data, model),
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
@@ -96,16 +96,20 @@ def build_trainer(
     return trainer
 
 
-def sharing_ranks(context: RunContext, data: RunData) -> ContextGroup | None:
+def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> ContextGroup | None:
     """Return the ranks that share rows with this one. Every rank must call it.
 
-    Raises: ConfigError for rows with images.
+    Raises: ConfigError for rows with images, and for layers that need the tokens before theirs.
     """
     shared = context.plan.layout.context_parallel
-    if shared > 1 and data.train.has_images:
+    reason = None
+    if data.train.has_images:
+        reason = "GPUs share no rows with images"
+    elif fused_kernels_of(model).has_mixers:  # of Llama 4, whose queries are scaled by their place
+        reason = "layers of this model need the tokens before theirs, or their place in the row"
+    if shared > 1 and reason is not None:
         raise ConfigError(
-            f"train.context_parallel={shared}: GPUs share no rows with images; set "
-            "TRAIN_CONTEXT_PARALLEL=1"
+            f"train.context_parallel={shared}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
         )
     return context_group(context.process, shared)
 
