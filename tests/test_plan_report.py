@@ -352,7 +352,8 @@ def test_the_longest_row_is_named_with_and_without_offloading() -> None:
     model = "model.name=meta-llama/Llama-3.1-8B-Instruct"
     shown = line(plan_for("1xH200", model, "tuning.mode=lora"), "longest row")
     pattern = (
-        r"[\d,]+ tokens fit, one row at a time; [\d,]+ with activations offloaded to \d+ GiB of "
+        r"[\d,]+ tokens fit, one row at a time, at [\d,]+ tokens/s; [\d,]+ at [\d,]+ tokens/s, "
+        r"with activations offloaded to \d+ GiB of "
     )
     assert re.match(pattern, shown)
     on_cpu = line(plan_for(CPU, config="tiny"), "longest row")

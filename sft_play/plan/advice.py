@@ -12,7 +12,6 @@ from sft_play.config.schema import env_name
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.context import COUNTS, why_not_shared
 from sft_play.plan.inputs import (
-    LONG_ROW,
     PlanInputs,
     choose_layout,
     with_offloading,
@@ -22,6 +21,7 @@ from sft_play.plan.memory import GIB, host_bytes, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
+from sft_play.plan.step import LONG_ROW
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
 
 MIN_ROW_TOKENS = 256  # shorter rows are never suggested

@@ -19,6 +19,7 @@ SATURATED_TOKENS, SATURATED_LOSS = 8192, 0.03
 HOST_MARGIN = 2.0
 
 PeakBytes = Callable[[Layout], int]
+SpeedOf = Callable[[StepSpec, Layout], float | None]
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,13 @@ class LongestRow:
 
     tokens: int  # a multiple of STEP_TOKENS; 0 if not even so many fit
     host_bytes: int = 0  # of offloaded activations, for each rank
+    tokens_per_second: float | None = None  # None: nothing is known of the device
+
+    def speed(self) -> str:
+        """Return the speed in words, after a space; "" where it is not known."""
+        return (
+            "" if self.tokens_per_second is None else f" at {self.tokens_per_second:,.0f} tokens/s"
+        )
 
 
 @dataclass(frozen=True)
@@ -254,27 +262,34 @@ class LongestRows:
         """Return both in words, for the report."""
         if not self.kept.tokens and not self.offloaded:
             return f"not one of {STEP_TOKENS:,} tokens fits"
-        words = f"{self.kept.tokens:,} tokens fit, one row at a time"
+        words = f"{self.kept.tokens:,} tokens fit, one row at a time,{self.kept.speed()}"
+        words = words.removesuffix(",")
         if self.offloaded is None:
             return words
         host = f"{self.offloaded.host_bytes / memory.GIB:.0f} GiB of host memory for each GPU"
-        return f"{words}; {self.offloaded.tokens:,} with activations offloaded to {host}"
+        offloaded = f"{self.offloaded.tokens:,}{self.offloaded.speed()}"
+        return f"{words}; {offloaded}, with activations offloaded to {host}"
 
 
-def longest_rows(step: StepSpec, request: BatchRequest, budget_bytes: int) -> LongestRows:
+def longest_rows(
+    step: StepSpec, request: BatchRequest, budget_bytes: int, speed_of: SpeedOf = lambda *_: None
+) -> LongestRows:
     """Return the longest rows for micro-batches of one row, all layers recomputed if that may be.
 
-    The budget is of a rank's device; whether the host has the memory is not asked.
+    The budget is of a rank's device; whether the host has the memory is not asked. `speed_of` says
+    how many tokens a second a step trains.
     """
     step = replace(step, keeps_attention=False, host_layers=None)
-    kept = _longest(replace(step, offload_activations=False), request, budget_bytes)
+    kept = _longest(replace(step, offload_activations=False), request, budget_bytes, speed_of)
     if not step.is_gpu or not request.recomputes_by_layer or not _recomputes(request):
         return LongestRows(kept, None)
-    offloaded = _longest(replace(step, offload_activations=True), request, budget_bytes)
+    offloaded = _longest(replace(step, offload_activations=True), request, budget_bytes, speed_of)
     return LongestRows(kept, offloaded if offloaded.tokens > kept.tokens else None)
 
 
-def _longest(step: StepSpec, request: BatchRequest, budget_bytes: int) -> LongestRow:
+def _longest(
+    step: StepSpec, request: BatchRequest, budget_bytes: int, speed_of: SpeedOf
+) -> LongestRow:
     lengths = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
 
     def is_too_long(tokens: int) -> bool:
@@ -284,7 +299,8 @@ def _longest(step: StepSpec, request: BatchRequest, budget_bytes: int) -> Longes
     tokens = STEP_TOKENS * bisect_left(lengths, True, key=is_too_long)
     if not tokens:
         return LongestRow(0)
-    return LongestRow(tokens, offloaded_bytes(step, _one_row(step, request, tokens)))
+    layout = _one_row(step, request, tokens)
+    return LongestRow(tokens, offloaded_bytes(step, layout), speed_of(step, layout))
 
 
 def _one_row(step: StepSpec, request: BatchRequest, tokens: int) -> Layout:

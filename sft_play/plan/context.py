@@ -5,7 +5,8 @@ from dataclasses import replace
 from sft_play.config.backends import backend_of
 from sft_play.config.loader import LoadedConfig
 from sft_play.errors import ConfigError
-from sft_play.plan.inputs import LONG_ROW, PlanInputs, choose_layout, with_offloading
+from sft_play.plan.inputs import PlanInputs, choose_layout, with_offloading
+from sft_play.plan.step import LONG_ROW
 
 COUNTS = (1, 2, 4, 8)
 

@@ -24,10 +24,9 @@ from sft_play.plan.fast import (
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.step import AdapterOptions, Layout, StepSpec
+from sft_play.plan.step import LONG_ROW, AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
-LONG_ROW = 32_768  # tokens: attention of 8B takes half of a row's time
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

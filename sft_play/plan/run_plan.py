@@ -124,7 +124,13 @@ class RunPlan:
     @property
     def longest_rows(self) -> LongestRows:
         """The longest rows that the memory takes, with and without offloaded activations."""
-        return longest_rows(self.step, self.request, self.budget_bytes)
+
+        def speed_of(step: StepSpec, layout: Layout) -> float | None:
+            work = speed.full_rows(layout)
+            found = speed.predict(step, layout, work, self.card, self.ranks.nodes)
+            return found and found.tokens_per_second
+
+        return longest_rows(self.step, self.request, self.budget_bytes, speed_of)
 
     @property
     def gpus(self) -> str:

@@ -15,6 +15,8 @@ from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.structure import MatrixKind, adapted_matrices
 from sft_play.plan.traced import TracedStep
 
+LONG_ROW = 32_768  # tokens: attention of 8B takes half of a row's time
+
 
 @dataclass(frozen=True)
 class Layout:
