@@ -37,6 +37,7 @@ OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
 LOOPBACK = "127.0.0.1"
 PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
+CHECKED = ("safetensors", "gguf", "adapter")  # whose answers are those of the evaluated model
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
 
@@ -90,7 +91,7 @@ def chosen_export(call: Call, run: RunFolder, formats: tuple[str, ...] = FORMATS
 def parity_rows(call: Call) -> list[ParityRow]:
     """Return the rows of the parity.jsonl that PARITY names, or of the run's latest export."""
     given = call.words.text("PARITY")
-    path = Path(given) if given else chosen_export(call, use.chosen_run(call))
+    path = Path(given) if given else chosen_export(call, use.chosen_run(call), CHECKED)
     return exports.read_parity(path / exports.PARITY if path.is_dir() else path)
 
 
