@@ -164,5 +164,8 @@ def test_the_share_of_a_gain_is_counted_in_nats_and_drawn_over_rows() -> None:
     low, high = scores.interval
     assert (low, high) == (pytest.approx(0.95), pytest.approx(0.95))
     assert scores.faults(0.95) == [] and "0.950 of the gain" in scores.faults(0.96)[0]
+    assert scores.publishing_gain in (0.94, 0.95) and not scores.faults(scores.publishing_gain)
+    worse = CompressedScores(rows, (50.0, 50.0), None)
+    assert worse.gain_kept < 0 and worse.publishing_gain is None
     nothing = CompressedScores((RowScore(10.0, 10.0, 10),), (11.0,), None)
-    assert "above the run's" in nothing.faults(0.95)[0]
+    assert "above the run's" in nothing.faults(0.95)[0] and nothing.publishing_gain is None

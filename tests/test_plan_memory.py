@@ -8,7 +8,7 @@ import pytest
 from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak
 
 from sft_play.config.deepspeed_json import Fetching
-from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, offloaded_bytes
+from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, TILE_TOKENS, offloaded_bytes
 from sft_play.plan.memory import (
     GIB,
     PHASES,
@@ -100,6 +100,12 @@ def test_the_inputs_in_flight_are_those_of_the_code() -> None:
     from sft_play.models.checkpointing import IN_FLIGHT
 
     assert OFFLOADS_IN_FLIGHT == IN_FLIGHT
+
+
+def test_the_tiles_are_those_of_the_code() -> None:
+    from sft_play.models.fast.linears import tiles
+
+    assert TILE_TOKENS == tiles.TILE_TOKENS
 
 
 def test_the_recomputed_layer_adds_to_the_peak_where_all_are_and_it_outgrows_the_loss() -> None:

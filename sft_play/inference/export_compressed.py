@@ -95,11 +95,13 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
         if faults:
             worst = sorted(errors, key=lambda name: -errors[name])[:SHOWN_LAYERS]
             named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
+            remedy = "FORMAT=fp8 or safetensors keeps more"
+            if (least := found.publishing_gain) is not None:
+                remedy += f", and EXPORT_MIN_GAIN={least:.2f} publishes it as it is"
             raise CheckpointError(
                 f"{run.folder.path}: as {asked.format} it is not the model that was evaluated: "
                 f"{'; '.join(faults)}; nothing was published. The weights with the largest errors "
-                f"are {named}; FORMAT=fp8 or safetensors keeps more, and EXPORT_MIN_GAIN="
-                f"{max(0.0, found.gain_kept):.2f} publishes it as it is"
+                f"are {named}; {remedy}"
             )
         complete(run, staging, target, asked.format, [found.line(asked.format)])
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
@@ -203,7 +205,7 @@ def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
     numbered = NUMBER.search(linears[0])
     begin = linears[0][: numbered.start()] if numbered else ""
     ends = [name.removeprefix(begin) for name in linears]
-    stored = {name for shard in source.glob("*.safetensors") for name in _keys(shard)}
+    stored = {name for shard in source.glob("*.safetensors") for name, _ in _tensors(shard)}
     first = f"{ends[0]}.weight"
     for name in sorted(stored):
         own = name.removesuffix(first)
@@ -213,11 +215,6 @@ def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
         f"the files of {source.name} have no {linears[0]}.weight, or not all layers beside it; "
         "FORMAT=safetensors exports it"
     )
-
-
-def _keys(shard: Path) -> list[str]:
-    with safe_open(shard, framework="pt") as file:
-        return list(file.keys())
 
 
 def _scheme(kind: str, linears: Sequence[nn.Linear], source: Path) -> QuantizationScheme:
@@ -265,14 +262,11 @@ class CompressedScores:
         return float(low), float(high)
 
     def _gain(self, chosen: np.ndarray) -> float:
-        table = np.array(
-            [(row.before, row.after, nats) for row, nats in zip(self.rows, self.nats, strict=True)]
-        )
-        before, after, now = table[chosen].sum(0)
-        labels = sum(self.rows[index].labels for index in chosen)
-        return (
-            (before - now) / (before - after) if before - after > LEAST_NATS * labels else math.nan
-        )
+        table = np.array([(row.before, row.after, row.labels) for row in self.rows])
+        before, after, labels = table[chosen].sum(0)
+        now = np.array(self.nats)[chosen].sum()
+        gain = before - after
+        return (before - now) / gain if gain > LEAST_NATS * labels else math.nan
 
     def _loss(self, nats: Sequence[float]) -> float:
         return sum(nats) / sum(row.labels for row in self.rows)
@@ -291,6 +285,12 @@ class CompressedScores:
         stops = f"stops={said.stops}/{said.all_stops}"
         return f"{text} KL={said.kl:.1e} top-1={said.agreement:.3f} {stops}"
 
+    @property
+    def publishing_gain(self) -> float | None:
+        """The least gain to ask for that publishes the files as they are; None: no gain does."""
+        least = max(0.0, self.gain_kept // 0.01 / 100)
+        return None if self.faults(least) else least
+
     def faults(self, least_gain: float) -> list[str]:
         """Return what is not as in the run."""
         found = []
@@ -300,12 +300,9 @@ class CompressedScores:
                 found.append(f"eval_loss is {lost:.4f} above the run's")
         elif not self.gain_kept >= least_gain:
             found.append(f"it keeps {self.gain_kept:.3f} of the gain, less than {least_gain:g}")
-        if self.reopened is not None:
-            found += [
-                fault
-                for fault in self.reopened.faults()
-                if fault not in self.reopened.differences()
-            ]
+        if said := self.reopened:
+            known = said.differences()
+            found += [fault for fault in said.faults() if fault not in known]
         return found
 
 
@@ -322,10 +319,10 @@ def score(run: Exported, staging: Path, split: Split) -> CompressedScores:
         )
     chosen = chosen_rows(split)
     with tempfile.TemporaryDirectory() as offload_folder:
-        opened: Folder = stranger_of(staging, run.config, Path(offload_folder))
+        opened = stranger_of(staging, run.config, Path(offload_folder))
         nats = nats_of_rows(opened, [split[index] for index in chosen])
-        reopened = reopen(opened, run.reference) if run.reference is not None else None
-    return CompressedScores(tuple(written[index] for index in chosen), tuple(nats), reopened)
+        said = reopen(opened, run.reference)
+        return CompressedScores(tuple(written[index] for index in chosen), tuple(nats), said)
 
 
 def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:

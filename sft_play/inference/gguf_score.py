@@ -16,6 +16,7 @@ from sft_play.data.splits import question_indices
 from sft_play.data.store import Sample, Split
 from sft_play.evaluation.scores import rouge
 from sft_play.inference.gguf_tools import opened, require_bindings
+from sft_play.runs.exports import LEAST_GAIN
 from sft_play.runs.folder import RunFolder
 
 MOST_TOKENS = 16_384  # of all scored rows: a CPU takes minutes for them with 8B
@@ -24,7 +25,6 @@ MOST_ANSWERS = 32
 CHECKED_ROWS = 200  # for their tokens
 LEAST_CONTEXT = 512
 ROOM = 8  # tokens of the context beyond the longest row
-LEAST_GAIN = 0.95  # share of the run's gain in loss that a file must keep
 LEAST_NATS = 0.02  # a gain below it says nothing
 # Of llama.cpp, the most common first: other ones split text as one of these, or are rare
 PRE_TOKENIZERS = (
