@@ -72,9 +72,10 @@ def merge(set_: SetOption = None) -> None:
     call = read_call(None, set_)
     run = use.chosen_run(call, ("adapter",))
     dtype = use.asked_dtype(call, run)
-    from sft_play.inference.merge import merge_run
+    from sft_play.inference.merge import merge_run, not_scored
 
-    typer.echo("\n".join(merge_run(run, dtype)))
+    lines = merge_run(run, dtype)
+    typer.echo("\n".join([*lines, *not_scored(run.read_config())]))
 
 
 @app.command()

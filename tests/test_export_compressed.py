@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_format(kind, tmp_path) -> None:
 
 
 def test_a_group_has_its_own_scale_so_that_one_outlier_costs_its_group_alone(tmp_path) -> None:
-    from sft_play.inference.export_compressed import _scheme
+    from sft_play.models.compressed import scheme_of
 
     torch.manual_seed(0)
     weight = torch.randn(64, 256)
@@ -117,7 +117,7 @@ def test_a_group_has_its_own_scale_so_that_one_outlier_costs_its_group_alone(tmp
     linears = [torch.nn.Linear(256, 64)]
     found = {}
     for kind in COMPRESSED:
-        scheme = _scheme(kind, linears, tmp_path)
+        scheme = scheme_of(kind, linears, "a model")
         parts, _ = compress(weight, scheme, KINDS[kind].format)
         from compressed_tensors.compressors import BaseCompressor
 
@@ -147,7 +147,7 @@ def test_files_of_other_names_and_sizes_are_refused(tmp_path, tokenizer) -> None
         compress_folder(plain, tmp_path / "packed", "fp8")
     small = tmp_path / "small"
     tiny_model("llama").save_pretrained(small)  # 48 features between the matrices of an MLP
-    with pytest.raises(ConfigError, match="no multiple of 32; FORMAT=fp8 takes any"):
+    with pytest.raises(ConfigError, match="no multiple of 32; fp8 takes any"):
         compress_folder(small, tmp_path / "no", "int4")
 
 

@@ -91,7 +91,12 @@ def chosen_export(call: Call, run: RunFolder, formats: tuple[str, ...] = FORMATS
 def parity_rows(call: Call) -> list[ParityRow]:
     """Return the rows of the parity.jsonl that PARITY names, or of the run's latest export."""
     given = call.words.text("PARITY")
-    path = Path(given) if given else chosen_export(call, use.chosen_run(call), CHECKED)
+    if given:
+        path = Path(given)
+    else:
+        run = use.chosen_run(call)
+        delivered = run.read_config().train.deliver_as
+        path = chosen_export(call, run, CHECKED if delivered is None else (*CHECKED, delivered))
     return exports.read_parity(path / exports.PARITY if path.is_dir() else path)
 
 

@@ -169,6 +169,38 @@ FLOAT8_RULES = (
         "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_BASE_DTYPE=auto",
     ),
 )
+# What train.deliver_as does not go with
+NOT_DELIVERED: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "tuning.mode": (
+        lambda c: c.tuning.mode == "qlora",
+        "the weights that are written are those of a base in 16 bits; set TUNING_MODE=lora",
+    ),
+    "tuning.base_dtype": (
+        lambda c: c.tuning.has_float8_base,
+        "the weights that are written are those of a base in 16 bits; set TUNING_BASE_DTYPE=auto",
+    ),
+    "tuning.backend": (
+        lambda c: c.tuning.backend == "unsloth",
+        "Unsloth multiplies by plain weights; set TUNING_BACKEND=bnb",
+    ),
+    "tuning.lora.use_dora": (
+        lambda c: c.tuning.lora.use_dora,
+        "DoRA scales the rows of a merged weight; set TUNING_LORA_USE_DORA=false",
+    ),
+    "tuning.lora.dropout": (
+        lambda c: c.tuning.mode != "full" and c.tuning.lora.dropout > 0,
+        "an adapter that is rounded with its weight has no input of its own to drop; set "
+        "TUNING_LORA_DROPOUT=0",
+    ),
+}
+
+
+def _rule_of_delivery(name: str) -> Rule:
+    holds, advice = NOT_DELIVERED[name]
+    names = ("train.deliver_as", name)
+    return Rule(names, lambda c: c.train.deliver_as is not None and holds(c), advice)
+
+
 RULES = (
     Rule(
         ("train.bf16", "train.fp16"),
@@ -280,6 +312,7 @@ RULES = (
         "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_MODE=lora",
     ),
     *FLOAT8_RULES,
+    *map(_rule_of_delivery, NOT_DELIVERED),
     *TOWER_RULES,
     Rule(
         ("tuning.lora.modules_to_save", "tuning.lora.target_modules"),

@@ -16,7 +16,7 @@ from sft_play.inference.exported import (
     staged,
     write_plain_model,
 )
-from sft_play.inference.merge import refuse_other_adapter
+from sft_play.inference.merge import not_scored, refuse_other_adapter
 from sft_play.models import bnb
 from sft_play.models.base_files import plain_reading
 from sft_play.models.export import complete_tokenizer
@@ -35,8 +35,13 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
 
     Raises: ConfigError, CheckpointError; EnvironmentFault where llama.cpp is not there.
     """
-    target = asked.target(folder)
     run = Exported.of(folder, device)
+    lines = _written(run, asked.target(folder), asked)
+    return [*lines, *not_scored(run.config, asked.format)]
+
+
+def _written(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
+    """Write an export of any format; return the lines to print."""
     if asked.format == "adapter":
         return export_adapter(run, target)
     if asked.format == "gguf":

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +22,10 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStatus,
-    preset_name_to_scheme,
 )
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from sft_play.data.render import IGNORE_INDEX
@@ -46,8 +43,8 @@ from sft_play.inference.exported import (
 )
 from sft_play.inference.gguf_score import LEAST_NATS, RowScore, chosen_rows, losses_of
 from sft_play.inference.merge import stranger_of
-from sft_play.models.architecture import decoder_layers, empty_model
-from sft_play.models.experts import expert_weights
+from sft_play.models.architecture import empty_model
+from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json
 
@@ -55,23 +52,6 @@ INDEX = "model.safetensors.index.json"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 SHOWN_LAYERS = 3  # that lose most
 DRAWS = 1000  # of rows, for the interval of the gain
-# What a token is sent by, and what a recurrence forgets by: small, and nothing averages their error
-GATES = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
-GROUPS = (128, 64, 32)  # G of int4 that servers have kernels for
-
-
-class Kind(NamedTuple):
-    """One format of the files."""
-
-    preset: str  # of compressed-tensors
-    format: str
-
-
-KINDS = {
-    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantised as they come
-    "int4": Kind("W4A16", "pack-quantized"),
-    "nvfp4": Kind("NVFP4A16", "nvfp4-pack-quantized"),
-}
 
 
 def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
@@ -117,8 +97,9 @@ def compress_folder(
     stays of a folder in float32 is written in bfloat16, in which servers compute.
     Raises: ConfigError for experts, and for files that lack layers of the class.
     """
-    linears, others = _linears(source, trust_remote_code)
-    scheme = _scheme(kind, list(linears.values()), source)
+    described = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    linears, others = quantised_linears(empty_model(described, torch.bfloat16, trust_remote_code))
+    scheme = scheme_of(kind, list(linears.values()), source.name)
     chosen = _names_in_files(list(linears), source)
     link_files(source, target)
     saved = read_json(target / "config.json")
@@ -150,8 +131,8 @@ def compress_folder(
         ignore=others,
     )
     saved["dtype"] = "bfloat16" if is_wide else saved["dtype"]
-    described = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
-    write_json(target / "config.json", {**saved, "quantization_config": described})
+    quantised = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
+    write_json(target / "config.json", {**saved, "quantization_config": quantised})
     return errors
 
 
@@ -159,42 +140,15 @@ def compress(
     weight: Tensor, scheme: QuantizationScheme, kind: str
 ) -> tuple[dict[str, Tensor], float]:
     """Return the tensors of a quantised weight (O, I) by their names, and its relative error."""
-    weights = scheme.weights
-    tensors: dict[str, Tensor] = {"weight": weight}
-    group = weights.group_size or weight.shape[1]
-    grouped = weight.unflatten(1, (-1, group))  # (O, I / G, G)
-    bounds = (grouped.amin(-1), grouped.amax(-1))
-    whole = None
-    if kind == KINDS["nvfp4"].format:
-        tensors["weight_global_scale"] = whole = generate_gparam(weight.min(), weight.max())
-    scale, zero = calculate_qparams(*bounds, weights, global_scale=whole)
-    tensors |= {"weight_scale": scale, "weight_zero_point": zero}
+    scale, zero, whole = scales_of(weight, scheme)
+    tensors = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero}
+    if whole is not None:
+        tensors["weight_global_scale"] = whole
     compressor = BaseCompressor.get_value_from_registry(kind)
     parts = compressor.compress(tensors, scheme)
     rounded = compressor.decompress(parts, scheme)["weight"].float()
     error = (rounded - weight.float()).norm() / weight.float().norm()
     return {name: value.contiguous() for name, value in parts.items()}, error.item()
-
-
-def _linears(source: Path, trust_remote_code: bool) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linear layers to quantise by their names, and the names of all others."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    model = empty_model(config, torch.bfloat16, trust_remote_code)
-    if expert_weights(model):
-        raise ConfigError(
-            f"the experts of {type(model).__name__} are not quantised here; FORMAT=safetensors "
-            "exports it"
-        )
-    within = {module for layer in decoder_layers(model) for module in layer.modules()}
-    chosen, others = {}, []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if module in within and name.rpartition(".")[2] not in GATES:
-            chosen[name] = module
-        else:
-            others.append(name)
-    return chosen, others
 
 
 def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
@@ -215,23 +169,6 @@ def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
         f"the files of {source.name} have no {linears[0]}.weight, or not all layers beside it; "
         "FORMAT=safetensors exports it"
     )
-
-
-def _scheme(kind: str, linears: Sequence[nn.Linear], source: Path) -> QuantizationScheme:
-    """Return the scheme of a format, of int4 with the largest group that divides all inputs."""
-    scheme = preset_name_to_scheme(KINDS[kind].preset, ["Linear"])
-    wanted = GROUPS if kind == "int4" else (scheme.weights.group_size or 1,)
-    inputs = math.gcd(*(linear.in_features for linear in linears))
-    group = next((size for size in wanted if inputs % size == 0), None)
-    if group is None:
-        raise ConfigError(
-            f"FORMAT={kind}: a layer of {source.name} has inputs that are no multiple of "
-            f"{min(wanted)}; FORMAT=fp8 takes any"
-        )
-    if scheme.weights.group_size is not None:
-        weights = scheme.weights.model_copy(update={"group_size": group})
-        scheme = scheme.model_copy(update={"weights": weights})
-    return scheme.model_copy(update={"format": KINDS[kind].format})
 
 
 def _tensors(shard: Path) -> Iterator[tuple[str, Tensor]]:
@@ -268,15 +205,21 @@ class CompressedScores:
         gain = before - after
         return (before - now) / gain if gain > LEAST_NATS * labels else math.nan
 
-    def _loss(self, nats: Sequence[float]) -> float:
-        return sum(nats) / sum(row.labels for row in self.rows)
+    @property
+    def loss(self) -> float:
+        """The files' loss, nats a token."""
+        return sum(self.nats) / sum(row.labels for row in self.rows)
+
+    @property
+    def run_loss(self) -> float:
+        """The run's loss after training on the same rows."""
+        return sum(row.after for row in self.rows) / sum(row.labels for row in self.rows)
 
     def line(self, name: str) -> str:
         """Return the line that is printed."""
         low, high = self.interval
         text = (
-            f"{name} eval_loss={self._loss(self.nats):.4f} "
-            f"(run {self._loss([row.after for row in self.rows]):.4f}, {len(self.rows)} rows) "
+            f"{name} eval_loss={self.loss:.4f} (run {self.run_loss:.4f}, {len(self.rows)} rows) "
             f"gain kept={self.gain_kept:.3f} [{low:.3f}, {high:.3f}]"
         )
         said = self.reopened
@@ -295,7 +238,7 @@ class CompressedScores:
         """Return what is not as in the run."""
         found = []
         if math.isnan(self.gain_kept):
-            lost = self._loss(self.nats) - self._loss([row.after for row in self.rows])
+            lost = self.loss - self.run_loss
             if not lost <= LEAST_NATS:
                 found.append(f"eval_loss is {lost:.4f} above the run's")
         elif not self.gain_kept >= least_gain:

@@ -26,7 +26,13 @@ from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reopened import Reference, Reopened, checked_prompts, reopen
 from sft_play.inference.evaluate import prepared_data
-from sft_play.inference.load import TrainedModel, checked_weights, load_run, updated
+from sft_play.inference.load import (
+    TrainedModel,
+    checked_weights,
+    load_run,
+    updated,
+    without_rounding,
+)
 from sft_play.inference.merge import merge_run, publish, reference_of, stranger_of
 from sft_play.models.export import read_stops, saved_stops, write_for_older_readers
 from sft_play.reporting.card_facts import CardFacts
@@ -142,7 +148,10 @@ def complete(
     run: Exported, staging: Path, target: Path, kind: str, reopened: Sequence[str]
 ) -> None:
     """Write exports.jsonl and README.md, and seal the folder."""
-    trained = load_run(run.folder, run.device)
+    config = run.config
+    if kind != config.train.deliver_as:
+        config = without_rounding(config)
+    trained = load_run(run.folder, run.device, config)
     split = prepared_data(run.folder, run.config, trained.tokenizer).test
     exports.write_parity(parity_rows(trained, split), staging)
     tokenizer = AutoTokenizer.from_pretrained(run.weights)

@@ -26,6 +26,7 @@ from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_me
 from sft_play.evaluation.generate import Generator, Sampling
 from sft_play.models import expert_adapters
 from sft_play.models.base_files import refuse_other_processors
+from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.images import image_inputs_of
@@ -127,6 +128,11 @@ def updated(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: changed})
 
 
+def without_rounding(config: Config) -> Config:
+    """Return a run's config for its weights as they are saved, in 16 bits."""
+    return updated(config, "train", deliver_as=None)
+
+
 def load_run(folder: RunFolder, device: str, config: Config | None = None) -> TrainedModel:
     """Return the trained model of a run on `device` (cpu or cuda).
 
@@ -142,9 +148,12 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
         if config.tuning.mode == "full":
             # the saved model is its own base
             model = load_base(config_of_weights(config, weights), process)
+            deliver(model, config)
         else:
             base = load_base(config, process)
+            deliver(base, config)
             model = load_adapter(base, folder, weights)
+            deliver_adapters(model)
     move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
     if process.compute_dtype != torch.float32:

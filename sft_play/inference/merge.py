@@ -27,7 +27,13 @@ from sft_play.errors import (
 )
 from sft_play.evaluation.reopened import Folder, Reference, Reopened, make_reference, reopen
 from sft_play.inference.evaluate import prepared_data
-from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
+from sft_play.inference.load import (
+    config_of_weights,
+    load_run,
+    quiet_libraries,
+    refuse_damage,
+    without_rounding,
+)
 from sft_play.masking import mask_secrets
 from sft_play.models.base_files import copy_processors, refuse_other_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
@@ -174,7 +180,7 @@ def refuse_other_adapter(weights: Path, config: Config) -> None:
 def reference_of(folder: RunFolder, config: Config) -> Reference:
     """Return what the run's own model says of its test rows, for a run that did not write it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = load_run(folder, device)
+    trained = load_run(folder, device, without_rounding(config))
     split = prepared_data(folder, config, trained.tokenizer).test
     system = config.data.system_prompt
     reference = make_reference(
@@ -309,3 +315,14 @@ def lines_of(folder: RunFolder, candidates: list[Candidate], best: Candidate) ->
                 f"top-1 agreement={candidate.found.agreement:.3f}{kept}"
             )
     return [*lines, best.found.line("merged"), f"merged {folder.path / 'merged'} ({best.way})"]
+
+
+def not_scored(config: Config, kind: str | None = None) -> list[str]:
+    """Return the warning for weights of another kind than the run was trained for, if it was."""
+    delivered = config.train.deliver_as
+    if delivered in (None, kind):
+        return []
+    return [
+        f"warning: the run was trained and scored as {delivered} (train.deliver_as), and these "
+        f"weights were not scored; make export FORMAT={delivered} writes what was scored"
+    ]

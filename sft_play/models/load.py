@@ -33,6 +33,7 @@ from sft_play.models.base_files import (
     stores_own_head,
 )
 from sft_play.models.bnb import packing_experts
+from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
@@ -89,10 +90,12 @@ def load_model(
 
         return unsloth.load(config, process)
     model = base = load_base(config, process, zero_stage, is_fsdp=is_fsdp, most_layers=most_layers)
+    deliver(model, config)
     if config.tuning.mode == "full":
         _freeze_what_its_class_freezes(model, config.tuning.towers == "full")
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
+        deliver_adapters(model)
         if is_fsdp and is_quantised(config):
             sharding.divide_packed(base, process, config.train.fsdp_offload)
         elif has_float8(base):

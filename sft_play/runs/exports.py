@@ -8,14 +8,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from sft_play.config.sections.train import Delivered
 from sft_play.errors import CheckpointError
 from sft_play.runs import seal
 from sft_play.runs.files import json_line, write_text
 from sft_play.runs.folder import RunFolder
 
-COMPRESSED = ("fp8", "int4", "nvfp4")  # by compressed-tensors
+COMPRESSED: tuple[str, ...] = get_args(Delivered)
 FORMATS = ("safetensors", "gguf", "adapter", *COMPRESSED)
 LEAST_GAIN = 0.95  # share of the run's gain in loss that quantised files must keep
 EXPORTS = "export"  # the folder of a run's exports

@@ -1,5 +1,6 @@
 """Scores on the held-out rows before and after training, and the summary at the end of a run."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from sft_play.evaluation.scores import (
     answers_jsonl,
     losses_jsonl,
 )
+from sft_play.models.delivered import as_trained
 from sft_play.plan.devices import GIB
 from sft_play.reporting.answers import title_of
 from sft_play.runs.files import write_text
@@ -70,8 +72,13 @@ class HeldOutEvaluation:
         return {name.replace("_", "/", 1): value for name, value in metrics.items()}
 
     def score(self, when: str) -> None:
-        """Score the model as it is now; `when` is "before" or "after". Every rank must call it."""
-        with timeline.span(f"scores {when}"):
+        """Score the model as it is now; `when` is "before" or "after". Every rank must call it.
+
+        Before, that is the base as it was published, also where it is trained to be rounded.
+        """
+        is_plain = when == "before"
+        plain = as_trained(self.trainer.model) if is_plain else contextlib.nullcontext()
+        with timeline.span(f"scores {when}"), plain:
             scores = self.trainer.score(self.evaluator, "test")
         self.scores[when] = scores
         self.recorder.update(

@@ -25,6 +25,7 @@ from sft_play.models.base_files import (
     restore_untrained,
     write_config,
 )
+from sft_play.models.delivered import as_trained
 from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import count_parameters, dtype_name
@@ -116,7 +117,7 @@ def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
     """Write what the trained model says of a few test rows. Every rank must call it."""
     trainer = held_out.trainer
     evaluator = held_out.evaluator
-    with trainer.speed.evaluating(trainer.model):
+    with trainer.speed.evaluating(trainer.model), as_trained(trainer.model):
         reference = make_reference(
             trainer.model,
             evaluator.split,

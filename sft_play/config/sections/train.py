@@ -28,6 +28,7 @@ def _strategy_name(value: Any) -> Any:
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Trackers = Annotated[list[Tracker], BeforeValidator(metrics.list_names)]
 Metrics = Annotated[list[str], BeforeValidator(metrics.list_names)]
+Delivered = Literal["fp8", "int4", "nvfp4"]  # formats of compressed-tensors
 EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
 
 
@@ -172,6 +173,12 @@ class TrainSection(Section):
         description="GPUs that share each row, for rows that one has no memory for: each computes "
         "a part of the row's tokens, and in attention all tokens of a part of the heads. auto is "
         "as few as the plan needs.",
+    )
+    deliver_as: Delivered | None = Field(
+        None,
+        description="Train for weights that will be served in 8 or 4 bits: each product is of the "
+        "weight as make export FORMAT= of that name writes it, and scores are those of the export. "
+        "For modes lora and full; null computes as tuning.mode says.",
     )
     fast_path: bool | Auto = Field(
         "auto",

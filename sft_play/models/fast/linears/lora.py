@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.models.architecture import decoder_of
+from sft_play.models.delivered import DeliveredLinear, DeliveredLoraLinear
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
@@ -138,7 +139,7 @@ def why_adapter_not_fusable(module: LoraLayer) -> str | None:
 
 
 def _why_base_not_fusable(base: nn.Module) -> str | None:
-    if type(base) not in (nn.Linear, Linear4bit, Float8Linear):
+    if type(base) not in (nn.Linear, Linear4bit, Float8Linear, DeliveredLinear):
         return f"a base layer of type {type(base).__name__}"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "base weights that are trained"
@@ -194,7 +195,12 @@ class FusedFloat8LoraLinear(_FusedInTraining, Float8LoraLinear):
     """PEFT's LoRA linear over float8 weights, fused in training."""
 
 
+class FusedDeliveredLoraLinear(_FusedInTraining, DeliveredLoraLinear):
+    """The LoRA linear that rounds, fused in training."""
+
+
 FUSED_CLASSES = {
+    DeliveredLoraLinear: FusedDeliveredLoraLinear,
     PeftLinear: FusedLoraLinear,
     PeftLinear4bit: FusedLoraLinear4bit,
     Float8LoraLinear: FusedFloat8LoraLinear,
@@ -217,13 +223,14 @@ def fuse_lora_linear(module: LoraLayer) -> None:
 
 def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
     """Return linears with their adapters; None if one of them cannot be fused."""
-    if any(why_not_fusable(module) for module in modules):
+    bases = [getattr(module, "base_layer", module) for module in modules]
+    rounded = [isinstance(base, DeliveredLinear) for base in bases]
+    if any(why_not_fusable(module) for module in modules) or any(rounded) != all(rounded):
         return None
     linears: list[FrozenLinear] = []
     adapters: list[Tensor | None] = []
     end = 0  # of the columns of x A^T
-    for module in modules:
-        base = getattr(module, "base_layer", module)
+    for module, base in zip(modules, bases, strict=True):
         a, b, scale = None, None, 0.0
         if isinstance(module, LoraLayer):
             for name in active_adapters(module):  # one at most, as was checked
@@ -239,6 +246,8 @@ def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
                 columns=slice(end, end + rank),
                 row_scales=getattr(base, "weight_scale", None),
                 is_partitioned=is_partitioned(base.weight),
+                delivered=base if isinstance(base, DeliveredLinear) else None,
+                adapter=(a, b),
             )
         )
         adapters += [a, b]

@@ -24,6 +24,7 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
 
+from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.quantise import input_product, product, quantise
@@ -41,6 +42,12 @@ class FrozenLinear(NamedTuple):
     columns: slice  # of x A^T (N, R), that are the adapter's
     row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
     is_partitioned: bool = False  # by ZeRO-3
+    delivered: DeliveredLinear | None = None  # the layer, where it rounds
+    adapter: tuple[Tensor | None, Tensor | None] = (None, None)  # A and B as they are trained
+
+    def rounded_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) that a layer which rounds multiplies by, adapter included."""
+        return self.delivered.rounded_weight(*self.adapter, self.scale).to(dtype)
 
 
 class Adapters(NamedTuple):
@@ -117,6 +124,10 @@ def project(
     outputs = []
     for linear, b in zip(linears, adapters.b, strict=True):
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
+        if linear.delivered is not None:
+            rounded = linear.delivered.rounding.inputs(x)
+            outputs.append(functional.linear(rounded, linear.rounded_weight(x.dtype), bias))
+            continue
         if linear.row_scales is not None:
             quantised = quantise(flat) if quantised is None else quantised
             y = product(quantised, linear.weight, linear.row_scales, x.dtype)
@@ -152,14 +163,16 @@ def input_gradient(
 ) -> Tensor:
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
 
-    `known` are dy_i in float8, multiplied by the scales of the weight, or None.
+    A rounded W_i has its adapter in it. `known` are dy_i in float8, multiplied by the scales of the
+    weight, or None.
     """
     known = known or [None] * len(dy)
     # a float8 product has an output of its own, which the adapters' part is added to
     is_float8 = False
     for linear in linears:
         is_float8 = is_float8 or linear.row_scales is not None
-    dx = None if du is None or is_float8 else du @ adapters.a
+    is_rounded = linears[0].delivered is not None
+    dx = None if du is None or is_float8 or is_rounded else du @ adapters.a
     for grad, linear, quantised in zip(dy, linears, known, strict=True):
         if linear.row_scales is not None:
             if quantised is None:
@@ -168,7 +181,10 @@ def input_gradient(
             dx = part if dx is None else dx.add_(part)
             continue
         with gathered([linear.weight]) if linear.is_partitioned else contextlib.nullcontext():
-            weight = dequantize(linear.weight, grad.dtype)
+            if is_rounded:
+                weight = linear.rounded_weight(grad.dtype)
+            else:
+                weight = dequantize(linear.weight, grad.dtype)
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
             del weight  # before the next one is dequantised
     return dx.addmm_(du, adapters.a) if is_float8 and du is not None else dx

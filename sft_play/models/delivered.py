@@ -1,0 +1,167 @@
+"""Linears that compute with the weight that servers will run (`train.deliver_as`).
+
+    forward    y = q(x) Q(W + s B A)^T + b
+    backward   dx = dy Q(W + s B A), and gradients of W, A and B as without rounding:
+               they pass Q and q straight through (Bengio et al., arXiv:1308.3432)
+
+Q rounds as the writer of the files does (`models.compressed`). So what is trained is what is
+written: rounding is part of the loss, and adapters make up for it. `models.fast` computes the same
+in training; here is what it is held to, and what evaluations run.
+
+Legend: N tokens, `in` and `out` features, r rank.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
+from sft_play.models.partitioned import is_partitioned
+
+if TYPE_CHECKING:
+    from sft_play.models.compressed import Rounding
+
+
+class DeliveredLinear(nn.Linear):
+    """A linear whose weight, frozen or trained, is rounded before each product."""
+
+    rounding: "Rounding"
+    is_rounded = True  # see `as_trained`
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        return _Product.of(x, self) if self.is_rounded else super().forward(x)
+
+    @torch.no_grad()
+    def rounded_weight(
+        self, a: Tensor | None = None, b: Tensor | None = None, scale: float = 0.0
+    ) -> Tensor:
+        """Return Q(W + s B A) (out, in) in 16 bits, for A (r, in) and B (out, r)."""
+        weight = self.weight if a is None else merged(self.weight, a, b, scale)
+        return self.rounding.weight(weight if weight.dtype == torch.float16 else weight.bfloat16())
+
+
+class DeliveredLoraLinear(PeftLinear):
+    """PEFT's LoRA linear over a rounded one: the adapter is rounded with the weight."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        base = self.base_layer
+        name = next((name for name in self.active_adapters if name in self.lora_A), None)
+        if self.disable_adapters:
+            return nn.Linear.forward(base, x)
+        if name is None or self.merged or not base.is_rounded:
+            return super().forward(x, *args, **kwargs)
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        return _Product.of(x, base, a, b, self.scaling[name])
+
+
+class _Product(torch.autograd.Function):
+    """y of one linear, with A and B or without."""
+
+    @staticmethod
+    def of(x: Tensor, linear: DeliveredLinear, *adapter: Any) -> Tensor:
+        """Return y (..., out) of x (..., in), in autocast's dtype where it is on."""
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        y = _Product.apply(x.to(dtype), linear, linear.weight, *(adapter or (None, None, 0.0)))
+        return y if linear.bias is None else y + linear.bias.to(dtype)
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        linear: DeliveredLinear,
+        weight: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Return q(x) Q(W + s B A)^T (..., out); W (out, in) is the weight of `linear`."""
+        ctx.save_for_backward(x)
+        # not saved: FSDP frees what a weight holds, and brings it back into the same tensor
+        ctx.linear, ctx.adapter = linear, (a, b, scale)
+        rounded = linear.rounded_weight(a, b, scale).to(x.dtype)
+        return linear.rounding.inputs(x) @ rounded.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, W, A and B."""
+        (x,) = ctx.saved_tensors
+        a, b, scale = ctx.adapter
+        dx = dy @ ctx.linear.rounded_weight(a, b, scale).to(dy.dtype)
+        dy, x = dy.flatten(0, -2), x.flatten(0, -2)  # (N, out) and (N, in)
+        dw, da, db = None, None, None
+        if ctx.needs_input_grad[2]:
+            dw = (dy.t() @ x).to(ctx.linear.weight.dtype)
+        if a is not None:
+            da = ((scale * dy @ b.to(dy.dtype)).t() @ x).to(a.dtype)
+            db = (scale * dy.t() @ (x @ a.to(x.dtype).t())).to(b.dtype)
+        return dx, None, dw, da, db, None
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + s B A (out, in) of W, A (r, in) and B (out, r), rounded once to the type of W.
+
+    On a GPU a product of 16 bits, whose sums are float32, takes as long as reading W. So A and B
+    are each the sum of two numbers of 16 bits, of which all products but the smallest are added.
+    """
+    dtype = weight.dtype
+    with torch.autocast(weight.device.type, enabled=False):
+        if not weight.is_cuda or dtype == torch.float32:
+            return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+        high_a, high_b = a.to(dtype), b.to(dtype)
+        low_a, low_b = (a - high_a).to(dtype), (b - high_b).to(dtype)
+        left = torch.cat([high_b, low_b, high_b], 1)
+        return torch.addmm(weight, left, torch.cat([high_a, high_a, low_a]), alpha=scale)
+
+
+def deliver(model: PreTrainedModel, config: Config) -> None:
+    """Round the linears of a model without adapters where train.deliver_as asks for it.
+
+    Raises: ConfigError for a model that is not quantised here.
+    """
+    kind = config.train.deliver_as
+    if kind is None:
+        return
+    from sft_play.models.compressed import Rounding, quantised_linears  # takes seconds to import
+
+    linears = quantised_linears(model).chosen
+    rounding = Rounding.of(kind, list(linears.values()), config.model.name)
+    for name, linear in linears.items():
+        if type(linear) is not nn.Linear or is_partitioned(linear.weight):
+            raise ConfigError(
+                f"train.deliver_as={kind}: {name} is in 4 bits, or divided by ZeRO-3, and no plain "
+                "weight; set TRAIN_STRATEGY=fsdp or ddp, or MODEL_NAME to a base in 16 bits"
+            )
+        linear.__class__ = DeliveredLinear
+        linear.rounding = rounding
+
+
+def deliver_adapters(model: nn.Module) -> None:
+    """Make PEFT's linears over rounded ones round the adapter, too."""
+    for module in model.modules():
+        if type(module) is PeftLinear and isinstance(module.base_layer, DeliveredLinear):
+            module.__class__ = DeliveredLoraLinear
+
+
+@contextlib.contextmanager
+def as_trained(model: nn.Module) -> Iterator[None]:
+    """Compute without rounding in this context: with the weights that are saved."""
+    linears = [module for module in model.modules() if isinstance(module, DeliveredLinear)]
+    for linear in linears:
+        linear.is_rounded = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.is_rounded = True
