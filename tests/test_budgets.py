@@ -29,22 +29,22 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_550,
-    "commands": 20_350,
+    "commands": 20_400,
     "compat": 1_300,
-    "config": 23_250,
+    "config": 23_450,
     "data": 72_550,
     "evaluation": 12_300,
-    "inference": 19_600,
-    "models": 96_900,
+    "inference": 19_350,
+    "models": 99_900,
     "monitor": 8_750,
     "notebooks": 15_050,
     "plan": 47_500,
     "reporting": 12_300,
     "runs": 14_450,
-    "training": 45_250,
+    "training": 45_350,
 }
-FILES = 330
-FUNCTIONS = 3_925
+FILES = 333
+FUNCTIONS = 3_950
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

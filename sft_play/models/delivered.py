@@ -110,19 +110,14 @@ class _Product(torch.autograd.Function):
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W + s B A (out, in) of W, A (r, in) and B (out, r), rounded once to the type of W.
+    """Return W + s B A (out, in) of W, A (r, in) and B (out, r).
 
-    On a GPU a product of 16 bits, whose sums are float32, takes as long as reading W. So A and B
-    are each the sum of two numbers of 16 bits, of which all products but the smallest are added.
+    On a GPU the product is rounded to 16 bits, as W is, which takes half the time. Where an adapter
+    changes weights by 0.3 %, one in 110 is then a step of bfloat16 away from a merge in float32.
     """
-    dtype = weight.dtype
+    dtype = weight.dtype if weight.is_cuda else torch.float32
     with torch.autocast(weight.device.type, enabled=False):
-        if not weight.is_cuda or dtype == torch.float32:
-            return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
-        high_a, high_b = a.to(dtype), b.to(dtype)
-        low_a, low_b = (a - high_a).to(dtype), (b - high_b).to(dtype)
-        left = torch.cat([high_b, low_b, high_b], 1)
-        return torch.addmm(weight, left, torch.cat([high_a, high_a, low_a]), alpha=scale)
+        return torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
 
 
 def deliver(model: PreTrainedModel, config: Config) -> None:
@@ -152,6 +147,12 @@ def deliver_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is PeftLinear and isinstance(module.base_layer, DeliveredLinear):
             module.__class__ = DeliveredLoraLinear
+
+
+def rounds_inputs(model: nn.Module) -> bool:
+    """Return whether linears of a model round what they read."""
+    delivered = (part.rounding for part in model.modules() if isinstance(part, DeliveredLinear))
+    return any(rounding.scheme.input_activations is not None for rounding in delivered)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
+from sft_play.models.delivered import rounds_inputs
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT, Documents
@@ -338,7 +339,7 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
 
 def rounds_coarsely(model: nn.Module) -> bool:
     """Return whether rounding chooses experts, or steps of float8."""
-    return bool(expert_weights(model)) or has_float8(model)
+    return bool(expert_weights(model)) or has_float8(model) or rounds_inputs(model)
 
 
 def has_equal_copies(model: nn.Module, process: Process) -> bool:
