@@ -151,7 +151,7 @@ serve: $(ENV) ## serve RUN's export by vLLM or transformers' server, on 127.0.0.
 	@$(SFT) serve
 check-server: $(ENV) ## hold the server at URL to RUN's export: prompt tokens, stops, answers
 	@$(SFT) check-server
-push: $(ENV) ## upload RUN's export to REPO=owner/name on the hub, private unless PUBLIC=1
+push: $(ENV) ## upload RUN's export to REPO=owner/name on the hub, private unless PUBLIC=1, signed by SIGN=key.pem
 	@$(SFT) push
 
 ## Work on SFT-Play

@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_550,
-    "commands": 20_400,
+    "commands": 20_550,
     "compat": 1_300,
     "config": 23_450,
     "data": 72_550,
@@ -39,12 +39,12 @@ TOKENS = {
     "monitor": 8_750,
     "notebooks": 15_050,
     "plan": 47_500,
-    "reporting": 12_300,
+    "reporting": 12_350,
     "runs": 14_450,
     "training": 45_350,
 }
 FILES = 333
-FUNCTIONS = 3_950
+FUNCTIONS = 3_955
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

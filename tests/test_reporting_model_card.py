@@ -6,6 +6,7 @@ from pathlib import Path
 
 import markdown
 import pytest
+from huggingface_hub import ModelCard
 from report_folders import run_folder
 
 from sft_play.config.schema import Config, ModelSection
@@ -55,6 +56,26 @@ def test_scores_have_their_intervals_and_the_command_that_prints_them_again():
     text = card(facts=facts)
     assert "| loss (nats a token) | 3 [2.5, 3.5] | 1 [0.9, 1.1] | -2 |" in text
     assert "`make eval RUN=a` scores them again." in text
+
+
+def test_the_hub_reads_the_scores_of_files_that_have_them():
+    estimates = (Estimate(3.0, 10), Estimate(1.25, 10), Estimate(-1.75, 10))
+    facts = replace(NOTHING, scores=[Score("loss", *estimates, higher_is_better=False)])
+
+    def read(kind: str, delivered: str | None = None) -> dict[str, float] | None:
+        train = CONFIG.train.model_copy(update={"deliver_as": delivered})
+        config = CONFIG.model_copy(update={"train": train})
+        report = RunReport(run="a: b", status="done", global_step=3)
+        text = card_text(config, report, STOPS, Path("out/adapter"), facts, kind)
+        results = ModelCard(text).data.eval_results
+        return results and {result.metric_type: result.metric_value for result in results}
+
+    for kind in ("adapter", "safetensors", "merged", "model"):
+        assert read(kind) == {"loss": 1.25}
+        assert read(kind, "int4") is None  # the scores are those of other weights
+    for kind in ("int4", "fp8", "gguf"):
+        assert read(kind) is None
+    assert read("int4", "int4") == {"loss": 1.25} and read("fp8", "int4") is None
 
 
 def test_scores_of_other_metrics_have_the_intervals_of_the_run():

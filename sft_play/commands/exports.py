@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
 CHECKED = ("safetensors", "gguf", "adapter")  # whose answers are those of the evaluated model
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
+NEEDED_TO_SIGN = ("model_signing", "OpenSSL")
+SIGNATURE = "model.sig"
 NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
 
 
@@ -182,18 +185,20 @@ def server_of(folder: Path, address: Address, device: str) -> Launch:
     return Launch((sys.executable, *words, *where, *own), {})
 
 
-def require(packages: Sequence[str], to_install: str) -> None:
+def require(packages: Sequence[str], to_install: str, by: str = "the server") -> None:
     """Raise EnvironmentFault where a package is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise EnvironmentFault(
-            f"the server needs {', '.join(missing)}, which are not installed; type "
+            f"{by} needs {', '.join(missing)}, which are not installed; type "
             f"{sys.executable} -m pip install {to_install}"
         )
 
 
 def push(call: Call) -> list[str]:
     """Upload an export to the hub, private unless PUBLIC=1; typed again, it resumes.
+
+    With SIGN its signature is beside it, as model.sig.
 
     Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
     """
@@ -212,11 +217,15 @@ def push(call: Call) -> list[str]:
     if get_token() is None:
         raise EnvironmentFault(f"REPO={repo}: no token of the hub; type hf auth login")
     api = HfApi()
+    key = words.text("SIGN")
+    signature = None if key is None else sign(folder, key)
     try:
         found = api.create_repo(repo, private=not is_public, exist_ok=True)
         refuse_public_repo(api, repo, is_public)
         message = f"{folder.name} of run {folder.parent.parent.name}"
         done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        if signature is not None:
+            done = api.upload_file(repo_id=repo, path_or_fileobj=signature, path_in_repo=SIGNATURE)
     except HfHubHTTPError as error:
         raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
     except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
@@ -226,6 +235,31 @@ def push(call: Call) -> list[str]:
         ) from None
     kind = "public" if is_public else "private"
     return [f"pushed {folder} to {found} ({kind}, commit {done.oid[:12]})"]
+
+
+def sign(folder: Path, key: str) -> bytes:
+    """Return OpenSSF's signature of all files of a folder, by a key's file or, for 1, by sigstore.
+
+    Raises: ConfigError for a key that cannot be used; EnvironmentFault without model-signing.
+    """
+    require(NEEDED_TO_SIGN, "model-signing pyOpenSSL", f"SIGN={key}")
+    from model_signing.signing import Config
+
+    with tempfile.TemporaryDirectory() as temporary:
+        signature = Path(temporary) / SIGNATURE
+        try:
+            if key == "1":
+                signer = Config().use_sigstore_signer()
+            else:
+                signer = Config().use_elliptic_key_signer(private_key=key)
+            signer.sign(folder, signature)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"SIGN={key}: nothing can be signed by it ({first_line(error)}); write the file of "
+                "an elliptic key (openssl ecparam -name prime256v1 -genkey -noout -out key.pem), "
+                "or 1 for sigstore"
+            ) from None
+        return signature.read_bytes()
 
 
 def _problems_of_push(repo: str | None) -> list[str]:

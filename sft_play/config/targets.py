@@ -86,7 +86,7 @@ READS: dict[str, frozenset[str]] = {
     "export": OUTPUTS | EXPORT,
     "serve": OUTPUTS | {"RUN", "FORMAT", "BIND", "PORT", "DEVICE"},
     "check-server": OUTPUTS | {"RUN", "URL", "SERVED_NAME", "PARITY", "FORMAT"},
-    "push": OUTPUTS | {"RUN", "FORMAT", "REPO", "PUBLIC"},
+    "push": OUTPUTS | {"RUN", "FORMAT", "REPO", "PUBLIC", "SIGN"},
     "embedded": NOTHING,
     "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
     "bench-data": NOTHING,

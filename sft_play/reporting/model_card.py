@@ -13,13 +13,14 @@ from sft_play.data.images import image_limits
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.page import GIB, code, render
-from sft_play.runs.exports import SavedStops
+from sft_play.runs.exports import COMPRESSED, SavedStops
 from sft_play.runs.report import RunReport
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TITLES = {"loss": "loss (nats a token)"}
 PLACES = ("model.name", "data.train_path", "data.val_path", "data.test_path")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+ROUNDED_FORMATS = {"gguf", *COMPRESSED}  # whose scores are a little other than the run's
 
 Row = tuple[str, ...]
 
@@ -35,11 +36,13 @@ def card_text(
 ) -> str:
     """Return the text of README.md for the folder `weights`.
 
-    Its `kind` is adapter, model, merged, safetensors or gguf; None is the folder's name.
+    Its `kind` is adapter, model, merged or a format of exports; None is the folder's name.
     `reopened` are lines of what these very files said when they were opened again.
     """
     kind = kind or weights.name
     data = report.data or {}
+    delivered = config.train.deliver_as
+    others = ROUNDED_FORMATS if delivered is None else {kind} - {delivered}
     image_samples = data.get("train", {}).get("image_samples", 0)
     reader = "processor" if image_samples else "tokenizer"
     imports, options = _imports_and_options(config, facts, kind == "adapter", reader)
@@ -67,6 +70,7 @@ def card_text(
         messages=messages,
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         scores=_score_rows(report, facts),
+        has_these_scores=kind not in others,
         after=report.scores("after"),
         ledger=data,
         splits=_split_rows(data),
