@@ -1,14 +1,19 @@
 """Linears that compute with the rounded weight: products, gradients, fused, and whole runs."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from rank_processes import run_two_workers
 from run_files import run_json
+from tiny_models import TINY, tiny_model
 from torch import nn
 
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
 from sft_play.inference import exported as parity
 from sft_play.inference.evaluate import evaluate_run
 from sft_play.inference.export import export_run
@@ -18,6 +23,7 @@ from sft_play.models.delivered import (
     DeliveredLinear,
     DeliveredLoraLinear,
     as_trained,
+    deliver,
     deliver_adapters,
 )
 from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear
@@ -196,3 +202,14 @@ def test_ranks_train_as_one_process_does(delivered, plan_run, strategy, mode, lo
     together = plan_run(settings, num_gpus=2, deepspeed_config=zero)
     assert set(run_two_workers(together)) == {0}, (together.path / "output.txt").read_text()[-2000:]
     assert losses_of(together) == pytest.approx(losses_of(alone), abs=2e-3)
+
+
+def test_models_that_are_not_rounded_are_refused() -> None:
+    config = Config.model_validate({"model": {"name": "a"}, "train": {"deliver_as": "int4"}})
+    experts = tiny_model("qwen3_moe")
+    with pytest.raises(ConfigError, match=r"experts of Qwen3Moe.*TRAIN_DELIVER_AS=null"):
+        deliver(experts, config)
+    packed = tiny_model("llama", replace(TINY, intermediate=64))
+    packed.model.layers[1].mlp.up_proj.__class__ = Linear4bit
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj is in 4 bits"):
+        deliver(packed, config)

@@ -1,6 +1,7 @@
 """`make export FORMAT=fp8`, int4 and nvfp4: what transformers and compressed-tensors read of them."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from sft_play.inference.export_compressed import (
     compress_folder,
 )
 from sft_play.inference.gguf_score import RowScore
+from sft_play.models.compressed import Rounding
+from sft_play.models.experts import expert_weights
 from sft_play.runs import seal
 from sft_play.runs.exports import COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json
@@ -114,10 +117,9 @@ def test_a_group_has_its_own_scale_so_that_one_outlier_costs_its_group_alone(tmp
     torch.manual_seed(0)
     weight = torch.randn(64, 256)
     weight[:, 0] *= 100
-    linears = [torch.nn.Linear(256, 64)]
     found = {}
     for kind in COMPRESSED:
-        scheme = scheme_of(kind, linears, "a model")
+        scheme = scheme_of(kind, [256], "a model")
         parts, _ = compress(weight, scheme, KINDS[kind].format)
         from compressed_tensors.compressors import BaseCompressor
 
@@ -127,9 +129,43 @@ def test_a_group_has_its_own_scale_so_that_one_outlier_costs_its_group_alone(tmp
     assert found["int4"] < 0.15 and found["nvfp4"] < 0.15 and found["fp8"] < 0.05
 
 
-def test_routers_and_gates_stay_and_experts_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"experts of .* are not quantised here"):
-        compress_folder(plain_folder(tmp_path / "moe", "qwen3_moe"), tmp_path / "no", "fp8")
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [("fp8", "deepseek_v3"), ("fp8", "mixtral"), ("int4", "mixtral"), ("int4", "qwen3_moe")],
+)
+def test_experts_are_read_as_they_were_rounded(kind, model_type, tmp_path) -> None:
+    sizes = replace(WIDE, expert=128)
+    plain_model = tiny_model(model_type, sizes, dtype=torch.bfloat16)
+    plain_model.save_pretrained(tmp_path / "plain")
+    errors = compress_folder(tmp_path / "plain", tmp_path / "packed", kind)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
+    weights = expert_weights(plain_model)
+    per_expert = [name for name in errors if ".experts." in name]
+    assert len(per_expert) == sum(3 * each.experts for each in weights) / 2 > 0
+    rounding = Rounding.of(kind, [torch.nn.Linear(128, 8)], "a model")
+    for each in weights:
+        stacks = [model.get_parameter(each.name) for model in (plain_model, read)]
+        for was, now in zip(*stacks, strict=True):
+            assert now.detach().equal(rounding.weight(was.detach().bfloat16()))
+    with torch.no_grad():
+        assert read(torch.arange(24)[None]).logits.isfinite().all()
+    config = read_json(tmp_path / "packed/config.json")["quantization_config"]
+    stored = load_file(tmp_path / "packed/model.safetensors")
+    routers = [name for name in stored if name.endswith("gate.weight")]
+    assert routers and all(name.removesuffix(".weight") in config["ignore"] for name in routers)
+
+
+def test_experts_that_nobody_reads_are_refused(tmp_path) -> None:
+    sizes = replace(WIDE, expert=128)
+    tiny_model("qwen3_moe", sizes, dtype=torch.bfloat16).save_pretrained(tmp_path / "moe")
+    with pytest.raises(ConfigError, match=r"FORMAT=nvfp4: moe has experts, which transformers"):
+        compress_folder(tmp_path / "moe", tmp_path / "no", "nvfp4")
+    tiny_model("gpt_oss", sizes, dtype=torch.bfloat16).save_pretrained(tmp_path / "oss")
+    with pytest.raises(ConfigError, match=r"FORMAT=fp8: oss has experts, in one tensor"):
+        compress_folder(tmp_path / "oss", tmp_path / "no", "fp8")
+
+
+def test_routers_and_gates_stay(tmp_path) -> None:
     hybrid = plain_folder(tmp_path / "hybrid", "qwen3_5")
     errors = compress_folder(hybrid, tmp_path / "packed", "fp8")
     ignored = read_json(tmp_path / "packed/config.json")["quantization_config"]["ignore"]

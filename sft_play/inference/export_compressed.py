@@ -10,7 +10,7 @@ Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -45,11 +45,13 @@ from sft_play.inference.gguf_score import LEAST_NATS, RowScore, chosen_rows, los
 from sft_play.inference.merge import stranger_of
 from sft_play.models.architecture import empty_model
 from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
+from sft_play.models.experts import ExpertWeight, expert_weights
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json
 
 INDEX = "model.safetensors.index.json"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
+EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
 SHOWN_LAYERS = 3  # that lose most
 DRAWS = 1000  # of rows, for the interval of the gain
 
@@ -95,12 +97,19 @@ def compress_folder(
 
     That is the norm of what rounding changes over that of the weights. One shard is in memory. What
     stays of a folder in float32 is written in bfloat16, in which servers compute.
-    Raises: ConfigError for experts, and for files that lack layers of the class.
+    Raises: ConfigError for files that lack layers of the class, or have experts in one tensor.
     """
     described = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    linears, others = quantised_linears(empty_model(described, torch.bfloat16, trust_remote_code))
-    scheme = scheme_of(kind, list(linears.values()), source.name)
-    chosen = _names_in_files(list(linears), source)
+    model = empty_model(described, torch.bfloat16, trust_remote_code)
+    linears, others = quantised_linears(model)
+    shapes = _shapes(source)
+    chosen = _names_in_files(list(linears), shapes, source)
+    if experts := expert_weights(model):
+        chosen |= _experts_in_files(experts, shapes, kind, source)
+    scheme = scheme_of(kind, (shapes[name][1] for name in chosen), source.name)
+    matrices = {name for name, shape in shapes.items() if len(shape) == 2}
+    # servers find a layer by its name in the files, and routers are no nn.Linear
+    kept = sorted({*others, *(matrices - chosen)})
     link_files(source, target)
     saved = read_json(target / "config.json")
     is_wide = saved.get("dtype") == "float32"
@@ -128,7 +137,7 @@ def compress_folder(
         config_groups={"group_0": scheme},
         format=KINDS[kind].format,
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=others,
+        ignore=kept,
     )
     saved["dtype"] = "bfloat16" if is_wide else saved["dtype"]
     quantised = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
@@ -151,7 +160,19 @@ def compress(
     return {name: value.contiguous() for name, value in parts.items()}, error.item()
 
 
-def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
+def _shapes(source: Path) -> dict[str, list[int]]:
+    """Return the shape of each weight in the files, by the name of its module."""
+    shapes = {}
+    for shard in source.glob("*.safetensors"):
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                shapes[name.removesuffix(".weight")] = file.get_slice(name).get_shape()
+    return shapes
+
+
+def _names_in_files(
+    linears: Sequence[str], stored: Mapping[str, list[int]], source: Path
+) -> set[str]:
     """Return what the files call the linear layers, which may begin otherwise than in the class.
 
     Raises: ConfigError where they have not all of them under one beginning.
@@ -159,16 +180,33 @@ def _names_in_files(linears: Sequence[str], source: Path) -> set[str]:
     numbered = NUMBER.search(linears[0])
     begin = linears[0][: numbered.start()] if numbered else ""
     ends = [name.removeprefix(begin) for name in linears]
-    stored = {name for shard in source.glob("*.safetensors") for name, _ in _tensors(shard)}
-    first = f"{ends[0]}.weight"
     for name in sorted(stored):
-        own = name.removesuffix(first)
-        if name.endswith(first) and all(f"{own}{end}.weight" in stored for end in ends):
+        own = name.removesuffix(ends[0])
+        if name.endswith(ends[0]) and all(f"{own}{end}" in stored for end in ends):
             return {f"{own}{end}" for end in ends}
     raise ConfigError(
         f"the files of {source.name} have no {linears[0]}.weight, or not all layers beside it; "
         "FORMAT=safetensors exports it"
     )
+
+
+def _experts_in_files(
+    experts: Sequence[ExpertWeight], stored: Mapping[str, list[int]], kind: str, source: Path
+) -> set[str]:
+    """Return what the files call the matrices of experts, which they have one by one.
+
+    Raises: ConfigError where they have them in one tensor, or for a format without experts.
+    """
+    found = {name for name, shape in stored.items() if EXPERT.search(name) and len(shape) == 2}
+    weights = sum(math.prod(each.shape) for each in experts)
+    if kind == "nvfp4" or sum(math.prod(stored[name]) for name in found) != weights:
+        why = "in one tensor"
+        if kind == "nvfp4":
+            why = "which transformers does not read in it"
+        raise ConfigError(
+            f"FORMAT={kind}: {source.name} has experts, {why}; FORMAT=safetensors exports it"
+        )
+    return found
 
 
 def _tensors(shard: Path) -> Iterator[tuple[str, Tensor]]:

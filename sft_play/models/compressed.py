@@ -15,7 +15,7 @@ Legend: O outputs, I inputs, G numbers that share a scale.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +32,6 @@ from transformers import PreTrainedModel
 
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.experts import expert_weights
 from sft_play.plan.needs import FLOAT8_CAPABILITY
 
 # What a token is sent by, and what a recurrence forgets by: small, and nothing averages their error
@@ -62,16 +61,7 @@ class Linears(NamedTuple):
 
 
 def quantised_linears(model: PreTrainedModel) -> Linears:
-    """Return the linear layers of the decoder, without routers and gates, of a model without
-    adapters.
-
-    Raises: ConfigError for experts.
-    """
-    if expert_weights(model):
-        raise ConfigError(
-            f"the experts of {type(model).__name__} are not quantised here; FORMAT=safetensors "
-            "exports it"
-        )
+    """Return those of a model without adapters: of its decoder, without routers and gates."""
     within = {module for layer in decoder_layers(model) for module in layer.modules()}
     chosen, others = {}, []
     for name, module in model.named_modules():
@@ -84,15 +74,15 @@ def quantised_linears(model: PreTrainedModel) -> Linears:
     return Linears(chosen, others)
 
 
-def scheme_of(kind: str, linears: Sequence[nn.Linear], source: str) -> QuantizationScheme:
-    """Return the scheme of a format, of int4 with the largest group that divides all inputs.
+def scheme_of(kind: str, inputs: Iterable[int], source: str) -> QuantizationScheme:
+    """Return the scheme of a format, of int4 with the largest group that divides all `inputs` I.
 
     Raises: ConfigError where no group divides those of the model `source`.
     """
     scheme = preset_name_to_scheme(KINDS[kind].preset, ["Linear"])
     wanted = GROUPS if kind == "int4" else (scheme.weights.group_size or 1,)
-    inputs = math.gcd(*(linear.in_features for linear in linears))
-    group = next((size for size in wanted if inputs % size == 0), None)
+    common = math.gcd(*inputs)
+    group = next((size for size in wanted if common % size == 0), None)
     if group is None:
         raise ConfigError(
             f"{kind}: a layer of {source} has inputs that are no multiple of {min(wanted)}; fp8 "
@@ -130,9 +120,9 @@ class Rounding:
     scheme: QuantizationScheme
 
     @classmethod
-    def of(cls, kind: str, linears: Sequence[nn.Linear], source: str) -> "Rounding":
+    def of(cls, kind: str, linears: Iterable[nn.Linear], source: str) -> "Rounding":
         """Return that of a model's linear layers. Raises: as `scheme_of`."""
-        return cls(kind, scheme_of(kind, linears, source))
+        return cls(kind, scheme_of(kind, (linear.in_features for linear in linears), source))
 
     def weight(self, weight: Tensor) -> Tensor:
         """Return a weight (O, I) in 16 bits as it is read back from the files."""

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
+from sft_play.models.experts import expert_weights
 from sft_play.models.partitioned import is_partitioned
 
 if TYPE_CHECKING:
@@ -130,8 +131,13 @@ def deliver(model: PreTrainedModel, config: Config) -> None:
         return
     from sft_play.models.compressed import Rounding, quantised_linears  # takes seconds to import
 
+    if expert_weights(model):
+        raise ConfigError(
+            f"train.deliver_as={kind}: the experts of {type(model).__name__} are not rounded in "
+            "training; set TRAIN_DELIVER_AS=null, and export the run as fp8 or int4"
+        )
     linears = quantised_linears(model).chosen
-    rounding = Rounding.of(kind, list(linears.values()), config.model.name)
+    rounding = Rounding.of(kind, linears.values(), config.model.name)
     for name, linear in linears.items():
         if type(linear) is not nn.Linear or is_partitioned(linear.weight):
             raise ConfigError(
