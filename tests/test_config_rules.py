@@ -33,6 +33,13 @@ NOT_OVER_FLOAT8 = [
     "tuning.lora.use_dora=true",
     "tuning.lora.init_lora_weights=orthogonal",
 ]
+NOT_DELIVERED = [
+    "tuning.mode=qlora",
+    "tuning.base_dtype=float8",
+    "tuning.backend=unsloth",
+    "tuning.lora.use_dora=true",
+    "tuning.lora.dropout=0.1",
+]
 # Each setting of a rope, a type that has it, and one that has not
 ROPE_OPTIONS = [
     ("model.rope_scaling.attention_factor=1.2", "yarn", "llama3"),
@@ -104,6 +111,10 @@ CASES = [
         ["tuning.lora.init_lora_weights=gaussian", "tuning.mode=qlora"],
     ),
     *(([FLOAT8, setting], [FLOAT8, "tuning.mode=lora"]) for setting in NOT_OVER_FLOAT8),
+    *(
+        (["train.deliver_as=int4", setting], ["train.deliver_as=fp8", "tuning.mode=lora"])
+        for setting in NOT_DELIVERED
+    ),
     (["tuning.towers=full"], ["tuning.towers=full", "tuning.mode=full"]),
     (["tuning.towers=lora", "tuning.mode=full"], ["tuning.towers=lora", "tuning.mode=qlora"]),
     (["tuning.towers=lora", "tuning.backend=unsloth"], ["tuning.towers=lora"]),

@@ -143,6 +143,7 @@ NOT_RUN = {
         "make eval RUN=name TASKS=hellaswag,arc_easy LIMIT=200",
     ),
     "needs a GPU": (
+        'make bench WORKS=8b-lora-2048 ARMS="ours-bnb ours-as-fp8 ours-as-int4 ours-as-nvfp4"',
         "make train-distributed CONFIG=configs/run_bnb.yaml",
         "make train-deepspeed CONFIG=configs/run_bnb.yaml",
         "make train-distributed TRAIN_STRATEGY=fsdp",
@@ -160,6 +161,9 @@ NOT_RUN = {
         "make train-distributed MODEL_NAME=meta-llama/Llama-3.1-70B TRAIN_STRATEGY=fsdp",
     ),
     "has tests of its own": (
+        "make train CONFIG=configs/gsm8k.yaml TRAIN_DELIVER_AS=int4",
+        "make export",
+        "make merge",
         "make infer RUN=name PROMPT='What is it?' IMAGE=oak.jpg",
         "make infer PROMPT='...' IMAGE=a.jpg,b.jpg",
         "make infer IN=asked.jsonl",
@@ -177,6 +181,7 @@ NOT_RUN = {
     ),
     "these tests": ("make test",),
     "another test builds the site": ("make docs",),
+    "takes twenty minutes": ("python -m benchmarks.delivered",),
 }
 
 OWN_METRIC = "def near(answer, expected):\n    return len(answer)\n"

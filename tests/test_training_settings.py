@@ -90,6 +90,7 @@ ELSEWHERE = {
     "context_parallel": "plan.context, data.row_parts, models.fast.attention.ulysses",
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",
+    "deliver_as": "models.delivered",
     "cuda_graphs": "models.fast.graphs",
     "profile_steps": "training.kernel_profile",
     "resume_from": "resume.checkpoint_to_resume",

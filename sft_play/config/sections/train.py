@@ -176,9 +176,8 @@ class TrainSection(Section):
     )
     deliver_as: Delivered | None = Field(
         None,
-        description="Train for weights that will be served in 8 or 4 bits: each product is of the "
-        "weight as make export FORMAT= of that name writes it, and scores are those of the export. "
-        "For modes lora and full; null computes as tuning.mode says.",
+        description="Train lora or full for files of 8 or 4 bits: each product is of the weight as "
+        "make export writes it in this format, and scores are those of the files (docs/export.md).",
     )
     fast_path: bool | Auto = Field(
         "auto",
