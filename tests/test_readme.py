@@ -140,6 +140,9 @@ NOT_RUN = {
         "make install-unsloth",
         "make install-gguf",
         "make install-tasks",
+        ".venv/bin/python -m pip install model-signing pyOpenSSL",
+        "model_signing verify key --signature model.sig --ignore-paths model.sig "
+        "--public_key public.pem .",
         "make eval RUN=name TASKS=hellaswag,arc_easy LIMIT=200",
     ),
     "needs a GPU": (
