@@ -38,7 +38,7 @@ TOKENS = {
     "models": 99_900,
     "monitor": 8_750,
     "notebooks": 15_050,
-    "plan": 47_500,
+    "plan": 47_550,
     "reporting": 12_350,
     "runs": 14_450,
     "training": 45_350,

@@ -1,9 +1,13 @@
 """How many GPUs share each row: as few as a step needs, and what says so where it does not fit."""
 
+from dataclasses import replace
+
 import pytest
 from plan_examples import plan_for
+from test_plan_inputs import inputs_of
 
 from sft_play.errors import ConfigError
+from sft_play.plan.advice import _context_options, _with
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
 LORA = ("tuning.mode=lora", "train.predict_with_generate=false")
@@ -54,6 +58,14 @@ def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs() -> 
     assert 1.8 < change.relative_speed < 2
     after = long_plan("2xH200", 1_048_576, "train.effective_batch_size=1")
     assert after.fits and after.memory.predicted_peak == change.predicted_peak
+
+
+def test_what_is_combined_with_sharing_is_kept() -> None:
+    inputs = replace(inputs_of(130, effective_batch_size=1), host_budget_bytes=2**40)
+    inputs = _with(_with(inputs, "model", max_seq_len=524_288), "tuning", mode="lora")
+    (sharing,) = _context_options(inputs, 1)
+    both = sharing.applied(_with(inputs, "tuning", mode="qlora"))
+    assert (both.config.tuning.mode, both.context_parallel) == ("qlora", 2)
 
 
 @pytest.mark.parametrize(

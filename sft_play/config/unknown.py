@@ -147,6 +147,7 @@ ADVICE = names_by_meaning(
         """,
         "write model.attn_implementation: sdpa": "sdp_attention xformers_attention",
         "write model.attn_implementation: eager": "eager_attention",
+        "write train.deliver_as: fp8, int4 or nvfp4": "qat quantization_aware_training",
         "there is no torch.compile here; train.fast_path has fused kernels": "torch_compile",
         "it is on wherever the GPU has it; nothing to set": "tf32",
         "train.gradient_checkpointing: true or auto is all there is": (

@@ -214,15 +214,11 @@ def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         return
     for count in COUNTS:
         per_node = max(ranks.per_node, count)
-        more = _with_engine(
-            inputs, "ddp" if ranks.strategy == "single" else ranks.strategy, per_node
-        )
-        if per_node > gpu_count:  # of another host
-            more = replace(more, host_budget_bytes=inputs.host_budget_bytes)
-        if count <= inputs.context_parallel or why_not_shared(more, count) is not None:
+        changed = partial(_sharing, per_node=per_node, gpu_count=gpu_count, count=count)
+        shared = changed(inputs)
+        if count <= inputs.context_parallel or why_not_shared(shared, count) is not None:
             continue
-        changed = partial(_sharing, more=more, count=count)
-        if not changed(inputs).fits(choose_layout(changed(inputs))):
+        if not shared.fits(choose_layout(shared)):
             continue
         words = f"make train-distributed NUM_GPUS={per_node} TRAIN_CONTEXT_PARALLEL={count}"
         words += " TRAIN_ACTIVATION_OFFLOADING=auto"
@@ -230,7 +226,11 @@ def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         return
 
 
-def _sharing(_: PlanInputs, more: PlanInputs, count: int) -> PlanInputs:
+def _sharing(inputs: PlanInputs, per_node: int, gpu_count: int, count: int) -> PlanInputs:
+    strategy = inputs.ranks.strategy
+    more = _with_engine(inputs, "ddp" if strategy == "single" else strategy, per_node)
+    if per_node > gpu_count:  # of another host
+        more = replace(more, host_budget_bytes=inputs.host_budget_bytes)
     more = _with(more, "train", activation_offloading="auto")
     return with_offloading(replace(more, context_parallel=count, host_layers=None))
 
