@@ -34,7 +34,7 @@ TOKENS = {
     "config": 23_450,
     "data": 72_550,
     "evaluation": 12_300,
-    "inference": 19_650,
+    "inference": 20_500,
     "models": 99_900,
     "monitor": 8_750,
     "notebooks": 15_050,
@@ -43,8 +43,8 @@ TOKENS = {
     "runs": 14_450,
     "training": 45_350,
 }
-FILES = 333
-FUNCTIONS = 3_955
+FILES = 334
+FUNCTIONS = 3_960
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -16,7 +16,6 @@ from triton.runtime.interpreter import TensorHandle
 from sft_play.inference.export_compressed import compress
 from sft_play.models import compressed_kernels
 from sft_play.models.compressed import KINDS, Rounding
-from sft_play.runs.exports import COMPRESSED
 
 
 def rounding(kind: str, inputs: int = 256) -> Rounding:
@@ -35,7 +34,7 @@ def weight(dtype: torch.dtype, rows: int = 24, inputs: int = 256) -> torch.Tenso
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*itertools.product(COMPRESSED, [torch.bfloat16]), ("fp8", torch.float16)],
+    [*itertools.product(KINDS, [torch.bfloat16]), ("fp8", torch.float16)],
 )
 def test_a_weight_is_rounded_to_what_the_files_are_read_as(kind, dtype) -> None:
     scheme = rounding(kind).scheme
@@ -63,7 +62,7 @@ def e4m3(x: tl.tensor) -> tl.tensor:
     return tl.tensor(TensorHandle(numbers.numpy(), x.handle.dtype), x.type)
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_rounds_to_the_same_bits(kernels, kind) -> None:
     # float16: the interpreter rounds to bfloat16 towards zero, which is left to a GPU
     given = weight(torch.float16)

@@ -18,7 +18,7 @@ from sft_play.inference import exported as parity
 from sft_play.inference.evaluate import evaluate_run
 from sft_play.inference.export import export_run
 from sft_play.inference.load import load_run
-from sft_play.models.compressed import Rounding
+from sft_play.models.compressed import KINDS, Rounding
 from sft_play.models.delivered import (
     DeliveredLinear,
     DeliveredLoraLinear,
@@ -27,7 +27,7 @@ from sft_play.models.delivered import (
     deliver_adapters,
 )
 from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear
-from sft_play.runs.exports import COMPRESSED, ExportAsked
+from sft_play.runs.exports import ExportAsked
 
 LONG = pytest.mark.long
 IN, OUT, TOKENS = 64, 96, 10
@@ -62,7 +62,7 @@ def whole_weight(module: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_are_of_the_weight_that_is_written(kind, adapted) -> None:
     (module,) = linears(kind, adapted)
     x = torch.randn(2, TOKENS, IN)
@@ -81,7 +81,7 @@ def test_products_are_of_the_weight_that_is_written(kind, adapted) -> None:
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_pass_the_rounding(kind, adapted) -> None:
     (module,) = linears(kind, adapted)
     plain = copy.deepcopy(module)
@@ -97,7 +97,7 @@ def test_gradients_pass_the_rounding(kind, adapted) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fused_linears_compute_the_same(kind) -> None:
     modules = linears(kind, count=3)
     x = torch.randn(2, TOKENS, IN, requires_grad=True)

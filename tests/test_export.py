@@ -347,14 +347,14 @@ def called(folder: RunFolder, words: list[str], **variables: str):
         (
             ["export"],
             {"FORMAT": "onnx"},
-            "FORMAT=onnx: write safetensors, gguf, adapter, fp8, int4 or nvfp4",
+            "FORMAT=onnx: write safetensors, gguf, adapter, fp8, int4, nvfp4 or awq",
         ),
         (["export"], {"QUANT": "Q8_0"}, "QUANT: FORMAT=safetensors does not read it"),
         (["export"], {"FORMAT": "adapter", "MODEL_DTYPE": "bfloat16"}, "does not read it"),
         (
             ["serve"],
             {"FORMAT": "adapter"},
-            "FORMAT=adapter: write safetensors, gguf, fp8, int4 or nvfp4",
+            "FORMAT=adapter: write safetensors, gguf, fp8, int4, nvfp4 or awq",
         ),
         (["serve"], {"FORMAT": "gguf"}, "make export RUN=run FORMAT=gguf writes it"),
         (["check-server"], {}, "URL: write where the server is"),

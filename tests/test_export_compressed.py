@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Sizes, tiny_model
 from transformers import AutoModelForCausalLM
 
-from sft_play.errors import CheckpointError, ConfigError
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.inference import export_compressed
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_compressed import (
@@ -25,7 +26,7 @@ from sft_play.inference.gguf_score import RowScore
 from sft_play.models.compressed import Rounding
 from sft_play.models.experts import expert_weights
 from sft_play.runs import seal
-from sft_play.runs.exports import COMPRESSED, ExportAsked
+from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
@@ -40,7 +41,7 @@ def copied(finished, tmp_path_factory) -> RunFolder:
 
 
 @pytest.mark.usefixtures("opens_here")
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_quantised_held_to_the_run_and_sealed(copied, kind, monkeypatch) -> None:
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     lines = export_run(copied, ExportAsked(kind, least_gain=0.5), "cpu")
@@ -74,7 +75,7 @@ def plain_folder(folder: Path, model_type: str = "llama", shards: bool = False) 
 
 
 @pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_transformers_reads_the_numbers_that_were_rounded(kind, shards, tmp_path) -> None:
     plain = plain_folder(tmp_path / "plain", shards=shards)
     before = {path.name: path.read_bytes() for path in plain.glob("*.safetensors")}
@@ -98,7 +99,7 @@ def test_transformers_reads_the_numbers_that_were_rounded(kind, shards, tmp_path
     )
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_of_the_format(kind, tmp_path) -> None:
     packed = tmp_path / "packed"
     compress_folder(plain_folder(tmp_path / "plain"), packed, kind)
@@ -118,7 +119,7 @@ def test_a_group_has_its_own_scale_so_that_one_outlier_costs_its_group_alone(tmp
     weight = torch.randn(64, 256)
     weight[:, 0] *= 100
     found = {}
-    for kind in COMPRESSED:
+    for kind in KINDS:
         scheme = scheme_of(kind, [256], "a model")
         parts, _ = compress(weight, scheme, KINDS[kind].format)
         from compressed_tensors.compressors import BaseCompressor
@@ -185,6 +186,26 @@ def test_files_of_other_names_and_sizes_are_refused(tmp_path, tokenizer) -> None
     tiny_model("llama").save_pretrained(small)  # 48 features between the matrices of an MLP
     with pytest.raises(ConfigError, match="no multiple of 32; fp8 takes any"):
         compress_folder(small, tmp_path / "no", "int4")
+
+
+def test_awq_needs_llm_compressor(copied, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(export_compressed, "QUANTIZE", tmp_path / "none")
+    with pytest.raises(EnvironmentFault, match="type make install-quantize"):
+        export_run(copied, ExportAsked("awq"), "cpu")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not export_compressed.QUANTIZE.is_dir(), reason="make install-quantize")
+def test_awq_is_calibrated_and_held_to_the_run(copied, monkeypatch) -> None:
+    monkeypatch.setattr(parity, "MOST_TOKENS", 4)
+    lines = export_run(copied, ExportAsked("awq", least_gain=0.5), "cpu")
+    assert any(line.startswith("awq eval_loss=") and "gain kept=" in line for line in lines)
+    folder = copied.path / "export" / "awq"
+    assert seal.find_damage(folder) is None
+    named = read_json(folder / "config.json")["quantization_config"]
+    assert (named["format"], named["version"]) == ("pack-quantized", "0.19.0")
+    stored = load_file(folder / "model.safetensors")
+    assert any(name.endswith("q_proj.weight_packed") for name in stored)
 
 
 def test_a_model_that_reads_images_keeps_its_towers(tmp_path, tokenizer) -> None:

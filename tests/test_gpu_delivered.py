@@ -5,10 +5,9 @@ import torch
 from test_delivered import linears
 from torch import nn
 
-from sft_play.models.compressed import Rounding, has_kernel, scales_of
+from sft_play.models.compressed import KINDS, Rounding, has_kernel, scales_of
 from sft_play.models.delivered import merged
 from sft_play.models.fast.linears.lora import LinearGroup
-from sft_play.runs.exports import COMPRESSED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +24,7 @@ def weight(dtype: torch.dtype, rows: int = 384, inputs: int = 14_336) -> torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_rounds_to_the_bits_of_the_reference(kind, dtype) -> None:
     rounding = Rounding.of(kind, [nn.Linear(256, 8)], "a model")
     given = weight(dtype)
@@ -49,7 +48,7 @@ def test_an_adapter_is_merged_to_a_step_of_its_type() -> None:
     torch.testing.assert_close(found, exact, rtol=2**-7, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fused_linears_compute_the_same_in_16_bits(kind) -> None:
     modules = [module.cuda() for module in linears(kind, count=3)]
     for module in modules:

@@ -140,6 +140,7 @@ NOT_RUN = {
         "make install-unsloth",
         "make install-gguf",
         "make install-tasks",
+        "make install-quantize",
         ".venv/bin/python -m pip install model-signing pyOpenSSL",
         "model_signing verify key --signature model.sig --ignore-paths model.sig "
         "--public_key public.pem .",

@@ -56,7 +56,7 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
     least_gain = given.number("EXPORT_MIN_GAIN", lambda share: 0 <= share <= 1, "from 0 to 1")
     if kind not in COMPRESSED and least_gain is not None:
         given.problems.append(
-            f"EXPORT_MIN_GAIN: FORMAT={kind} does not read it; set FORMAT=fp8, int4 or nvfp4"
+            f"EXPORT_MIN_GAIN: FORMAT={kind} does not read it; set FORMAT=fp8, int4, nvfp4 or awq"
         )
     if kind == "adapter" and dtype is not None:
         given.problems.append(f"MODEL_DTYPE={dtype}: FORMAT=adapter does not read it")

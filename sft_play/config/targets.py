@@ -66,6 +66,7 @@ READS: dict[str, frozenset[str]] = {
     "install-unsloth": NOTHING,
     "install-gguf": NOTHING,
     "install-tasks": NOTHING,
+    "install-quantize": NOTHING,
     "setup-accelerate": RUN | {"GPUS"},
     "gpu-info": NOTHING,
     "memory-check": OUTPUTS,

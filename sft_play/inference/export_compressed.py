@@ -1,14 +1,18 @@
-"""`make export FORMAT=fp8`, int4 or nvfp4: files of compressed-tensors, as vLLM serves them.
+"""`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors, as vLLM serves them.
 
-The linear layers of the decoder are quantised, shard by shard; embeddings, head, norms and routers
-stay as they are. The folder is opened by transformers and compressed-tensors alone and scored on
-test rows: what keeps too little of the run's gain is not published.
+The linear layers of the decoder are quantised, shard by shard, for awq by llm-compressor;
+embeddings, head, norms and routers stay as they are. The folder is opened by transformers and
+compressed-tensors alone and scored on test rows: what keeps too little of the run's gain is not
+published.
 
 Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
 """
 
 import math
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +32,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from sft_play.config.loader import environment
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
-from sft_play.errors import CheckpointError, ConfigError
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reopened import Folder, Reference, Reopened, ask, reopen
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
@@ -43,7 +48,7 @@ from sft_play.inference.exported import (
 )
 from sft_play.inference.gguf_score import LEAST_NATS, RowScore, chosen_rows, losses_of
 from sft_play.inference.merge import stranger_of
-from sft_play.models.architecture import empty_model
+from sft_play.models.architecture import auto_class_of, empty_model
 from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
 from sft_play.models.experts import ExpertWeight, expert_weights
 from sft_play.runs.exports import ExportAsked
@@ -52,6 +57,10 @@ from sft_play.runs.files import read_json, write_json
 INDEX = "model.safetensors.index.json"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
+SCRIPT = Path(__file__).with_name("calibrate_awq.py")
+QUANTIZE = Path(sys.prefix) / "quantize"  # where make install-quantize puts llm-compressor
+CALIBRATION_ROWS = 128
+BLOCK_TOKENS = 2048  # that are computed at once, of several rows
 SHOWN_LAYERS = 3  # that lose most
 DRAWS = 1000  # of rows, for the interval of the gain
 
@@ -62,6 +71,10 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
     Raises: ConfigError for a model that is not quantised here; CheckpointError where the files do
     not keep enough of the run's gain.
     """
+    if asked.format == "awq" and not QUANTIZE.is_dir():
+        raise EnvironmentFault(
+            "FORMAT=awq: llm-compressor is not installed; type make install-quantize"
+        )
     split = prepared_data(run.folder, run.config, AutoTokenizer.from_pretrained(run.weights)).test
     with (
         staged(target) as staging,
@@ -70,24 +83,75 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
         plain = Path(temporary) / "model"
         lines = write_plain_model(run, plain, asked.dtype)
         lines.append(reopened_model(run, plain).line("from"))
-        errors = compress_folder(plain, staging, asked.format, run.config.model.trust_remote_code)
+        if asked.format == "awq":
+            calibrate(run, plain, staging)
+            errors: dict[str, float] = {}
+        else:
+            trusted = run.config.model.trust_remote_code
+            errors = compress_folder(plain, staging, asked.format, trusted)
         found = score(run, staging, split)
         lines.append(found.line(asked.format))
         faults = found.faults(asked.least_gain)
         if faults:
             worst = sorted(errors, key=lambda name: -errors[name])[:SHOWN_LAYERS]
             named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
+            if named:
+                named = f"The weights with the largest errors are {named}; "
             remedy = "FORMAT=fp8 or safetensors keeps more"
             if (least := found.publishing_gain) is not None:
                 remedy += f", and EXPORT_MIN_GAIN={least:.2f} publishes it as it is"
             raise CheckpointError(
                 f"{run.folder.path}: as {asked.format} it is not the model that was evaluated: "
-                f"{'; '.join(faults)}; nothing was published. The weights with the largest errors "
-                f"are {named}; {remedy}"
+                f"{'; '.join(faults)}; nothing was published. {named}{remedy}"
             )
         complete(run, staging, target, asked.format, [found.line(asked.format)])
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     return [*lines, f"exported {target} ({size / 1e6:,.1f} MB; vllm serve {target})"]
+
+
+def calibrate(run: Exported, source: Path, target: Path) -> None:
+    """Write a folder of plain weights as llm-compressor quantises it, by the run's training rows.
+
+    Raises: EnvironmentFault where llm-compressor fails; ConfigError for experts.
+    """
+    config = run.config
+    trusted = config.model.trust_remote_code
+    described = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+    model = empty_model(described, torch.bfloat16, trusted)
+    if expert_weights(model):
+        raise ConfigError(
+            f"FORMAT=awq: llm-compressor does not see the experts of {type(model).__name__}; "
+            "FORMAT=int4 and fp8 quantise them"
+        )
+    linears, others = quantised_linears(model)
+    inputs = (linear.in_features for linear in linears.values())
+    train = prepared_data(run.folder, config, AutoTokenizer.from_pretrained(run.weights)).train
+    ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
+    ends = torch.arange(BLOCK_TOKENS, len(ids) + BLOCK_TOKENS, BLOCK_TOKENS)  # few long batches
+    with tempfile.TemporaryDirectory(prefix=".awq-", dir=target.parent) as temporary:
+        asked = {
+            "model_class": auto_class_of(described).__name__,
+            "source": str(source),
+            "target": f"{temporary}/target",
+            "rows": f"{temporary}/rows.safetensors",
+            "group_size": scheme_of("int4", inputs, source.name).weights.group_size,
+            "ignore": others,
+            "trust_remote_code": trusted,
+        }
+        save_file({"ids": torch.from_numpy(ids), "ends": ends}, asked["rows"])
+        write_json(Path(temporary) / "asked.json", asked)
+        words = [sys.executable, "-P", str(SCRIPT), f"{temporary}/asked.json"]
+        environ = {**environment(), "PYTHONPATH": str(QUANTIZE)}
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise EnvironmentFault(f"FORMAT=awq: llm-compressor failed: {said[-1]}")
+        link_files(source, target)
+        for path in (*target.glob("*.safetensors"), *target.glob(INDEX)):
+            path.unlink()
+        written = Path(temporary) / "target"
+        for path in (written / "config.json", *written.glob("*.safetensors*")):
+            shutil.copyfile(path, target / path.name)
 
 
 def compress_folder(

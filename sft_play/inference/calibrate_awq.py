@@ -1,0 +1,56 @@
+"""The script that quantises a folder with llm-compressor, by AWQ (arXiv:2306.00978).
+
+It runs in a process of its own, with packages of .venv/quantize, and imports nothing of this
+project. Its one argument is a JSON file: model_class, source, target, rows (a file of safetensors
+with ids and ends), group_size, ignore, trust_remote_code.
+"""
+
+import json
+import sys
+
+import torch
+import transformers
+from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.awq import AWQModifier
+from safetensors.torch import load_file
+
+
+def scheme_of(group_size: int) -> QuantizationScheme:
+    """Return 4-bit weights with a scale for so many inputs."""
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    weights = scheme.weights.model_copy(update={"group_size": group_size})
+    return scheme.model_copy(update={"weights": weights})
+
+
+def main() -> None:
+    """Quantise what is asked for."""
+    with open(sys.argv[1], encoding="utf-8") as file:
+        asked = json.load(file)
+    dtype = torch.bfloat16
+    if not torch.cuda.is_available():
+        # llm-compressor pins each batch, which torch does for a GPU alone
+        torch.Tensor.pin_memory = lambda self, *_: self
+        dtype = torch.float32  # a CPU multiplies 16 bits slowly
+    model = getattr(transformers, asked["model_class"]).from_pretrained(
+        asked["source"], dtype=dtype, trust_remote_code=asked["trust_remote_code"]
+    )
+    tensors = load_file(asked["rows"])
+    rows = [part.tolist() for part in tensors["ids"].tensor_split(tensors["ends"][:-1])]
+    scheme = scheme_of(asked["group_size"])
+    oneshot(
+        model=model,
+        dataset=Dataset.from_dict(
+            {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        ),
+        recipe=[AWQModifier(config_groups={"group_0": scheme}, ignore=asked["ignore"])],
+        num_calibration_samples=len(rows),
+        max_seq_length=max(map(len, rows)),
+        shuffle_calibration_samples=False,
+    )
+    model.to(torch.bfloat16).save_pretrained(asked["target"], save_compressed=True)
+
+
+if __name__ == "__main__":
+    main()
