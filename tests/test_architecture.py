@@ -129,6 +129,7 @@ START_PROCESSES = {
     "commands/each_gpu.py",
     "evaluation/opener.py",
     "inference/gguf_tools.py",
+    "inference/calibrate.py",
 }
 HEAVY = {
     "torch",

@@ -13,7 +13,7 @@ from tiny_models import Sizes, tiny_model
 from transformers import AutoModelForCausalLM
 
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
-from sft_play.inference import export_compressed
+from sft_play.inference import calibrate
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_compressed import (
@@ -189,13 +189,13 @@ def test_files_of_other_names_and_sizes_are_refused(tmp_path, tokenizer) -> None
 
 
 def test_awq_needs_llm_compressor(copied, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(export_compressed, "QUANTIZE", tmp_path / "none")
+    monkeypatch.setattr(calibrate, "QUANTIZE", tmp_path / "none")
     with pytest.raises(EnvironmentFault, match="type make install-quantize"):
         export_run(copied, ExportAsked("awq"), "cpu")
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not export_compressed.QUANTIZE.is_dir(), reason="make install-quantize")
+@pytest.mark.skipif(not calibrate.QUANTIZE.is_dir(), reason="make install-quantize")
 def test_awq_is_calibrated_and_held_to_the_run(copied, monkeypatch) -> None:
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     lines = export_run(copied, ExportAsked("awq", least_gain=0.5), "cpu")

@@ -10,9 +10,6 @@ Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
 
 import math
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +29,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from sft_play.config.loader import environment
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reopened import Folder, Reference, Reopened, ask, reopen
+from sft_play.inference.calibrate import calibrate, require_llm_compressor
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
     Exported,
@@ -48,7 +45,7 @@ from sft_play.inference.exported import (
 )
 from sft_play.inference.gguf_score import LEAST_NATS, RowScore, chosen_rows, losses_of
 from sft_play.inference.merge import stranger_of
-from sft_play.models.architecture import auto_class_of, empty_model
+from sft_play.models.architecture import empty_model
 from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
 from sft_play.models.experts import ExpertWeight, expert_weights
 from sft_play.runs.exports import ExportAsked
@@ -57,10 +54,6 @@ from sft_play.runs.files import read_json, write_json
 INDEX = "model.safetensors.index.json"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
-SCRIPT = Path(__file__).with_name("calibrate_awq.py")
-QUANTIZE = Path(sys.prefix) / "quantize"  # where make install-quantize puts llm-compressor
-CALIBRATION_ROWS = 128
-BLOCK_TOKENS = 2048  # that are computed at once, of several rows
 SHOWN_LAYERS = 3  # that lose most
 DRAWS = 1000  # of rows, for the interval of the gain
 
@@ -69,12 +62,10 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
     """Write a folder of quantised weights; return the lines to print.
 
     Raises: ConfigError for a model that is not quantised here; CheckpointError where the files do
-    not keep enough of the run's gain.
+    not keep enough of the run's gain; EnvironmentFault without llm-compressor, or where it fails.
     """
-    if asked.format == "awq" and not QUANTIZE.is_dir():
-        raise EnvironmentFault(
-            "FORMAT=awq: llm-compressor is not installed; type make install-quantize"
-        )
+    if asked.format == "awq":
+        require_llm_compressor()
     split = prepared_data(run.folder, run.config, AutoTokenizer.from_pretrained(run.weights)).test
     with (
         staged(target) as staging,
@@ -107,51 +98,6 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
         complete(run, staging, target, asked.format, [found.line(asked.format)])
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     return [*lines, f"exported {target} ({size / 1e6:,.1f} MB; vllm serve {target})"]
-
-
-def calibrate(run: Exported, source: Path, target: Path) -> None:
-    """Write a folder of plain weights as llm-compressor quantises it, by the run's training rows.
-
-    Raises: EnvironmentFault where llm-compressor fails; ConfigError for experts.
-    """
-    config = run.config
-    trusted = config.model.trust_remote_code
-    described = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-    model = empty_model(described, torch.bfloat16, trusted)
-    if expert_weights(model):
-        raise ConfigError(
-            f"FORMAT=awq: llm-compressor does not see the experts of {type(model).__name__}; "
-            "FORMAT=int4 and fp8 quantise them"
-        )
-    linears, others = quantised_linears(model)
-    inputs = (linear.in_features for linear in linears.values())
-    train = prepared_data(run.folder, config, AutoTokenizer.from_pretrained(run.weights)).train
-    ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
-    ends = torch.arange(BLOCK_TOKENS, len(ids) + BLOCK_TOKENS, BLOCK_TOKENS)  # few long batches
-    with tempfile.TemporaryDirectory(prefix=".awq-", dir=target.parent) as temporary:
-        asked = {
-            "model_class": auto_class_of(described).__name__,
-            "source": str(source),
-            "target": f"{temporary}/target",
-            "rows": f"{temporary}/rows.safetensors",
-            "group_size": scheme_of("int4", inputs, source.name).weights.group_size,
-            "ignore": others,
-            "trust_remote_code": trusted,
-        }
-        save_file({"ids": torch.from_numpy(ids), "ends": ends}, asked["rows"])
-        write_json(Path(temporary) / "asked.json", asked)
-        words = [sys.executable, "-P", str(SCRIPT), f"{temporary}/asked.json"]
-        environ = {**environment(), "PYTHONPATH": str(QUANTIZE)}
-        done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise EnvironmentFault(f"FORMAT=awq: llm-compressor failed: {said[-1]}")
-        link_files(source, target)
-        for path in (*target.glob("*.safetensors"), *target.glob(INDEX)):
-            path.unlink()
-        written = Path(temporary) / "target"
-        for path in (written / "config.json", *written.glob("*.safetensors*")):
-            shutil.copyfile(path, target / path.name)
 
 
 def compress_folder(
