@@ -34,7 +34,7 @@ TOKENS = {
     "config": 23_450,
     "data": 72_550,
     "evaluation": 12_300,
-    "inference": 20_600,
+    "inference": 20_650,
     "models": 99_900,
     "monitor": 8_750,
     "notebooks": 15_050,

@@ -3,6 +3,7 @@
 It runs in a process of its own (`calibrate_awq`): it needs another compressed-tensors than we do.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,9 @@ def calibrate(run: Exported, source: Path, target: Path) -> None:
         save_file({"ids": torch.from_numpy(ids), "ends": ends}, asked["rows"])
         write_json(Path(temporary) / "asked.json", asked)
         words = [sys.executable, "-P", str(SCRIPT), f"{temporary}/asked.json"]
-        environ = {**environment(), "PYTHONPATH": str(QUANTIZE)}
+        environ = environment()
+        paths = [str(QUANTIZE), *filter(None, [environ.get("PYTHONPATH")])]
+        environ = {**environ, "PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
