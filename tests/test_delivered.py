@@ -97,17 +97,24 @@ def test_gradients_pass_the_rounding(kind, adapted) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def own_and_fused(modules: list[nn.Module], x: torch.Tensor) -> tuple[list, list]:
+    """Return outputs and gradients of linears that share x, by their own code and fused."""
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        own, fused = [module(x) for module in modules], LinearGroup(*modules).fused(x)
+    weights = [torch.randn_like(y) for y in own]
+    own_gradients, fused_gradients = (
+        torch.autograd.grad(outputs, [x, *trained], weights) for outputs in (own, fused)
+    )
+    return [*own, *own_gradients], [*fused, *fused_gradients]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_linears_compute_the_same(kind) -> None:
     modules = linears(kind, count=3)
     x = torch.randn(2, TOKENS, IN, requires_grad=True)
-    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-    own = [module(x) for module in modules]
-    fused = LinearGroup(*modules).fused(x)
-    weights = [torch.randn_like(y) for y in own]
-    expected = torch.autograd.grad(own, [x, *trained], weights)
-    computed = torch.autograd.grad(fused, [x, *trained], weights)
-    for one, other in zip([*fused, *computed], [*own, *expected], strict=True):
+    own, fused = own_and_fused(modules, x)
+    for one, other in zip(fused, own, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     fuse_lora_linear(modules[0])
     assert modules[0].train()(x).equal(own[0])

@@ -13,6 +13,7 @@ from tiny_models import Sizes, tiny_model
 from transformers import AutoModelForCausalLM
 
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.evaluation.reopened import EXACT, Reopened
 from sft_play.inference import calibrate
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
@@ -63,7 +64,8 @@ def test_an_export_is_quantised_held_to_the_run_and_sealed(copied, kind, monkeyp
 @pytest.mark.usefixtures("opens_here")
 def test_what_keeps_too_little_is_refused_with_the_worst_layers(copied, monkeypatch) -> None:
     asked = ExportAsked("int4", copied.path / "refused", least_gain=1.5)
-    with pytest.raises(CheckpointError, match=r"of the gain, less than 1.5; .*_proj \(0\.\d+\), "):
+    said = r"of the gain, less than 1.5; .*_proj \(0\.\d+\), .*with TRAIN_DELIVER_AS=int4"
+    with pytest.raises(CheckpointError, match=said):
         export_run(copied, asked, "cpu")
     assert not (copied.path / "refused").exists()
 
@@ -216,13 +218,17 @@ def test_a_model_that_reads_images_keeps_its_towers(tmp_path, tokenizer) -> None
 
 def test_the_share_of_a_gain_is_counted_in_nats_and_drawn_over_rows() -> None:
     rows = (RowScore(20.0, 10.0, 10), RowScore(30.0, 10.0, 10))
-    scores = CompressedScores(rows, (10.5, 11.0), None)
+    said = Reopened(2, 1.0, 1.0, 1.0, 0.0, 2, 2, 0, EXACT)
+    scores = CompressedScores(rows, (10.5, 11.0), said)
     assert scores.gain_kept == pytest.approx(1 - 1.5 / 30)
     low, high = scores.interval
     assert (low, high) == (pytest.approx(0.95), pytest.approx(0.95))
     assert scores.faults(0.95) == [] and "0.950 of the gain" in scores.faults(0.96)[0]
     assert scores.publishing_gain in (0.94, 0.95) and not scores.faults(scores.publishing_gain)
-    worse = CompressedScores(rows, (50.0, 50.0), None)
+    worse = CompressedScores(rows, (50.0, 50.0), said)
     assert worse.gain_kept < 0 and worse.publishing_gain is None
-    nothing = CompressedScores((RowScore(10.0, 10.0, 10),), (11.0,), None)
+    nothing = CompressedScores((RowScore(10.0, 10.0, 10),), (11.0,), said)
     assert "above the run's" in nothing.faults(0.95)[0] and nothing.publishing_gain is None
+    ends_late = CompressedScores(rows, (10.5, 11.0), replace(said, kl=0.5, stops=1))
+    assert ends_late.faults(0.9) == ["generation runs on behind the trained stop of 1 rows"]
+    assert ends_late.line("int4").endswith("KL=5.0e-01 top-1=1.000 stops=1/2")

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from test_delivered import linears
+from test_delivered import linears, own_and_fused
 from torch import nn
 
 from sft_play.models.compressed import KINDS, Rounding, has_kernel, scales_of
 from sft_play.models.delivered import merged
-from sft_play.models.fast.linears.lora import LinearGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,13 +53,7 @@ def test_fused_linears_compute_the_same_in_16_bits(kind) -> None:
     for module in modules:
         module.base_layer.bfloat16()
     x = torch.randn(2, 40, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-    with torch.autocast("cuda", torch.bfloat16):
-        own = [module(x) for module in modules]
-        fused = LinearGroup(*modules).fused(x)
-    weights = [torch.randn_like(y) for y in own]
-    expected = torch.autograd.grad(own, [x, *trained], weights)
-    computed = torch.autograd.grad(fused, [x, *trained], weights)
-    for one, other in zip([*fused, *computed], [*own, *expected], strict=True):
+    own, fused = own_and_fused(modules, x)
+    for one, other in zip(fused, own, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error < 2e-2

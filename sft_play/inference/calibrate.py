@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from sft_play.config.loader import environment
+from sft_play.data.store import Split
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import Exported, link_files
 from sft_play.models.architecture import auto_class_of, empty_model
 from sft_play.models.compressed import quantised_linears, scheme_of
@@ -39,13 +39,12 @@ def require_llm_compressor() -> None:
         )
 
 
-def calibrate(run: Exported, source: Path, target: Path) -> None:
-    """Write a folder of plain weights as llm-compressor quantises it, by the run's training rows.
+def calibrate(run: Exported, train: Split, source: Path, target: Path) -> None:
+    """Write a folder of plain weights as llm-compressor quantises it, by rows of training.
 
     Raises: EnvironmentFault where llm-compressor fails; ConfigError for experts.
     """
-    config = run.config
-    trusted = config.model.trust_remote_code
+    trusted = run.config.model.trust_remote_code
     described = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
     model = empty_model(described, torch.bfloat16, trusted)
     if expert_weights(model):
@@ -55,7 +54,6 @@ def calibrate(run: Exported, source: Path, target: Path) -> None:
         )
     linears, others = quantised_linears(model)
     inputs = (linear.in_features for linear in linears.values())
-    train = prepared_data(run.folder, config, AutoTokenizer.from_pretrained(run.weights)).train
     ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
     ends = torch.arange(BLOCK_TOKENS, len(ids) + BLOCK_TOKENS, BLOCK_TOKENS)  # few long batches
     with tempfile.TemporaryDirectory(prefix=".awq-", dir=target.parent) as temporary:

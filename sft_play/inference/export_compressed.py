@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from sft_play.config.sections.train import Delivered
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import CheckpointError, ConfigError
@@ -51,7 +54,6 @@ from sft_play.models.experts import ExpertWeight, expert_weights
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json
 
-INDEX = "model.safetensors.index.json"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
 SHOWN_LAYERS = 3  # that lose most
@@ -66,7 +68,7 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
     """
     if asked.format == "awq":
         require_llm_compressor()
-    split = prepared_data(run.folder, run.config, AutoTokenizer.from_pretrained(run.weights)).test
+    data = prepared_data(run.folder, run.config, AutoTokenizer.from_pretrained(run.weights))
     with (
         staged(target) as staging,
         tempfile.TemporaryDirectory(prefix=".from-", dir=target.parent) as temporary,
@@ -75,12 +77,12 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
         lines = write_plain_model(run, plain, asked.dtype)
         lines.append(reopened_model(run, plain).line("from"))
         if asked.format == "awq":
-            calibrate(run, plain, staging)
+            calibrate(run, data.train, plain, staging)
             errors: dict[str, float] = {}
         else:
             trusted = run.config.model.trust_remote_code
             errors = compress_folder(plain, staging, asked.format, trusted)
-        found = score(run, staging, split)
+        found = score(run, staging, data.test)
         lines.append(found.line(asked.format))
         faults = found.faults(asked.least_gain)
         if faults:
@@ -88,7 +90,9 @@ def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[s
             named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
             if named:
                 named = f"The weights with the largest errors are {named}; "
-            remedy = "FORMAT=fp8 or safetensors keeps more"
+            remedy = f"FORMAT={'safetensors' if asked.format == 'fp8' else 'fp8'} keeps more"
+            if asked.format in get_args(Delivered) and run.config.train.deliver_as is None:
+                remedy += f", a run with TRAIN_DELIVER_AS={asked.format} is trained for it"
             if (least := found.publishing_gain) is not None:
                 remedy += f", and EXPORT_MIN_GAIN={least:.2f} publishes it as it is"
             raise CheckpointError(
@@ -141,8 +145,9 @@ def compress_folder(
         save_file(tensors, shard, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, shard.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if (target / INDEX).is_file():
-        write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    index = target / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": places})
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format=KINDS[kind].format,
@@ -231,27 +236,29 @@ class CompressedScores:
 
     rows: tuple[RowScore, ...]
     nats: tuple[float, ...]  # of each row, by the files
-    reopened: Reopened | None  # on the rows of the run's reference
+    reopened: Reopened  # on the rows of the run's reference
 
     @property
     def gain_kept(self) -> float:
         """The share of the run's gain over its base that is left; NaN where it gained nothing."""
-        return self._gain(np.arange(len(self.rows)))
+        return float(self._gains(np.arange(len(self.rows))[None])[0])
 
     @property
     def interval(self) -> tuple[float, float]:
         """The middle 95 % of the share over draws of as many rows, with replacement."""
         draw = np.random.default_rng(0)
         drawn = draw.integers(len(self.rows), size=(DRAWS, len(self.rows)))
-        low, high = np.nanquantile([self._gain(rows) for rows in drawn], [0.025, 0.975])
+        low, high = np.nanquantile(self._gains(drawn), [0.025, 0.975])
         return float(low), float(high)
 
-    def _gain(self, chosen: np.ndarray) -> float:
-        table = np.array([(row.before, row.after, row.labels) for row in self.rows])
-        before, after, labels = table[chosen].sum(0)
-        now = np.array(self.nats)[chosen].sum()
+    def _gains(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the shares (D,) of gains of rows that are chosen, (D, rows)."""
+        pairs = zip(self.rows, self.nats, strict=True)
+        table = np.array([(row.before, row.after, row.labels, now) for row, now in pairs])
+        before, after, labels, now = table[chosen].sum(1).T
         gain = before - after
-        return (before - now) / gain if gain > LEAST_NATS * labels else math.nan
+        shares = np.full(len(gain), math.nan)
+        return np.divide(before - now, gain, out=shares, where=gain > LEAST_NATS * labels)
 
     @property
     def loss(self) -> float:
@@ -266,15 +273,12 @@ class CompressedScores:
     def line(self, name: str) -> str:
         """Return the line that is printed."""
         low, high = self.interval
-        text = (
-            f"{name} eval_loss={self.loss:.4f} (run {self.run_loss:.4f}, {len(self.rows)} rows) "
-            f"gain kept={self.gain_kept:.3f} [{low:.3f}, {high:.3f}]"
-        )
         said = self.reopened
-        if said is None:
-            return text
-        stops = f"stops={said.stops}/{said.all_stops}"
-        return f"{text} KL={said.kl:.1e} top-1={said.agreement:.3f} {stops}"
+        return (
+            f"{name} eval_loss={self.loss:.4f} (run {self.run_loss:.4f}, {len(self.rows)} rows) "
+            f"gain kept={self.gain_kept:.3f} [{low:.3f}, {high:.3f}] "
+            f"KL={said.kl:.1e} top-1={said.agreement:.3f} stops={said.stops}/{said.all_stops}"
+        )
 
     @property
     def publishing_gain(self) -> float | None:
@@ -291,10 +295,8 @@ class CompressedScores:
                 found.append(f"eval_loss is {lost:.4f} above the run's")
         elif not self.gain_kept >= least_gain:
             found.append(f"it keeps {self.gain_kept:.3f} of the gain, less than {least_gain:g}")
-        if said := self.reopened:
-            known = said.differences()
-            found += [fault for fault in said.faults() if fault not in known]
-        return found
+        known = self.reopened.differences()
+        return [*found, *(fault for fault in self.reopened.faults() if fault not in known)]
 
 
 def score(run: Exported, staging: Path, split: Split) -> CompressedScores:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.experts import expert_weights
+from sft_play.models.fast.setup import to_compute_dtype
 from sft_play.models.partitioned import is_partitioned
 
 if TYPE_CHECKING:
@@ -70,11 +71,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def of(x: Tensor, linear: DeliveredLinear, *adapter: Any) -> Tensor:
         """Return y (..., out) of x (..., in), in autocast's dtype where it is on."""
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        y = _Product.apply(x.to(dtype), linear, linear.weight, *(adapter or (None, None, 0.0)))
-        return y if linear.bias is None else y + linear.bias.to(dtype)
+        x = to_compute_dtype(x)
+        y = _Product.apply(x, linear, linear.weight, *(adapter or (None, None, 0.0)))
+        return y if linear.bias is None else y + linear.bias.to(x.dtype)
 
     @staticmethod
     def forward(
@@ -113,8 +112,7 @@ class _Product(torch.autograd.Function):
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return W + s B A (out, in) of W, A (r, in) and B (out, r).
 
-    On a GPU the product is rounded to 16 bits, as W is, which takes half the time. Where an adapter
-    changes weights by 0.3 %, one in 110 is then a step of bfloat16 away from a merge in float32.
+    On a GPU in the type of W: some weights are then a step of it away from a merge in float32.
     """
     dtype = weight.dtype if weight.is_cuda else torch.float32
     with torch.autocast(weight.device.type, enabled=False):

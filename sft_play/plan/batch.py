@@ -262,8 +262,9 @@ class LongestRows:
         """Return both in words, for the report."""
         if not self.kept.tokens and not self.offloaded:
             return f"not one of {STEP_TOKENS:,} tokens fits"
-        words = f"{self.kept.tokens:,} tokens fit, one row at a time,{self.kept.speed()}"
-        words = words.removesuffix(",")
+        words = f"{self.kept.tokens:,} tokens fit, one row at a time"
+        if speed := self.kept.speed():
+            words += f",{speed}"
         if self.offloaded is None:
             return words
         host = f"{self.offloaded.host_bytes / memory.GIB:.0f} GiB of host memory for each GPU"

@@ -42,7 +42,7 @@ def card_text(
     kind = kind or weights.name
     data = report.data or {}
     delivered = config.train.deliver_as
-    others = ROUNDED_FORMATS if delivered is None else {kind} - {delivered}
+    has_these_scores = kind not in ROUNDED_FORMATS if delivered is None else kind == delivered
     image_samples = data.get("train", {}).get("image_samples", 0)
     reader = "processor" if image_samples else "tokenizer"
     imports, options = _imports_and_options(config, facts, kind == "adapter", reader)
@@ -70,7 +70,7 @@ def card_text(
         messages=messages,
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         scores=_score_rows(report, facts),
-        has_these_scores=kind not in others,
+        has_these_scores=has_these_scores,
         after=report.scores("after"),
         ledger=data,
         splits=_split_rows(data),
