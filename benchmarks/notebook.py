@@ -30,6 +30,7 @@ from benchmarks.inputs import TINY, fixed_rows
 from benchmarks.machine import GIB, ROOT, Machine, repository_commit
 from benchmarks.processes import clean_environment, failure_cause, run_limited
 from benchmarks.speed.samples import make_model
+from benchmarks.speed.verdict import MAX_ROUNDING, MIN_FALL, fall
 from benchmarks.speed.workloads import LLAMA_1B
 from sft_play.notebooks import code as codes
 from sft_play.notebooks import document as documents
@@ -44,7 +45,6 @@ WARM_UP = 3  # steps that compile
 ACCUMULATION = 4  # micro-batches of a step on one GPU; half of it under torchrun
 DATA_ROWS = 96
 SAID_OF_GPUS = re.compile(r"GPU \d|Detected \d|Using device_map|Single GPU|Total across|Effective")
-MOST_OFF = 0.02  # of a loss in 16 bits
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Size:
     max_seq_length: int
     rows: int  # of a micro-batch
     steps: int
+    learning_rate: float
 
 
 @dataclass
@@ -88,9 +89,9 @@ def main() -> None:
             "`python -m benchmarks.notebook --toy` runs on the CPU"
         )
     folder = args.folder.resolve()
-    size = Size(TINY, 64, 256, 2, args.steps)
+    size = Size(TINY, 64, 256, 2, args.steps, 5e-3)
     if not args.toy:
-        size = Size(make_model(LLAMA_1B, folder), 800, 1024, 8, args.steps)
+        size = Size(make_model(LLAMA_1B, folder), 800, 1024, 8, args.steps, 4e-4)
     runs = [Run("notebook", 1, 1), Run("split", 2, 1), Run("script", 2, 2)]
     for run in runs:
         train(run, size, folder / "runs" / run.name, args)
@@ -187,7 +188,8 @@ def notebook_text(size: Size, accumulation: int) -> str:
         "per_device_train_batch_size = 2": f"per_device_train_batch_size = {size.rows}",
         "gradient_accumulation_steps = 2": f"gradient_accumulation_steps = {accumulation}",
         "max_steps = 3": f"max_steps = {size.steps}",
-        "learning_rate = 1e-3": "learning_rate = 2e-4",
+        "learning_rate = 1e-3": f"learning_rate = {size.learning_rate:g}",
+        '\\"linear\\"': '\\"constant\\"',
     }
     text = NOTEBOOK.read_text(encoding="utf-8")
     for old, new in changes.items():
@@ -245,8 +247,11 @@ def find_faults(runs: list[Run], on_cpu: bool) -> list[str]:
             faults.append(f"{run.name}: {run.rows_per_step} rows a step, not {alone.rows_per_step}")
         pairs = list(zip(run.losses, alone.losses, strict=True))
         off = max(abs(own - other) / abs(other) for own, other in pairs)
-        if off > MOST_OFF:
+        if off > MAX_ROUNDING:
             faults.append(f"{run.name}: a loss is {off:.1%} off that of the notebook")
+    fallen = fall(alone.losses)
+    if fallen < MIN_FALL:
+        faults.append(f"notebook: its loss falls by {fallen:.0%}, of {MIN_FALL:.0%}")
     if on_cpu:
         return faults
     if len(split.weights) != 2:

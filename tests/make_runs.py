@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from sft_play.runs.folder import RunFolder
 
@@ -28,6 +30,20 @@ def run_make(target: str, folder: Path, seconds: int, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def losses(report: dict[str, Any]) -> list[float]:
+    """Return the logged losses of a run.json."""
+    return [logged["loss"] for logged in report["loss"]]
+
+
+def check_losses(found: list[float], expected: list[float], rounding: float = 2e-3) -> None:
+    """Assert that two runs learned the same, but for a share of the first loss.
+
+    Where a loss hardly falls, it would be the same with wrong gradients.
+    """
+    assert expected[-1] < 0.7 * expected[0], expected
+    assert found == pytest.approx(expected, abs=rounding * expected[0])
 
 
 class Launched:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_runs import run_make
+from make_runs import check_losses, losses, run_make
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -14,11 +14,15 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 16
+ROWS = "rows.jsonl"
 SETTINGS = {
     "CONFIG": "configs/tiny.yaml",
-    "TRAIN_MAX_STEPS": "6",
+    "TRAIN_MAX_STEPS": "10",
     "TRAIN_LOGGING_STEPS": "1",
-    "TRAIN_LEARNING_RATE": "1e-3",
+    "TRAIN_LEARNING_RATE": "2e-3",
+    "TRAIN_LR_SCHEDULER_TYPE": "constant",
+    "TRAIN_WARMUP_STEPS": "0",
+    "DATA_VAL_PATH": "data/desk/val.jsonl",
     "TRAIN_GENERATION_MAX_ROWS": "8",
     "TRAIN_SAVE_STRATEGY": "steps",
     "TRAIN_SAVE_STEPS": "3",
@@ -27,7 +31,7 @@ SETTINGS = {
     "MODEL_MAX_SEQ_LEN": "256",
 }
 # float32 rounds in another order at most, as kernels are those of one GPU
-TOLERANCE = {"bf16": 1e-2, "float32": 1e-5}
+TOLERANCE = {"bf16": 2e-3, "float32": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,8 @@ def base_of(tmp_path_factory):
             folder = tmp_path_factory.mktemp(model_type)
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            rows = (ROOT / "data" / "desk" / "train.jsonl").read_text().splitlines(keepends=True)
+            (folder / ROWS).write_text("".join(rows[:8]))  # random weights learn them by heart
             folders[model_type] = folder
         return folders[model_type]
 
@@ -69,12 +75,9 @@ def train(folder: Path, base: Path, precision: str, **variables: str) -> dict[st
     """Train a run and return its run.json."""
     if precision == "float32":
         variables |= {"TRAIN_BF16": "false", "TRAIN_FP16": "false"}
-    run_make("train", folder, 400, **SETTINGS, MODEL_NAME=str(base), **variables)
+    words = {**SETTINGS, "MODEL_NAME": str(base), "DATA_TRAIN_PATH": str(base / ROWS), **variables}
+    run_make("train", folder, 400, **words)
     return json.loads((folder / "run" / "run.json").read_text())
-
-
-def losses(report: dict[str, Any]) -> list[float]:
-    return [entry["loss"] for entry in report["loss"]]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
@@ -87,12 +90,14 @@ def test_two_gpus_train_what_one_trains(
 ) -> None:
     base = base_of(model_type)
     settings = {"TUNING_MODE": mode}
+    if mode == "full":
+        settings["TRAIN_LEARNING_RATE"] = "3e-4"
     one = train(tmp_path / "one", base, precision, NUM_GPUS="1", **settings)
     two = train(tmp_path / "two", base, precision, MODEL_DEVICE_MAP="balanced", **settings)
-    assert losses(two) == pytest.approx(losses(one), abs=TOLERANCE[precision])
+    check_losses(losses(two), losses(one), TOLERANCE[precision])
     for when in ("before", "after"):
         found, expected = (report["metrics"][when]["eval_loss"] for report in (two, one))
-        assert found == pytest.approx(expected, abs=TOLERANCE[precision])
+        assert found == pytest.approx(expected, rel=TOLERANCE[precision])
     assert two["fast_path"] == one["fast_path"]
     assert [gpu["device"] for gpu in two["memory_by_rank"]] == ["cuda:0", "cuda:1"]
     assert all(gpu["before_bytes"] > 0 for gpu in two["memory_by_rank"])
@@ -130,8 +135,8 @@ def test_a_placed_run_resumes_answers_and_is_opened_by_others(tmp_path: Path, ba
     adapter = tmp_path / "run" / "adapter"
     checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-3"
     resumed = tmp_path / "resumed"
-    words = {**SETTINGS, "MODEL_NAME": str(base), "MODEL_DEVICE_MAP": "auto"}
-    run_make("train", resumed, 400, **words, TRAIN_RESUME_FROM=str(checkpoint))
+    words = {"MODEL_DEVICE_MAP": "auto", "TRAIN_RESUME_FROM": str(checkpoint)}
+    train(resumed, base, "bf16", **words)
     from safetensors.torch import load_file
 
     name = "adapter_model.safetensors"
@@ -158,4 +163,4 @@ def test_modules_go_where_a_mapping_says(tmp_path: Path, base_of) -> None:
     )
     placed = train(tmp_path / "two", base_of("llama"), "bf16", MODEL_DEVICE_MAP=mapping)
     one = train(tmp_path / "one", base_of("llama"), "bf16", NUM_GPUS="1")
-    assert losses(placed) == pytest.approx(losses(one), abs=TOLERANCE["bf16"])
+    check_losses(losses(placed), losses(one), TOLERANCE["bf16"])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_runs import run_make
+from make_runs import check_losses, losses, run_make
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -16,6 +16,7 @@ SETTINGS = {
     "CONFIG": "configs/tiny.yaml",
     "NUM_GPUS": "2",
     "TRAIN_MAX_STEPS": "6",
+    "TRAIN_LEARNING_RATE": "2e-3",
     "TRAIN_LOGGING_STEPS": "1",
     "TRAIN_SAVE_STRATEGY": "steps",
     "TRAIN_SAVE_STEPS": "3",
@@ -23,7 +24,7 @@ SETTINGS = {
     "TRAIN_REOPEN_SAVED": "false",
 }
 SECONDS = 400
-TOLERANCE = 2e-2  # bfloat16 sums in another order; losses are about 5
+TOLERANCE = 2e-3  # of a loss: bfloat16 sums in another order
 ZERO3 = {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}
 SHARED = [
     pytest.param("train-distributed", {"TRAIN_STRATEGY": "fsdp"}, id="fsdp-lora"),
@@ -37,7 +38,7 @@ SHARED = [
     ),
     pytest.param(
         "train-distributed",
-        {"TRAIN_STRATEGY": "fsdp", "TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-4"},
+        {"TRAIN_STRATEGY": "fsdp", "TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-3"},
         id="fsdp-full",
     ),
     pytest.param("train-deepspeed", {}, id="zero2-lora"),
@@ -51,10 +52,6 @@ def train(target: str, folder: Path, **variables: str) -> dict[str, Any]:
     return json.loads((folder / "run" / "run.json").read_text())
 
 
-def losses(report: dict[str, Any]) -> list[float]:
-    return [logged["loss"] for logged in report["loss"]]
-
-
 @pytest.mark.parametrize(("target", "variables"), SHARED)
 def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
     tmp_path: Path, target: str, variables: dict[str, str]
@@ -64,16 +61,16 @@ def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
     }
     expected = train("train-distributed", tmp_path / "ddp", TRAIN_STRATEGY="ddp", **whole)
     report = train(target, tmp_path / "shared", **variables)
-    assert losses(report) == pytest.approx(losses(expected), abs=TOLERANCE)
+    check_losses(losses(report), losses(expected), TOLERANCE)
     for when in ("before", "after"):
         found, wanted = (run["metrics"][when]["eval_loss"] for run in (report, expected))
-        assert found == pytest.approx(wanted, abs=TOLERANCE)
+        assert found == pytest.approx(wanted, rel=TOLERANCE)
 
     checkpoint = tmp_path / "shared" / "run" / "checkpoints" / "checkpoint-3"
     again = {"TRAIN_RESUME_FROM": str(checkpoint), **variables}
     resumed = train(target, tmp_path / "resumed", **again)
     assert resumed["resumed_from"].endswith("checkpoint-3")
-    assert losses(resumed)[-3:] == pytest.approx(losses(report)[-3:], abs=TOLERANCE)
+    assert losses(resumed)[-3:] == pytest.approx(losses(report)[-3:], rel=TOLERANCE)
     gpus = [round(gpu["peak_bytes"] / 2**20) for gpu in report["memory_by_rank"]]
     print(f"\n{target} {variables}: peak MiB {gpus}, losses {losses(report)}")
 

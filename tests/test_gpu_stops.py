@@ -37,6 +37,7 @@ SETTINGS = {
     "TUNING_MODE": "qlora",
     "TRAIN_MAX_STEPS": str(STEPS),
     "TRAIN_LOGGING_STEPS": "1",
+    "TRAIN_LEARNING_RATE": "2e-3",
     "TRAIN_SAVE_STRATEGY": "steps",
     "TRAIN_SAVE_STEPS": "1",
     "TRAIN_EVAL_STRATEGY": "no",
@@ -44,8 +45,8 @@ SETTINGS = {
     "TRAIN_PREDICT_WITH_GENERATE": "false",
 }
 SECONDS = 400
-# A kernel that adds in another order each time rounds bfloat16 otherwise; losses are about 5.
-TOLERANCE = 2e-2
+# A kernel that adds in another order each time rounds bfloat16 otherwise; losses fall from 3.3.
+TOLERANCE = 6e-3
 STARTS = [
     pytest.param("train-bnb", {}, id="bnb"),
     pytest.param("train-unsloth", {}, id="unsloth", marks=needs_unsloth),
@@ -133,6 +134,7 @@ def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_b
     alone.process.wait(SECONDS)
     expected = losses_of(alone.folder)
     assert sorted(expected) == list(range(1, STEPS + 1)), alone.output.read_text()[-3000:]
+    assert expected[STEPS] < 0.7 * expected[1]
 
     again = Started(target, variables, outputs)
     again.wait_until(lambda: again.has_logged(f"step {STEPS - 4}/{STEPS} "))

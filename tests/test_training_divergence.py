@@ -73,6 +73,18 @@ def test_held_out_rows_that_are_guessed_at_the_end_are_divergence_whatever_the_l
         watch.conclude(6, after=10.37)
 
 
+@pytest.mark.parametrize(
+    ("losses", "after"), [([12.4, 7.4], 6.8), ([11.3, 11.2, 9.2], 11.1)], ids=["steep", "by-heart"]
+)
+def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_say_so(
+    losses, after
+):
+    watch = seen(losses, before=12.6)
+    watch.conclude(10, after)  # raises nothing
+    with pytest.raises(DivergedError, match="at the end, step 10"):
+        watch.conclude(10, after=12.7)
+
+
 @pytest.mark.parametrize(("steps", "end"), [(30, "since step"), (6, "at the end, step 6")])
 def test_a_run_that_forgets_all_it_knew_is_diverged_and_not_done(
     plan_run, run_worker, taught_base, steps, end

@@ -27,7 +27,7 @@ from benchmarks.scaling.results import REFERENCE_ARM, Case, ScalingResults
 from benchmarks.speed.results import ArmResult, ArmRun, SpeedResults
 from benchmarks.speed.runner import Benchmark, Options, describe, log, number_of_steps
 from benchmarks.speed.samples import Samples, count_step_tokens, make_inputs
-from benchmarks.speed.verdict import check_run
+from benchmarks.speed.verdict import MAX_DEVIATION, MAX_ROUNDING, check_run
 from benchmarks.speed.workloads import (
     ARMS,
     RECIPE_ARM,
@@ -162,9 +162,10 @@ def run_case(benchmark: Benchmark, results: ScalingResults, case: Case) -> None:
     arm = ARMS[case.arm]
     run = own.run_arm(workload, arm, inputs, steps)
     reference = run if case == case.reference else results.found[case.reference].run
+    allowed = MAX_ROUNDING if arm.is_ours else MAX_DEVIATION
     result = ArmResult(
         run,
-        check_run(workload, arm, run, every_loss(reference), tokens),
+        check_run(workload, arm, run, every_loss(reference), tokens, allowed),
         own.peak_shares(workload, inputs, samples, run),
         timed_steps=steps,
         versions=results.machine.versions,

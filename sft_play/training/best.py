@@ -107,15 +107,18 @@ class LossWatch:
     def conclude(self, step: int, after: float | None = None, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
 
+        Random weights may end a few steps as guesses: they have learned where held-out rows say so.
         `is_best` says that the best weights are those that were scored, and are published.
         Raises: DivergedError.
         """
         end = f"at the end, step {step}"
-        if self._last and self._is_guess(median(self._last)):
+        has_learned = after is not None and after < self.before
+        is_judged = is_best or not has_learned  # the best weights are not the last ones
+        if is_judged and self._last and self._is_guess(median(self._last)):
             self.diverged = self.diverged or self._error(median(self._last), end)
         if self.diverged is not None and not is_best:
             raise self.diverged
-        if after is not None and self._is_guess(after):
+        if after is not None and not has_learned and self._is_guess(after):
             raise self._error(after, end)
         if self.diverged is not None and after is not None and after > self.before:
             raise DivergedError(
