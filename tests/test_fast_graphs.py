@@ -154,8 +154,8 @@ def test_a_recording_that_reads_other_memory_is_found_and_not_used(
     decoder = graphed(model)
 
     def keeps_its_tokens(self: StaticInputs, call: DecoderCall) -> None:
-        if not hasattr(self, "was_filled"):
-            self.was_filled = True
+        if not hasattr(self, "tokens"):
+            self.tokens = call.input_ids.shape[1]
             self.input_ids.copy_(call.input_ids)
 
     fill = StaticInputs.fill
@@ -227,7 +227,7 @@ def test_rounding_of_other_kernels_is_allowed_for_rows_that_are_filled_up_alone(
 
 def rounded_otherwise(self: RecordedPass, call: DecoderCall, hidden: torch.Tensor) -> float:
     """Stand for a difference of 5e-2 of padded rows, and of rows in one that are filled up."""
-    self._fill(call)
+    self.inputs.fill(call)
     return 5e-2 if self.is_filled_up or call.documents is None else 0.0
 
 

@@ -158,14 +158,14 @@ def test_checkpointing_changes_no_loss(run: Run, target: str, variables: dict[st
 
 @pytest.mark.parametrize(("target", "variables"), [PLAIN])
 def test_the_fast_path_changes_no_loss(run: Run, target: str, variables: dict[str, str]) -> None:
-    """Again but for rounding; six steps in, adapters have moved by what gradients of that precision give."""
+    """But for rounding: the kernels' differences in bfloat16 move the adapters a little apart."""
     plain, fast = (
         run(target, variables),
         run(
             target, {name: value for name, value in variables.items() if name != "TRAIN_FAST_PATH"}
         ),
     )
-    check_losses(losses(plain), losses(fast))
+    check_losses(losses(plain), losses(fast), rounding=5e-3)
 
 
 @pytest.mark.parametrize(("target", "variables"), [HALF])

@@ -25,6 +25,7 @@ SETTINGS = {
 }
 SECONDS = 400
 TOLERANCE = 2e-3  # of a loss: bfloat16 sums in another order
+FULL_TOLERANCE = 1e-2  # FSDP gathers norms and embeddings in bfloat16; DDP has them in float32
 ZERO3 = {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}
 SHARED = [
     pytest.param("train-distributed", {"TRAIN_STRATEGY": "fsdp"}, id="fsdp-lora"),
@@ -61,10 +62,11 @@ def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
     }
     expected = train("train-distributed", tmp_path / "ddp", TRAIN_STRATEGY="ddp", **whole)
     report = train(target, tmp_path / "shared", **variables)
-    check_losses(losses(report), losses(expected), TOLERANCE)
+    tolerance = FULL_TOLERANCE if report["mode"] == "full" else TOLERANCE
+    check_losses(losses(report), losses(expected), tolerance)
     for when in ("before", "after"):
         found, wanted = (run["metrics"][when]["eval_loss"] for run in (report, expected))
-        assert found == pytest.approx(wanted, rel=TOLERANCE)
+        assert found == pytest.approx(wanted, rel=tolerance)
 
     checkpoint = tmp_path / "shared" / "run" / "checkpoints" / "checkpoint-3"
     again = {"TRAIN_RESUME_FROM": str(checkpoint), **variables}

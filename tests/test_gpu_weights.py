@@ -33,7 +33,7 @@ def train(folder: Path, mode: str, weights: list[float | None], **variables: str
         "TUNING_MODE": mode,
         "DATA_TRAIN_PATH": str(folder / "rows.jsonl"),
         "TRAIN_MAX_STEPS": "6",
-        "TRAIN_LEARNING_RATE": "2e-3",
+        "TRAIN_LEARNING_RATE": "3e-3",
         "TRAIN_LOGGING_STEPS": "1",
         "TRAIN_PREDICT_WITH_GENERATE": "false",
         **variables,
@@ -49,7 +49,7 @@ def test_weights_count_as_in_plain_torch_and_an_adapter_goes_on(mode: str, tmp_p
     other = train(tmp_path / "other", mode, [None])
     assert "loss" in fast["fast_path"]["on"] and not plain["fast_path"]["on"]
     assert losses(fast)[0] == pytest.approx(losses(plain)[0], rel=1e-3)
-    check_losses(losses(fast), losses(plain))
+    check_losses(losses(fast), losses(plain), rounding=5e-3)
     apart = [abs(a - b) / a for a, b in zip(losses(fast), losses(other), strict=True)]
     assert max(apart) > 0.02
 

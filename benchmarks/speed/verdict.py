@@ -11,7 +11,8 @@ from sft_play.runs.report import LoggedLoss
 
 MAX_DEVIATION = 0.01  # of the reference's loss, which may be of another precision
 MAX_ROUNDING = 0.002  # of one program's loss in bfloat16, whose sums are in another order
-MIN_FALL = 0.3  # of the reference's loss: where it hardly falls, wrong gradients give the same
+# Of a loss: where it hardly falls, wrong gradients give the same. On random words it falls by 0.31.
+MIN_FALL = 0.25
 COMPARED_STEPS = 25  # of the reference, WARM_UP included
 
 

@@ -99,28 +99,30 @@ class LossWatch:
         if not self._is_guess(loss):
             self._since, self._logs = None, 0
             return
-        self._since = step if self._since is None else self._since
+        if self._since is None:
+            self._since = step
         self._logs += 1
         if self._logs >= LOGS and step - self._since >= STEPS:
             self.diverge(self._error(loss, f"since step {self._since}"), step)
 
-    def conclude(self, step: int, after: float | None = None, is_best: bool = False) -> None:
+    def conclude(self, step: int, after: float = math.nan, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
 
+        NaN where they were not scored.
         Random weights may end a few steps as guesses: they have learned where held-out rows say so.
         `is_best` says that the best weights are those that were scored, and are published.
         Raises: DivergedError.
         """
         end = f"at the end, step {step}"
-        has_learned = after is not None and after < self.before
-        is_judged = is_best or not has_learned  # the best weights are not the last ones
-        if is_judged and self._last and self._is_guess(median(self._last)):
+        if after < self.before and not (is_best or self.diverged):
+            return
+        if self._last and self._is_guess(median(self._last)):
             self.diverged = self.diverged or self._error(median(self._last), end)
-        if self.diverged is not None and not is_best:
+        if self.diverged and not is_best:
             raise self.diverged
-        if after is not None and not has_learned and self._is_guess(after):
+        if self._is_guess(after):
             raise self._error(after, end)
-        if self.diverged is not None and after is not None and after > self.before:
+        if self.diverged and after > self.before:
             raise DivergedError(
                 f"{self.diverged}; the best weights have loss={after:.4g} on the held-out rows, "
                 f"where it was {self.before:.4g} before training, so they are not published either"
@@ -129,7 +131,7 @@ class LossWatch:
     def diverge(self, error: DivergedError, step: int) -> None:
         """Note that the run has diverged. Raises: DivergedError where nothing else is published."""
         best = self.best_step()
-        if best is not None and self.diverged is None:
+        if best is not None and not self.diverged:
             logger.warning(
                 "%s; training ends at step %d, and the weights of step %s are scored and published",
                 *(error, step, best),

@@ -17,6 +17,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
 from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
+from sft_play.models.fast.graphs.recorded import accumulators_for_recordings
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
@@ -83,6 +84,8 @@ def build_trainer(
         gradients=GradientWatch(context.process, config.train.on_untrained),
         callbacks=[speed],
     )
+    if config.train.cuda_graphs and context.process.is_gpu and context.plan.ranks.strategy == "ddp":
+        trainer.accumulators = accumulators_for_recordings(model)  # for DDP to find
     trainer.remove_callback(PrinterCallback)
     trainer.best_metric = metric_of(config.train)
     patience = config.train.early_stopping_patience

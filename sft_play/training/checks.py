@@ -290,7 +290,7 @@ def _ends_of_long_row(
 
     def last(*documents: np.ndarray) -> Tensor:
         end = sum(map(len, documents))
-        kept = torch.arange(end - LENGTHS[1], end, device=device)
+        kept = torch.arange(end - LENGTHS[1], end)  # on the host: the head may be on another GPU
         batch = _inputs([documents], collator, device)
         return model(**batch, logits_to_keep=kept).logits[0].float()
 

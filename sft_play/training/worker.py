@@ -261,7 +261,7 @@ def look_at_weights(
     if is_complete:
         best = recorder.report.best
         with recorder.check("the loss is below that of a uniform guess"):
-            after = recorder.report.metrics.get("after", {}).get("eval_loss")
+            after = recorder.report.metrics.get("after", {}).get("eval_loss", float("nan"))
             step = trainer.state.global_step
             trainer.loss_watch.conclude(step, after, is_best=best is not None)
         recorder.note(warning=warning_of(trainer.loss_watch, best))

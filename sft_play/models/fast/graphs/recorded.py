@@ -6,12 +6,14 @@ Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.data.packing import padded_width
@@ -29,6 +31,7 @@ MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of t
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]
+recording_stream = functools.cache(torch.cuda.Stream)  # of all recordings
 
 
 class Shape(NamedTuple):
@@ -113,7 +116,7 @@ class StaticInputs:
         What is left of a row is a document of what was there before; documents that are missing are
         empty ones at the end.
         """
-        tokens = call.input_ids.shape[1]
+        self.tokens = tokens = call.input_ids.shape[1]  # of a row of this call, at most T
         self.input_ids[:, :tokens] = call.input_ids
         if self.position_ids is not None:
             self.position_ids[:, :tokens] = call.position_ids
@@ -127,11 +130,10 @@ class StaticInputs:
         """Return the decoder's arguments."""
         arguments: dict[str, Any] = {
             "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
             "attention_mask": UNMASKED,
             "use_cache": False,
         }
-        if self.position_ids is not None:
-            arguments["position_ids"] = self.position_ids
         if self.documents is not None:
             arguments |= self.documents.arguments
         return arguments
@@ -213,7 +215,6 @@ class RecordedPass:
         self.hidden: Tensor  # (B, T, H), of the last replay
         self.replay_forward = record(self._forward)
         self.grad_hidden = torch.zeros_like(self.hidden)
-        self.tokens = call.input_ids.shape[1]  # of a row of the last call, at most T
         self.replay_backward = record(self._backward)
         self.is_first_run = True
 
@@ -231,26 +232,22 @@ class RecordedPass:
     @property
     def is_filled_up(self) -> bool:
         """Whether the rows of the last call were shorter than those that were recorded."""
-        return self.tokens < self.inputs.shape.tokens
+        return self.inputs.tokens < self.inputs.shape.tokens
 
     @property
     def computed(self) -> Tensor:
         """The hidden states (B, T, H) of the last call, without those of the padding."""
-        return self.hidden.detach()[:, : self.tokens]
+        return self.hidden.detach()[:, : self.inputs.tokens]
 
     def fill_gradient(self, grad: Tensor) -> None:
         """Copy the gradient of `computed`; that of the padding is zero."""
-        self.grad_hidden[:, : self.tokens] = grad
-        self.grad_hidden[:, self.tokens :] = 0
-
-    def _fill(self, call: DecoderCall) -> None:
-        self.inputs.fill(call)
-        self.tokens = call.input_ids.shape[1]
+        self.grad_hidden[:, : self.inputs.tokens] = grad
+        self.grad_hidden[:, self.inputs.tokens :] = 0
 
     def run(self, call: DecoderCall, anchor: Tensor) -> Tensor:
         """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
         self.is_first_run = False
-        self._fill(call)
+        self.inputs.fill(call)
         self.gradients.use_static_buffers()
         return _Replayed.apply(anchor, self)
 
@@ -259,7 +256,7 @@ class RecordedPass:
 
         `hidden` (B, T, H) is what they returned for the call, with its graph.
         """
-        self._fill(call)
+        self.inputs.fill(call)
         generator = torch.Generator(hidden.device).manual_seed(0)
         grad = torch.randn(
             hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator
@@ -270,16 +267,15 @@ class RecordedPass:
             parameters,
             grad.clone(),  # the kernel of the last norm overwrites it
             retain_graph=True,
-            allow_unused=True,
+            materialize_grads=True,
         )
         kept = [buffer.clone() for buffer in self.gradients.buffers]
         torch._foreach_zero_(self.gradients.buffers)
         self.replay_forward()
         self.fill_gradient(grad)
         self.replay_backward()
-        pairs = [(self.computed, hidden.detach())]
-        for buffer, gradient in zip(self.gradients.buffers, expected, strict=True):
-            pairs.append((buffer, torch.zeros_like(buffer) if gradient is None else gradient))
+        pairs = zip(self.gradients.buffers, expected, strict=True)
+        pairs = [(self.computed, hidden.detach()), *pairs]
         largest = max(float(_relative_difference(*pair)) for pair in pairs)
         torch._foreach_copy_(self.gradients.buffers, kept)
         return largest
@@ -320,6 +316,17 @@ class _Replayed(torch.autograd.Function):
         return None, None
 
 
+def accumulators_for_recordings(model: nn.Module) -> list[GradientEdge]:
+    """Return the nodes of autograd that accumulate gradients, made on the recording stream.
+
+    A node keeps the stream on which it was made, and no recording may wait for the default stream,
+    on which DDP would make them. It takes those that it finds: hold these until it has.
+    """
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    with torch.cuda.stream(recording_stream()):
+        return [get_gradient_edge(each) for each in model.parameters() if each.requires_grad]
+
+
 def record_on_gpu() -> Record:
     """Return a function that records kernels; all recordings share one pool of memory.
 
@@ -330,14 +337,13 @@ def record_on_gpu() -> Record:
     def record(launch: Callable[[], None]) -> Replay:
         """Return what launches the same kernels again. Raises: RuntimeError where one cannot be."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        try:
+        # a recording that fails leaves its own stream behind
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
             # threads that load data may use the GPU meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                launch()
-        except RuntimeError:
-            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
-            raise
+            torch.cuda.graph(graph, pool, recording_stream(), "thread_local"),
+        ):
+            launch()
         return graph.replay
 
     return record
