@@ -152,7 +152,7 @@ def test_the_page_has_what_was_measured_beside_what_was_promised(tmp_path: Path)
     assert (
         "| Qwen2.5-7B-Instruct, `configs/rtx4090_sli.yaml` "
         "| 2 x NVIDIA H200 held to 23.77 GiB (a NVIDIA GeForce RTX 4090) | ddp | 6 x 2 x 4 "
-        "| 10.9 | 11.0 | about 18 GB | 24,000 | 12,000 | about 1,200 | 12.000 to 11.000 |"
+        "| 10.9 | 11.0 | about 18 GB | 24,000 | 12,000 | about 1,200 | 12.000 to 11.000: it tells too little |"
     ) in page
     assert f"| refused, class 15: {REFUSED} |" in page
     assert page.index("refused, class 15") < page.index("| trained, fsdp |")

@@ -142,6 +142,7 @@ def measured_on_two() -> list[Any]:
         pytest.param(case, id=f"{case['work']}-{case['strategy']}")
         for case in cases
         if case["gpus"] == 2 and case["strategy"] in ("ddp", "fsdp")
+        if case["work"].startswith("8b")  # a 1B waits for the host, whose cores differ
     ]
 
 

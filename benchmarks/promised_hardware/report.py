@@ -6,6 +6,7 @@ from benchmarks.files import grid
 from benchmarks.promised_hardware.cases import CASES, Case
 from benchmarks.promised_hardware.results import Outcome, PromisedResults, Trained
 from benchmarks.speed.report import describe_machine
+from benchmarks.speed.verdict import MIN_FALL, fall
 from sft_play.plan.cards import CARDS
 
 PROMISED = (
@@ -128,8 +129,9 @@ def step_words(trained: Trained, gpus: int) -> str:
 
 
 def losses(trained: Trained) -> str:
-    """Return the first loss and the last."""
-    return f"{trained.losses[0]:.3f} to {trained.losses[-1]:.3f}"
+    """Return the first loss and the last, and whether they tell what was learned."""
+    words = f"{trained.losses[0]:.3f} to {trained.losses[-1]:.3f}"
+    return words if fall(trained.losses) >= MIN_FALL else f"{words}: it tells too little"
 
 
 def failed(outcome: Outcome) -> str:
