@@ -17,7 +17,7 @@ LAYERS = 16
 ROWS = "rows.jsonl"
 SETTINGS = {
     "CONFIG": "configs/tiny.yaml",
-    "TRAIN_MAX_STEPS": "10",
+    "TRAIN_MAX_STEPS": "12",
     "TRAIN_LOGGING_STEPS": "1",
     "TRAIN_LEARNING_RATE": "2e-3",
     "TRAIN_LR_SCHEDULER_TYPE": "constant",
