@@ -48,7 +48,7 @@ from sft_play.models.images import keep_towers_in_their_type
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.plan.base_model import require_base
-from sft_play.plan.stored_as import StoredAs
+from sft_play.plan.stored_as import MXFP4, StoredAs
 from sft_play.process import Process
 from sft_play.runs.model_folder import refuse_unsafe_base
 
@@ -181,7 +181,7 @@ def load_base(
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         if found is not None:
             stack.enter_context(reading_stored(found, process.device))
-        stack.enter_context(_reading(config, process, quantization, is_fsdp))
+        stack.enter_context(_reading(config, process, quantization, is_fsdp, found))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
@@ -228,11 +228,15 @@ def _packed_as(
 
 
 def _reading(
-    config: Config, process: Process, quantization: BitsAndBytesConfig | None, is_fsdp: bool
+    config: Config,
+    process: Process,
+    quantization: BitsAndBytesConfig | None,
+    is_fsdp: bool,
+    found: StoredAs | None,
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are quantised or divided as they are read."""
     if quantization is not None:
-        return packing_experts()
+        return packing_experts(are_mxfp4=found is not None and found.name == MXFP4)
     if config.tuning.has_float8_base:
         return quantising_to_float8()
     if is_fsdp:  # quantised weights are read whole first

@@ -14,12 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sft_play.models.experts import packed_weight, true_shape
 from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
-from sft_play.models.fast.experts.products import (
-    ROW_BYTES,
-    ExpertLinear,
-    sort_by_expert,
-    without_sentinels,
-)
+from sft_play.models.fast.experts.products import ExpertLinear, sort_by_expert
 from sft_play.models.fast.linears.lora import (
     active_adapters,
     why_adapter_not_fusable,
@@ -31,8 +26,6 @@ from sft_play.models.partitioned import is_missing
 from sft_play.plan.fast import ZERO_3
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-MOST_EXPERTS = 1023  # of torch's grouped product on a GPU
-SMALLEST_ITEM = 2  # bytes of bfloat16
 
 
 def install_experts(setup: TrainingSetup) -> int:
@@ -144,12 +137,6 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
         weight = weight_of(experts, name)
         if isinstance(weight, Params4bit) and weight.quant_state is None:
             return "4-bit weights in no form to train on"
-        count, *features = true_shape(weight)
-        if count > MOST_EXPERTS:
-            return f"{count} experts"
-        for size in features:
-            if size * SMALLEST_ITEM % ROW_BYTES:
-                return f"{size} features, which is no multiple of {ROW_BYTES // SMALLEST_ITEM}"
     return None
 
 
@@ -173,10 +160,9 @@ def experts_forward(
     inner, inner_adapter = _split(module, inner_name(module), wrappers)
     down, down_adapter = _split(module, "down_proj", wrappers)
     experts = FrozenExperts(inner, self.fused_gate, down)
-    choices, weights = without_sentinels(top_k_index, top_k_weights, inner.experts)
-    routing = sort_by_expert(choices, inner.experts)
+    routing = sort_by_expert(top_k_index, inner.experts)
     adapters = (*inner_adapter, *down_adapter)
-    out = LoraExpertsFunction.apply(x, weights, routing, experts, *adapters)
+    out = LoraExpertsFunction.apply(x.contiguous(), top_k_weights, routing, experts, *adapters)
     return out.to(hidden_states.dtype)
 
 

@@ -14,37 +14,26 @@ from sft_play.models.float8.kernels import load_float32, on_device_of, program_n
 
 
 @triton.jit
-def _take_tokens(x, order, out, features, choices: tl.constexpr, block: tl.constexpr):
-    row = program_number()
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < features
-    token = tl.load(order + row) // choices
-    value = tl.load(x + token * features + columns, inside, 0)
-    tl.store(out + row * features + columns, value, inside)
-
-
-@triton.jit
 def _sum_choices(
-    first,
-    second,
+    values,
     rows,
+    ends,
     weights,
     out,
     features,
+    experts,
     choices: tl.constexpr,
-    has_second: tl.constexpr,
     has_weights: tl.constexpr,
     block: tl.constexpr,
 ):
     token = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
+    last = tl.load(ends + experts - 1)
     total = tl.zeros((block,), tl.float32)
     for choice in tl.static_range(choices):
-        at = tl.load(rows + token * choices + choice) * features + columns
-        value = load_float32(first + at, inside)
-        if has_second:
-            value += load_float32(second + at, inside)
+        row = tl.load(rows + token * choices + choice)
+        value = load_float32(values + row * features + columns, inside & (row < last))
         if has_weights:
             value *= tl.load(weights + token * choices + choice).to(tl.float32)
         total += value
@@ -116,29 +105,18 @@ def _clamped_glu_backward(
     tl.store(dweights + row, tl.sum(products, 0))
 
 
-def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """Return the rows (S, H) of tokens x (N, H); see `products.Routing.order`."""
-    x = x.contiguous()
-    features = x.shape[1]
-    out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
-    with on_device_of(x):
-        grid = (len(order), triton.cdiv(features, BLOCK))
-        _take_tokens[grid](x, order, out, features, choices, BLOCK)
-    return out
-
-
-def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None) -> Tensor:
+def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     """Return the sums over choices (N, H); see `products.sum_choices`."""
     tokens, choices = rows.shape
-    features = parts[0].shape[1]
-    assert all(part.is_contiguous() for part in parts), "features lie side by side"
-    out = torch.empty(tokens, features, dtype=parts[0].dtype, device=rows.device)
-    has_weights = weights is not None
-    factors = weights.contiguous() if has_weights else out  # not read without weights
-    with on_device_of(rows):
-        tensors = (parts[0], parts[-1], rows.contiguous(), factors, out)
-        flags = (choices, len(parts) == 2, has_weights)
-        _sum_choices[(tokens, triton.cdiv(features, BLOCK))](*tensors, features, *flags, BLOCK)
+    features = values.shape[1]
+    assert values.is_contiguous(), "features lie side by side"
+    out = torch.empty(tokens, features, dtype=values.dtype, device=values.device)
+    factors = out if weights is None else weights.contiguous()  # not read without weights
+    with on_device_of(values):
+        _sum_choices[(tokens, triton.cdiv(features, BLOCK))](
+            *(values, rows.contiguous(), ends, factors, out, features, len(ends)),
+            *(choices, weights is not None, BLOCK),
+        )
     return out
 
 
