@@ -105,7 +105,7 @@ def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
         packed.is_contiguous()
         and state.shape.numel() == 2 * packed.nbytes
         and packed.nbytes % WORD_BYTES == 0
-        and packed.data_ptr() % WORD_BYTES == 0
+        and packed.storage_offset() * packed.element_size() % WORD_BYTES == 0
     )
     return is_known and is_in_words and _has_known_scales(state)
 
