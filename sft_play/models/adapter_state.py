@@ -8,24 +8,45 @@ parameters, so the state of an optimizer can go through them as well.
 Every rank must call each of these functions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor
 
+from sft_play.models.shared_experts import SharedParamWrapper
+
 ADAPTER = "default"  # PEFT's name of the one adapter
 
 
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of a model's parameters in the shapes of an adapter's file."""
-    return dict(tensors)
+    published = dict(tensors)
+    for name, factor, wrapper in _shared_factors(model):
+        if name in published:
+            published[name] = wrapper.for_every_expert(factor, published[name])
+    return published
 
 
 def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in the shapes of the model's parameters: the reverse of `as_published`."""
-    return dict(tensors)
+    """Return tensors in the shapes of the model's parameters: the reverse of `as_published`.
+
+    Raises: ConfigError where the model shares an adapter among experts that have their own.
+    """
+    kept = dict(tensors)
+    for name, factor, wrapper in _shared_factors(model):
+        if name in kept:
+            kept[name] = wrapper.for_all_experts(factor, kept[name])
+    return kept
+
+
+def _shared_factors(model: PeftModel) -> Iterator[tuple[str, str, SharedParamWrapper]]:
+    """Yield the factors that experts share: a parameter's name, lora_A or lora_B, its module."""
+    for name, module in model.named_modules():
+        if isinstance(module, SharedParamWrapper):
+            for factor in ("lora_A", "lora_B"):
+                yield f"{name}.{factor}.{ADAPTER}.weight", factor, module
 
 
 def published_state(model: PeftModel) -> dict[str, Tensor]:
