@@ -39,13 +39,14 @@ from sft_play.models.experts import (
     expert_weights,
     is_linear,
     is_named,
+    layer_of,
     linear_names,
     reads_weight,
     routing_linears,
     source_of,
     tower_linears,
 )
-from sft_play.models.shared_experts import SharedParamWrapper
+from sft_play.models.shared_experts import wrap_shared
 from sft_play.plan.structure import FUSED, with_fused
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ def choose_targets(
         _refuse_unknown(model, lora, names)
     in_layers = lora.layers_to_transform
     if in_layers is not None:
-        linears = [name for name in linears if _layer_of(name) in in_layers]
-        experts = [weight for weight in experts if _layer_of(weight.name) in in_layers]
+        linears = [name for name in linears if layer_of(name) in in_layers]
+        experts = [weight for weight in experts if layer_of(weight.name) in in_layers]
     if in_towers:
         names = lora.target_modules
         every = tower_linears(model)
@@ -148,7 +149,7 @@ def add_adapters(
         _wrap(adapted, name)
     for weight in experts:
         if shares_experts:
-            _wrap_shared(adapted, weight)
+            wrap_shared(adapted, ADAPTER, weight)
         else:
             _wrap(adapted, weight.module_name, weight.parameter_name)
         unpack_with_adapter(adapted.base_model.model.get_submodule(weight.module_name))
@@ -299,8 +300,8 @@ def _refuse_unknown(model: nn.Module, lora: LoraSection, chosen: list[str]) -> N
         of_experts = [target for target in unknown if any(is_named(e, [target]) for e in experts)]
         if of_experts:
             raise ConfigError(
-                f"tuning.lora.experts=none: tuning.lora.target_modules names {of_experts[0]} of "
-                "the experts; leave it out, or set TUNING_LORA_EXPERTS=auto"
+                f"tuning.lora.experts=none: target_modules names {of_experts[0]} of the experts; "
+                "leave it out, or set TUNING_LORA_EXPERTS=auto"
             )
         nor_experts = " and no experts' parameter" if experts else ""
         known = _last_words([*linear_names(model), *experts])
@@ -397,22 +398,3 @@ def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> Non
         current_key=key,
         parameter_name=parameter_name,
     )
-
-
-def _wrap_shared(model: PeftModel, weight: ExpertWeight) -> None:
-    """Wrap a parameter of experts, which may be wrapped already, with one adapter for all."""
-    tuner = model.base_model
-    config = model.peft_config[ADAPTER]
-    parent_name, _, child_name = weight.module_name.rpartition(".")
-    parent = tuner.model.get_submodule(parent_name)
-    child = getattr(parent, child_name)
-    wrapper = SharedParamWrapper(
-        child, ADAPTER, weight.parameter_name, config, r=config.r, lora_alpha=config.lora_alpha
-    )
-    tuner._replace_module(parent, child_name, wrapper, child)
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the decoder layer that a name lies in."""
-    numbers = [part for part in name.split(".") if part.isdecimal()]
-    return int(numbers[0]) if numbers else None

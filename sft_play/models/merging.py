@@ -229,7 +229,7 @@ def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) ->
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
         # a base may store as one what transformers saves in pieces, such as Qwen3.5's experts
-        pieces = {name: parameter} | _as_saved(skeleton.model, name, parameter)
+        pieces = {name: parameter} | as_saved(skeleton.model, name, parameter)
         for piece, tensor in pieces.items():
             if shapes.get(piece) == tuple(tensor.shape):
                 sources[piece] = name
@@ -287,11 +287,11 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
         while len(kept) > 1:  # a layer's experts are two parameters
             kept.pop(next(iter(kept)))
         delta = skeleton.deltas[parameter]().detach().float()
-        kept[parameter] = {parameter: delta} | _as_saved(skeleton.model, parameter, delta)
+        kept[parameter] = {parameter: delta} | as_saved(skeleton.model, parameter, delta)
     return kept[parameter]
 
 
-def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a parameter as transformers saves it: under another name, or in pieces."""
     if getattr(model, "_weight_conversions", None) is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)

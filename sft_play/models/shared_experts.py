@@ -10,10 +10,12 @@ Legend: E experts, r rank, `in` and `out` features.
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from sft_play.errors import ConfigError
+from sft_play.models.experts import ExpertWeight
 
 
 class SharedParamWrapper(ParamWrapper):
@@ -52,3 +54,16 @@ class SharedParamWrapper(ParamWrapper):
                 f"{self.parameter_name} for each expert; set TUNING_LORA_EXPERTS=per_expert"
             )
         return by_expert[0]
+
+
+def wrap_shared(model: PeftModel, adapter: str, weight: ExpertWeight) -> None:
+    """Wrap a parameter of experts, which may be wrapped already, with one adapter for all."""
+    tuner = model.base_model
+    config = model.peft_config[adapter]
+    parent_name, _, child_name = weight.module_name.rpartition(".")
+    parent = tuner.model.get_submodule(parent_name)
+    child = getattr(parent, child_name)
+    wrapper = SharedParamWrapper(
+        child, adapter, weight.parameter_name, config, r=config.r, lora_alpha=config.lora_alpha
+    )
+    tuner._replace_module(parent, child_name, wrapper, child)

@@ -175,6 +175,10 @@ class AdapterOptions:
         text = ""
         if self.layers is not None:
             text += f", layers {', '.join(map(str, self.layers))}"
+        if self.experts == "shared":
+            text += ", one adapter for all experts of a layer"
+        elif self.experts == "none":
+            text += ", none on experts"
         if self.use_dora:
             text += ", DoRA"
         if self.saved_modules:

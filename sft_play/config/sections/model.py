@@ -186,9 +186,9 @@ class LoraSection(Section):
     )
     experts: Literal["auto", "per_expert", "shared", "none"] = Field(
         "auto",
-        description="Adapters of a mixture's experts, one each, without dropout or DoRA. auto: "
-        "where target_modules is all-linear or names their parameters; per_expert: beside any "
-        "targets; shared: as per_expert, but one for all experts of a layer; none: on no expert.",
+        description="Adapters of experts, one each (per_expert) or one for a layer's (shared), "
+        "beside any targets; none: on no expert; auto is per_expert where target_modules is "
+        "all-linear or names them.",
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."
