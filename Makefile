@@ -148,7 +148,7 @@ chat: $(ENV) ## chat with RUN, beside its base with COMPARE=1; /help lists the c
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
-export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
+export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
 	@$(SFT) export
 serve: $(ENV) ## serve RUN's export by vLLM or transformers' server, on 127.0.0.1:8000 (BIND, PORT)
 	@$(SFT) serve

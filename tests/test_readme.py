@@ -70,6 +70,7 @@ RUN = (
     "make merge RUN=name",
     "make export RUN=name",
     "make export RUN=name FORMAT=adapter",
+    "make export RUN=name FORMAT=vllm-adapter",
     "make export RUN=name FORMAT=int4",
     "make runs",
     "make eval RUN=name",

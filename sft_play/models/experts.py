@@ -164,6 +164,12 @@ def is_named(name: str, targets: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the decoder layer that a name lies in."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    return int(numbers[0]) if numbers else None
+
+
 def _outputs(linear: nn.Module) -> int:
     return linear.nf if isinstance(linear, Conv1D) else linear.out_features
 

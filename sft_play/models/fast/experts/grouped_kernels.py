@@ -93,6 +93,7 @@ def _product(
     most,
     stride_expert,
     stride_line,
+    stride_factors,
     adapter_scale,
     rank,
     first_expert,
@@ -132,7 +133,7 @@ def _product(
             has_rank = number < rank
             place = ranks + row[:, None] * rank + number[None, :]
             value = tl.load(place, inside[:, None] & has_rank[None, :], 0)
-            place = factors + (expert * rank + number[:, None]) * features + column[None, :]
+            place = factors + expert * stride_factors + number[:, None] * features + column[None, :]
             factor = tl.load(place, has_rank[:, None] & has_column[None, :], 0)
             total = tl.dot(value, factor.to(dtype), total)
         total *= adapter_scale
@@ -315,7 +316,7 @@ def product(
         _product[(most * triton.cdiv(features, block),)](
             *(x, order, tiles, ends, weight, scales, ranks, factors),
             *(x if bias is None else bias, out, summed, features, choices or 1, most),
-            *(weight.stride(0), weight.stride(1), adapter_scale, rank),
+            *(weight.stride(0), weight.stride(1), factors.stride(0), adapter_scale, rank),
             *(first_expert, first_expert + len(weight)),
             *(choices is not None, lines_are_summed, quant_type, weights_a_scale),
             *(term is not None, bias is not None, tile_rows, block, SUMMED_BLOCK),

@@ -5,7 +5,8 @@
 PEFT keeps the factors of all experts in two matrices (`ParamWrapper`): lora_A (E r, in) has the
 r rows of an expert one after another, lora_B (out, r E) has the columns of a rank's experts one
 after another. Here they are A (E, r, in) as it is trained, and B (E, r, out) in the dtype of the
-products.
+products. Those of an adapter that all experts share, (r, in) and (out, r), are the same memory for
+each of them, and have the sum of the experts' gradients.
 
 On a GPU one kernel computes y (`grouped_kernels`): it reads the rows of tokens where they lie, adds
 the adapter before it rounds, and unpacks weights in 4 bits tile by tile. Elsewhere each expert has
@@ -124,6 +125,7 @@ class ExpertLinear(NamedTuple):
     is_transposed: bool
     experts: int
     scale: float  # of the adapter, 0 without one
+    is_shared: bool = False  # the adapter is that of every expert
 
     def matrices(self, dtype: torch.dtype) -> Tensor | Packed:
         """Return the matrices (E, in, out); those in 4 bits as they are where a kernel reads them.
@@ -156,14 +158,20 @@ class Term(NamedTuple):
 def adapter_of(
     a: Tensor | None, b: Tensor | None, linear: ExpertLinear, dtype: torch.dtype
 ) -> Adapter | None:
-    """Return the adapter of PEFT's lora_A (E r, in) and lora_B (out, r E); None without one."""
+    """Return the adapter of lora_A (E r, in) and lora_B (out, r E); None without one.
+
+    Shared ones are (r, in) and (out, r).
+    """
     if a is None or b is None:
         return None
-    experts = linear.experts
-    rank = len(a) // experts
-    by_expert = b.view(len(b), rank, experts).permute(2, 1, 0)
-    copied = torch.empty(by_expert.shape, dtype=dtype, device=b.device)
-    return Adapter(a.view(experts, rank, -1), copied.copy_(by_expert), linear.scale)
+    adapters = 1 if linear.is_shared else linear.experts
+    rank = len(a) // adapters
+    by_adapter = b.view(len(b), rank, adapters).permute(2, 1, 0)
+    copied = torch.empty(by_adapter.shape, dtype=dtype, device=b.device).copy_(by_adapter)
+    of_experts = (linear.experts, -1, -1)
+    return Adapter(
+        a.view(adapters, rank, -1).expand(of_experts), copied.expand(of_experts), linear.scale
+    )
 
 
 def rows_times(
@@ -280,11 +288,14 @@ def gradient_of_a(
     weights: Tensor | None = None,
     of_tokens: bool = False,
 ) -> Tensor:
-    """Return the gradient of lora_A (E r, in) from dU = dy B_e^T (S, r) and x (S or N, in)."""
-    made = torch.empty_like(like)
-    out = made.view(adapter.a.shape)
-    rows_outer(du, x, routing, out, adapter.scale, weights, y_of_tokens=of_tokens)
-    return made
+    """Return the gradient of lora_A (E r, in), or (r, in), from dU = dy B_e^T (S, r) and x.
+
+    x (S, in), or of the rows' tokens (N, in); weights (S,) of the rows.
+    """
+    by_expert = torch.empty(adapter.a.shape, dtype=like.dtype, device=like.device)
+    rows_outer(du, x, routing, by_expert, adapter.scale, weights, y_of_tokens=of_tokens)
+    is_shared = len(like) == adapter.a.shape[1]
+    return by_expert.sum(0) if is_shared else by_expert.view(like.shape)
 
 
 def gradient_of_b(
@@ -296,9 +307,13 @@ def gradient_of_b(
     weights: Tensor | None = None,
     of_tokens: bool = False,
 ) -> Tensor:
-    """Return the gradient of lora_B (out, r E) from x A^T (S, r) and dy (S or N, out)."""
-    experts, rank, _ = adapter.b.shape
-    made = torch.empty_like(like)
-    out = made.view(len(like), rank, experts).permute(2, 1, 0)
-    rows_outer(xa, dy, routing, out, adapter.scale, weights, y_of_tokens=of_tokens)
-    return made
+    """Return the gradient of lora_B (out, r E), or (out, r), from x A^T (S, r) and dy.
+
+    dy (S, out), or of the rows' tokens (N, out); weights (S,) of the rows.
+    """
+    experts, rank, features = adapter.b.shape
+    made = torch.empty(features, rank, experts, dtype=like.dtype, device=like.device)
+    by_expert = made.permute(2, 1, 0)
+    rows_outer(xa, dy, routing, by_expert, adapter.scale, weights, y_of_tokens=of_tokens)
+    is_shared = like.shape[1] == rank
+    return made.sum(2) if is_shared else made.view(like.shape)
