@@ -205,7 +205,9 @@ def _machine_warnings(
     warnings = strategy.map_sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
     warnings += recurrent_warnings(inputs.model, hardware)
     warnings += faster_than_zero3(inputs, layout)
-    warnings += offloading_warnings(inputs, layout) + graph_warnings(inputs.graph_setup, layout)
+    warnings += offloading_warnings(inputs, layout) + graph_warnings(
+        inputs.graph_setup, inputs.step, layout
+    )
     return warnings + needs.switch_warnings(inputs.config, inputs.ranks, environ)
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.config.schema import Config
-from sft_play.models.architecture import decoder_layers, decoder_of
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.graphs.recorded import (
     DecoderCall,
     Record,
@@ -39,8 +39,13 @@ from sft_play.models.fast.graphs.recorded import (
 )
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.plan.fast import MOST_RECORDINGS, FastPlan, GraphSetup, without_effect
-from sft_play.plan.ranks import Ranks
+from sft_play.plan.fast import (
+    MOST_RECORDINGS,
+    FastPlan,
+    GraphSetup,
+    offloads,
+    without_effect,
+)
 from sft_play.plan.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
@@ -168,7 +173,7 @@ def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> Graph
     if not config.train.cuda_graphs:
         return None
     ranks = plan.ranks
-    sentence = without_effect(graph_setup(model, config, ranks))
+    sentence = without_effect(graph_setup(model, config, plan))
     if sentence is not None:
         if sentence not in plan.warnings:
             logger.warning("warning: %s", sentence)
@@ -180,9 +185,8 @@ def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> Graph
     return graphed
 
 
-def graph_setup(model: PreTrainedModel, config: Config, ranks: Ranks) -> GraphSetup:
+def graph_setup(model: PreTrainedModel, config: Config, plan: RunPlan) -> GraphSetup:
     """Return what a loaded model says of recording its layers."""
     kernels = fused_kernels_of(model)
-    layers = decoder_layers(base_model_of(model))
-    is_recomputed = any(layer.gradient_checkpointing for layer in layers)
-    return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), is_recomputed)
+    of_kernels = FastPlan(kernels.on, kernels.off)
+    return GraphSetup(config, plan.ranks, of_kernels, offloads(plan.step, plan.layout))
