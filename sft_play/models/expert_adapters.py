@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import LoraSection
 from sft_play.data.limits import limited
 from sft_play.errors import ConfigError, first_line
+from sft_play.models.adapter_state import ADAPTER, load_published
 from sft_play.models.architecture import towers_of
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
@@ -47,8 +48,6 @@ from sft_play.models.experts import (
 from sft_play.plan.structure import FUSED, with_fused
 
 logger = logging.getLogger(__name__)
-
-ADAPTER = "default"  # PEFT's name of the one adapter
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
         return PeftModel.from_pretrained(base, folder)
     config.inference_mode = True
     adapted = add_adapters(base, config)
-    adapted.load_adapter(folder, ADAPTER)
+    load_published(adapted, folder)
     return adapted.eval()
 
 
@@ -181,7 +180,7 @@ def load_weights(adapted: PeftModel, folder: str) -> None:
     """
     problem = None
     try:
-        found = adapted.load_adapter(folder, ADAPTER, is_trainable=True)
+        found = load_published(adapted, folder, is_trainable=True)
     except RuntimeError as error:  # sizes
         problem = first_line(error)
     else:

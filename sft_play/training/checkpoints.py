@@ -27,6 +27,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from sft_play.config.schema import TrainSection
 from sft_play.errors import CheckpointError, SftPlayError
+from sft_play.models.adapter_state import as_published, load_published
 from sft_play.models.load import load_trained
 from sft_play.models.sharding import whole_state_dict
 from sft_play.process import Process
@@ -102,6 +103,11 @@ def write_weights(trainer: "SftTrainer", folder: str) -> None:
         state_dict = trainer.model_wrapped._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=is_peft
         )
+        state_dict = state_dict or {}  # None on other ranks than the main one
+    elif is_peft:
+        state_dict = model.state_dict()
+    if is_peft:
+        state_dict = as_published(model, state_dict)
     if not trainer.args.should_save:
         return
     # by default PEFT would ask the hub whether the vocabulary was resized
@@ -146,7 +152,7 @@ def load_weights(trainer: "SftTrainer", checkpoint: Path) -> None:
                 trainer.model_wrapped, str(checkpoint), load_module_strict=is_strict
             )
     elif isinstance(model, PeftModel):
-        model.load_adapter(str(checkpoint), model.active_adapters[0], is_trainable=True)
+        load_published(model, checkpoint, is_trainable=True)
     elif not trainer.trains_divided:  # else the model was loaded from there
         load_trained(model, str(checkpoint))
 

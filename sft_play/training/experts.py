@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models.expert_adapters import ADAPTER
+from sft_play.models.adapter_state import ADAPTER
 from sft_play.models.experts import BALANCE, computes_balance, expert_weights
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.process import Process
