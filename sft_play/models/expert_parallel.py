@@ -7,13 +7,14 @@ under DDP. Around the experts of a layer tokens meet:
     2. each computes its own experts for all tokens; other choices have weight 0,
     3. the outputs are summed over ranks, and each rank keeps those of its own tokens.
 
-Of W ranks with N tokens of H features each, both ways move (W - 1) N H numbers a rank. Sending each
-of k choices to its expert's rank would move no fewer where k >= W, would have to tell the host how
-many there are, and would wait for the rank with the most. Sums are in the type of the hidden states.
+Of W ranks with N tokens of H features each, each of the two ways moves (W - 1) N H numbers a rank.
+To send each of k choices to its expert's rank moves no fewer where k >= W. It would also tell the
+host how many there are, and wait for the rank with the most. Sums are in the type of the hidden
+states.
 
 The gradient of a gathered tensor is the sum over ranks, and the other way round. So an adapter of
-experts has the gradients of all ranks' tokens; a rank's loss is multiplied by W for the mean of DDP,
-and those gradients are divided by W.
+experts has the gradients of all ranks' tokens. A rank's loss is multiplied by W for the mean of
+DDP, and those gradients are divided by W.
 
 transformers reads the weights of a rank's experts alone. 4-bit weights are packed as one process
 packs them, and cut afterwards. PEFT adds adapters for all experts, so that a seed begins with the
@@ -42,9 +43,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from sft_play.errors import ConfigError
-from sft_play.models.expert_adapters import ADAPTER
+from sft_play.models.adapter_state import ADAPTER, ExpertPart, part_of
 from sft_play.models.experts import expert_weights, packed_weight
 from sft_play.models.fast.experts.install import find_experts, unwrap
+from sft_play.plan.strategy import refuse_remainder
 from sft_play.process import Process
 
 NO_EXPERT = -1  # the choice of a row that fills up a rank's tokens
@@ -77,35 +79,6 @@ class ExpertRanks:
         return self.most_tokens
 
 
-@dataclass(frozen=True)
-class ExpertPart:
-    """How a tensor of own experts lies in that of all experts."""
-
-    shape: tuple[int, int, int]  # of the own part: (E / W, r, in) or (out, r, E / W)
-    dim: int  # that of the experts
-
-    def cut(self, whole: Tensor, process: Process) -> Tensor:
-        """Return this rank's part of a tensor of all experts."""
-        own = self.shape[self.dim]
-        shape = [*self.shape]
-        shape[self.dim] = own * process.world_size
-        part = whole.view(shape).narrow(self.dim, own * process.rank, own)
-        return part.reshape(self._flat(self.shape))
-
-    def whole(self, part: Tensor, process: Process) -> Tensor:
-        """Return the tensor of all experts. Every rank must call it."""
-        parts = gather(part.contiguous(), len(part)).view(process.world_size, *self.shape)
-        return torch.cat(parts.unbind(), dim=self.dim).flatten(*self._flattened)
-
-    @property
-    def _flattened(self) -> tuple[int, int]:
-        return (0, 1) if self.dim == 0 else (1, 2)
-
-    def _flat(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        first, second, third = shape
-        return (first * second, third) if self.dim == 0 else (first, second * third)
-
-
 @contextlib.contextmanager
 def dividing_while_loading(process: Process) -> Iterator[None]:
     """Let from_pretrained read the weights of this rank's experts alone.
@@ -128,7 +101,7 @@ def dividing_while_loading(process: Process) -> Iterator[None]:
 
 
 def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Module]:
-    """Return the modules of experts of a model without adapters.
+    """Return the modules of experts of a model: the outermost wrappers where PEFT has wrapped them.
 
     Raises: ConfigError where they cannot be divided.
     """
@@ -144,21 +117,9 @@ def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Modul
     return modules
 
 
-def refuse_remainder(experts: int, ranks: int) -> None:
-    """Raise ConfigError unless each rank gets an equal number of experts, two or more."""
-    fitting = [number for number in range(2, experts // 2 + 1) if experts % number == 0]
-    if ranks not in fitting:
-        numbers = ", ".join(map(str, fitting))
-        remedy = f"NUM_GPUS to one of {numbers}, or " if fitting else ""
-        raise ConfigError(
-            f"train.strategy=ep: {ranks} ranks cannot share {experts} experts equally, two or more "
-            f"each; set {remedy}TRAIN_STRATEGY=fsdp"
-        )
-
-
 def keep_own_experts(model: PreTrainedModel | PeftModel, process: Process) -> None:
     """Leave this rank's experts with their adapters, and let tokens meet around them."""
-    outermost = find_experts(model)
+    outermost = divisible_experts(model, process)
     sizes = {unwrap(module)[1].num_experts for module in outermost}
     assert len(sizes) == 1, "experts of one number in all layers"
     ranks = ExpertRanks(process, sizes.pop())
@@ -223,8 +184,8 @@ def _keep_own_adapter(wrapper: ParamWrapper, ranks: ExpertRanks) -> None:
         (a, (ranks.own, rank, a.in_features), 0),
         (b, (b.out_features, rank, ranks.own), 2),
     ):
-        part = ExpertPart(shape, dim)
-        linear.weight = nn.Parameter(part.cut(linear.weight.detach(), ranks.process).clone())
+        part = ExpertPart(shape, dim, ranks.process.rank, ranks.process.world_size)
+        linear.weight = nn.Parameter(part.cut(linear.weight.detach()))
         linear.weight.expert_part = part
 
 
@@ -291,7 +252,7 @@ class _Summed(torch.autograd.Function):
 
 
 def gather(own: Tensor, most: int, fill: int = 0) -> Tensor:
-    """Return the rows (W M, ...) of all ranks, each filled up to `most`. Every rank must call it."""
+    """Return the rows (W M, ...) of all ranks, filled up to `most` M. Every rank must call it."""
     if len(own) < most:
         filled = own.new_full((most, *own.shape[1:]), fill)
         filled[: len(own)] = own
@@ -308,14 +269,10 @@ def sum_and_scatter(rows: Tensor, own: int) -> Tensor:
     return part[:own]
 
 
-def part_of(parameter: Tensor) -> ExpertPart | None:
-    """Return how a parameter lies in that of all experts, None for one that ranks do not share."""
-    return getattr(parameter, "expert_part", None)
-
-
-def has_own_experts(model: nn.Module) -> bool:
-    """Return whether each rank holds experts of its own."""
-    return any(part_of(parameter) is not None for parameter in model.parameters())
+def ranks_of_experts(model: nn.Module) -> int:
+    """Return how many ranks share the experts of a model, 1 where each has all."""
+    found = (getattr(module, "expert_ranks", None) for module in model.modules())
+    return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
 
 
 def average_own_gradients(model: nn.Module, process: Process) -> None:

@@ -105,6 +105,11 @@ class Structure:
         return max((kind.experts for kind in self.matrices if kind.experts > 1), default=0)
 
     @property
+    def stacked_experts(self) -> int:
+        """Experts of a layer that are rows of one parameter, 0 without such."""
+        return max((kind.experts for kind in self.matrices if kind.is_stacked), default=0)
+
+    @property
     def active_experts(self) -> int:
         return max((kind.active for kind in self.matrices if kind.experts > 1), default=0)
 

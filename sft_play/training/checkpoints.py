@@ -8,7 +8,7 @@ the barrier before the folder is published.
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from sft_play.config.schema import TrainSection
 from sft_play.errors import CheckpointError, SftPlayError
-from sft_play.models.adapter_state import as_published, load_published
+from sft_play.models.adapter_state import as_kept, as_published, load_published
 from sft_play.models.load import load_trained
 from sft_play.models.sharding import whole_state_dict
 from sft_play.process import Process
@@ -75,6 +75,11 @@ def write_state(trainer: "SftTrainer", folder: Path) -> None:
     if trainer.trains_divided:
         dcp.save(_divided_optimizer(trainer), checkpoint_id=folder / DIVIDED_OPTIMIZER)
         if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+    elif trainer.shares_experts:
+        state = optimizer_of_all_experts(trainer)
+        if trainer.args.should_save:
+            torch.save(state, folder / OPTIMIZER_NAME)
             torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
     else:
         trainer._save_optimizer_and_scheduler(str(folder))
@@ -167,7 +172,7 @@ def load_optimizer(trainer: "SftTrainer", checkpoint: Path) -> None:
         state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
         trainer.lr_scheduler.load_state_dict(state)
     else:
-        with loading_plain(checkpoint):
+        with loading_plain(checkpoint), cutting_optimizer(trainer):
             trainer._load_optimizer_and_scheduler(str(checkpoint))
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # in a wrapper
     if isinstance(schedule, LambdaLR):  # that of the checkpoint, which train.extend makes longer
@@ -220,6 +225,43 @@ def _divided_optimizer(trainer: "SftTrainer") -> dict[str, object]:
     """Return the state of an optimizer whose weights FSDP divides: this rank's part."""
     optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
     return {"optimizer": get_optimizer_state_dict(trainer.model, optimizer)}
+
+
+def optimizer_of_all_experts(trainer: "SftTrainer") -> dict[str, Any]:
+    """Return an optimizer's state as one process has it. Every rank must call it."""
+    state = trainer.optimizer.state_dict()
+    return reshape_moments(trainer, state, as_published)
+
+
+@contextmanager
+def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
+    """Let the optimizer load of a whole state what belongs to this rank's experts."""
+    optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
+    hook = optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: reshape_moments(trainer, state, as_kept)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def reshape_moments(
+    trainer: "SftTrainer",
+    state: dict[str, Any],
+    reshape: Callable[[PeftModel, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """Return an optimizer's state with its moments reshaped as the parameters that they are of."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    groups = trainer.optimizer.param_groups
+    order = [names[id(parameter)] for group in groups for parameter in group["params"]]
+    reshaped: dict[int, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        reshaped[number] = dict(values)
+        for key, value in values.items():
+            if torch.is_tensor(value) and value.dim():  # a step is no matrix
+                (reshaped[number][key],) = reshape(trainer.model, {order[number]: value}).values()
+    return {**state, "state": reshaped}
 
 
 def apply_schedule(schedule: LambdaLR) -> None:

@@ -16,6 +16,8 @@ from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
 from transformers.trainer_utils import SchedulerType
 
 from sft_play.errors import CheckpointError
+from sft_play.models.adapter_state import part_of
+from sft_play.models.expert_parallel import average_own_gradients
 from sft_play.models.sharding import is_divided
 from sft_play.plan.workload import warm_up_warning
 from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
@@ -65,7 +67,9 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
         )
     trainer.create_optimizer()
     accelerator = trainer.accelerator
-    if is_divided(trainer.model):
+    if trainer.shares_experts:
+        average_own_gradients(trainer.model, trainer.process)
+    if is_divided(trainer.model) or trainer.shares_experts:
         trainer.model_wrapped = wrap_divided(trainer)
         trainer.optimizer = accelerator.prepare(trainer.optimizer)
     elif isinstance(trainer.lr_scheduler, DummyScheduler):
@@ -94,18 +98,23 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
 
 
 def wrap_divided(trainer: "SftTrainer") -> nn.Module:
-    """Return a divided model (models.sharding) with autocast, its adapters wrapped in DDP.
+    """Return a divided model with autocast, the adapters that all ranks have wrapped in DDP.
 
-    accelerate refuses DDP around a model with divided weights, although it need not know of
-    them.
+    accelerate refuses DDP around a model with divided weights (models.sharding), although it need
+    not know of them, nor of experts that are not those of other ranks (models.expert_parallel).
     """
     model, accelerator = trainer.model, trainer.accelerator
     # autocast alone: what is offloaded stays in host memory
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     if trainer.trains_divided:
         return model
-    frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    shared, left_alone = [], []
+    for name, tensor in model.named_parameters():
+        is_shared = tensor.requires_grad and part_of(tensor) is None
+        (shared if is_shared else left_alone).append(name)
+    if not shared:
+        return model
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_alone)
     on_gpu = accelerator.device.type == "cuda"
     return DistributedDataParallel(
         model,

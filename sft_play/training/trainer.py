@@ -27,6 +27,7 @@ from sft_play.data.collate import Batch
 from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
+from sft_play.models import expert_parallel
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
@@ -89,6 +90,7 @@ class SftTrainer(Trainer):
         # the types as loaded: DeepSpeed casts what it trains
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.trains_divided = trains_divided(self.model)
+        self.shares_experts = expert_parallel.ranks_of_experts(self.model) > 1
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.towers_learning_rate = towers_learning_rate
         self.tower_weights = trained_tower_weights(self.model)
@@ -314,7 +316,10 @@ class SftTrainer(Trainer):
     def clip_gradients(self) -> Tensor | float:
         """Clip the gradients to train.max_grad_norm; return their norm before that."""
         parameters = self.parameters or self.model_wrapped.parameters()
-        norm = self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf)
+        most = self.args.max_grad_norm or math.inf
+        if self.shares_experts:
+            return expert_parallel.clip_gradients(parameters, most)
+        norm = self.accelerator.clip_grad_norm_(parameters, most)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if self.is_deepspeed_enabled and isinstance(norm, Tensor):
