@@ -1,16 +1,231 @@
-"""Two processes that share the experts of a model: equal to one process, saved in one form."""
+"""Processes that share the experts of a model: equal to one process, saved in one form, resumed."""
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
+from peft import PeftModel
+from rank_processes import run_two, run_two_workers
 from run_files import run_json
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import distributed
+from transformers import AutoModelForCausalLM
 
+from sft_play.config.schema import Config
+from sft_play.models import expert_parallel
+from sft_play.models.adapter_state import part_of, published_state
+from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.load import load_model
+from sft_play.models.losses import summed_nll
+from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
+
+EXPERTS = 6
+# What is added to the logits of a router, for the experts of two ranks
+ROUTERS = {
+    "natural": [0.0] * EXPERTS,
+    "skewed": [4.0, 0.0, 0.0, 0.0, 0.0, -1e4],  # no token reaches the last one
+    "one rank": [1e3, 1e3, 0.0, 0.0, 0.0, 0.0],  # nor any of the other rank
+}
+# Tokens of the two micro-batches of each rank, in each step
+RAGGED = (((2, 19), (1, 7)), ((1, 3), (2, 11)))
+MOST_NORM = 0.5
+STEPS = 3
+
+
+def routed(base: Path, folder: Path, bias: list[float]) -> Path:
+    """Return a copy of a base of gpt-oss whose routers add a bias to the logits of experts."""
+    copy = shutil.copytree(base, folder, dirs_exist_ok=True)
+    tensors = load_file(copy / "model.safetensors")
+    for name in tensors:
+        if name.endswith("router.bias"):
+            tensors[name] = torch.tensor(bias)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def rows_of(step: int) -> list[list[torch.Tensor]]:
+    """Return the micro-batches of ids of each rank."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        [torch.randint(3, 2000, shape, generator=generator) for shape in shapes]
+        for shapes in RAGGED
+    ]
+
+
+def train(config: Config, process: Process, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Train a few steps by itself or as one of two ranks; return the model and what was seen."""
+    shares = process.world_size > 1
+    model = load_model(config, process, is_expert_parallel=shares).train()
+    checkpoint_layers(model, layers)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    expert_parallel.average_own_gradients(model, process)
+    optimizer = torch.optim.SGD(
+        trained, lr=1.0
+    )  # Adam makes a step of rounding where gradients are none
+    losses, norms = [], []
+    for step in range(STEPS):
+        rows = rows_of(step)
+        labelled = sum((ids.shape[1] - 1) * len(ids) for rank in rows for ids in rank)
+        own = [rows[process.rank]] if shares else rows
+        total = 0.0
+        for ids in (ids for rank in own for ids in rank):
+            logits = model(input_ids=ids, use_cache=False).logits
+            labels = ids.clone()
+            labels[:, 0] = -100
+            loss = summed_nll(logits, labels) / labelled * process.world_size
+            loss.backward()
+            total += loss.item() / process.world_size
+        for weight in trained if shares else ():
+            if part_of(weight) is None:  # as DDP does
+                distributed.all_reduce(weight.grad)
+                weight.grad /= process.world_size
+        norms.append(
+            expert_parallel.clip_gradients(trained, MOST_NORM).item() if shares else clip(trained)
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(process.sum(total))
+    return model, {"losses": losses, "norms": norms}
+
+
+def clip(trained: list[torch.nn.Parameter]) -> float:
+    return torch.nn.utils.clip_grad_norm_(trained, MOST_NORM).item()
+
+
+def compare_with_one_process(
+    cases: dict[str, tuple[Path, dict[str, Any], int]], seen: Path
+) -> None:
+    """Be a rank that trains each case with the other one and alone; write down both."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    found = {}
+    for name, (base, changes, layers) in cases.items():
+        sections = {"model": {"name": str(base)}, "tuning": {"mode": "lora"}, "train": {}}
+        for key, value in changes.items():
+            section, _, setting = key.partition(".")
+            sections[section][setting] = value
+        config = Config.model_validate(sections)
+        alone, expected = train(config, Process.alone(torch.device("cpu")), layers)
+        shared, computed = train(config, Process(rank, rank, 2, torch.device("cpu")), layers)
+        adapters = [published_state(model) for model in (alone, shared)]
+        assert adapters[0].keys() == adapters[1].keys()
+        differences = {
+            key: (adapters[0][key] - adapters[1][key]).abs().max().item() for key in adapters[0]
+        }
+        moved = [
+            adapters[0][key].view(len(adapters[0][key]), -1, EXPERTS).abs().amax((0, 1)) > 0
+            for key in adapters[0]
+            if "experts" in key and "lora_B" in key
+        ]
+        packed = [each.data.numel() for each in shared.parameters() if hasattr(each, "quant_state")]
+        whole = [each.data.numel() for each in alone.parameters() if hasattr(each, "quant_state")]
+        found[name] = {
+            "alone": expected,
+            "shared": computed,
+            "difference": max(differences.values()),
+            "reached": [int(each.sum()) for each in moved],
+            "fused": shared.get_base_model().fast_path.on,
+            "held": held_by_experts(shared),
+            "of": held_by_experts(alone),
+            "packed": sum(packed),
+            "packed_of": sum(whole),
+        }
+    (seen / f"{rank}.json").write_text(json.dumps(found))
+
+
+def held_by_experts(model: torch.nn.Module) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+
+
+# By name: which routing, what differs from a plain lora run, and how many layers are recomputed
+OWN_CODE = {"train.fast_path": False}
+OF_EXPERTS = {"tuning.lora": {"target_modules": ["gate_up_proj", "down_proj"]}}
+CASES = {
+    "skewed": ("skewed", {}, 2),
+    "own code": ("one rank", OWN_CODE, 1),
+    "qlora": ("qwen3_moe", {"tuning.mode": "qlora"}, 1),
+}
+LONG_CASES = {
+    "natural": ("natural", {}, 0),
+    "one rank": ("one rank", {}, 2),
+    "skewed, own code": ("skewed", OWN_CODE, 2),
+    "qlora, own code": ("qwen3_moe", {"tuning.mode": "qlora", **OWN_CODE}, 0),
+    "plain scales": (
+        "qwen3_moe",
+        {"tuning.mode": "qlora", "tuning.bnb_4bit_use_double_quant": False},
+        0,
+    ),
+    "experts alone": ("one rank", {**OF_EXPERTS, **OWN_CODE}, 1),
+    "attention alone": ("natural", {"tuning.lora": {"experts": "none"}}, 0),
+    "files of each expert": ("mixtral", {}, 2),
+}
+NAMES = [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)]
+Compared = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def compared(base_of, tmp_path_factory) -> Compared:
+    """A function that returns what both ranks have seen of a case; all of a kind run at once."""
+    folder = tmp_path_factory.mktemp("compared")
+    seen: dict[str, list[dict[str, Any]]] = {}
+
+    def base(name: str, mode: str) -> Path:
+        if name not in ROUTERS:
+            return base_of(name, mode)
+        return routed(base_of("gpt_oss"), folder / name, ROUTERS[name])
+
+    def see(name: str) -> list[dict[str, Any]]:
+        if name not in seen:
+            kind = CASES if name in CASES else LONG_CASES
+            cases = {
+                case: (base(model, changes.get("tuning.mode", "lora")), changes, layers)
+                for case, (model, changes, layers) in kind.items()
+            }
+            output = folder / "output.txt"
+            exits = run_two(compare_with_one_process, cases, folder, output=output)
+            assert exits == [0, 0], output.read_text()[-3000:]
+            ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+            seen.update({case: [rank[case] for rank in ranks] for case in cases})
+        return seen[name]
+
+    return see
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(
+    compared: Compared, name: str
+) -> None:
+    _, changes, _ = (CASES | LONG_CASES)[name]
+    for found in compared(name):
+        alone, shared = found["alone"], found["shared"]
+        assert shared["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        assert shared["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert min(shared["norms"]) > MOST_NORM, "clipping bites"
+        assert found["difference"] < 1e-5
+        assert alone["losses"][-1] < alone["losses"][0] - 1e-3, "the adapters move"
+        assert ("experts" in found["fused"]) == (changes.get("train.fast_path") is not False)
+
+
+def test_experts_that_no_token_reaches_are_left_as_they_were(compared: Compared) -> None:
+    for found in (*compared("skewed"), *compared("own code")):
+        assert set(found["reached"]) <= {2, 5}
+
+
+def test_each_rank_holds_its_part_of_experts_and_adapters(compared: Compared) -> None:
+    for name in ("skewed", "qlora"):
+        for found in compared(name):
+            assert 0 < 2 * found["held"] == found["of"]
+            assert 2 * found["packed"] == found["packed_of"]
+            assert (found["packed"] > 0) == (name == "qlora")
+
 
 # 10 rows, 8 a step: two steps an epoch, and the second holds 2 rows and 6 fillers
 SETTINGS = {
@@ -25,21 +240,21 @@ Trained = Callable[..., RunFolder]
 
 
 @pytest.fixture(scope="module")
-def trained(plan_run, base_of) -> Trained:
-    """A function that returns a finished run, the same one to every test."""
+def trained(plan_run, run_worker, base_of) -> Trained:
+    """A function that returns a finished run of one process or two, the same one to every test."""
     runs: dict[tuple, RunFolder] = {}
 
-    def run(ranks: int, strategy: str = "auto", **changes: object) -> RunFolder:
-        model_type = changes.pop("model_type", "qwen3_moe")
-        key = (ranks, strategy, model_type, *changes.items())
+    def run(strategy: str = "auto", model_type: str = "qwen3_moe", **changes: object) -> RunFolder:
+        key = (strategy, model_type, *changes.items())
         if key not in runs:
-            named = {name.replace("__", "."): value for name, value in changes.items()}
-            mode = named.get("tuning.mode", "lora")
-            base = {"model.name": base_of(model_type, mode), "train.strategy": strategy}
-            base["train.batch_size"] = 2
-            base["train.grad_accum"] = 4 // ranks
-            folder = plan_run({**SETTINGS, **base, **named}, num_gpus=ranks)
-            exits = run_ranks(folder, ranks)
+            ranks = 1 if strategy == "auto" else 2
+            settings = {
+                "model.name": base_of(model_type, str(changes.get("tuning.mode", "lora"))),
+                "train.strategy": strategy,
+                "train.grad_accum": 4 // ranks,  # of 2 rows
+            }
+            folder = plan_run({**SETTINGS, **settings, **changes}, num_gpus=ranks)
+            exits = run_two_workers(folder) if ranks == 2 else [run_worker(folder)]
             assert set(exits) == {0}, (folder.path / "output.txt").read_text()[-3000:]
             runs[key] = folder
         return runs[key]
@@ -52,20 +267,79 @@ def saved(folder: RunFolder) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def losses(folder: RunFolder) -> list[float]:
-    return [entry["loss"] for entry in run_json(folder)["loss"]]
+def logged(folder: RunFolder, name: str) -> list[float]:
+    return [step[name] for step in run_json(folder)["history"] if step.get("loss") is not None]
 
 
 def assert_equal_runs(one: RunFolder, other: RunFolder) -> None:
-    assert losses(other) == pytest.approx(losses(one), abs=1e-5)
-    norms = [[step["grad_norm"] for step in steps(folder)] for folder in (one, other)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert logged(other, "loss") == pytest.approx(logged(one, "loss"), abs=1e-5)
+    assert logged(other, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
     torch.testing.assert_close(saved(other), saved(one), rtol=0, atol=1e-5)
 
 
-def steps(folder: RunFolder) -> list[dict]:
-    return [entry for entry in run_json(folder)["history"] if "grad_norm" in entry]
+VARIANTS = (
+    {},
+    {"model_type": "gpt_oss", "train.packing": False},
+    {"model_type": "qwen3_5_moe", "train.fast_path": False},
+    {"model_type": "glm4_moe", "train.gradient_checkpointing": False},
+    {"tuning.mode": "qlora"},
+    {"tuning.lora.target_modules": "[gate_up_proj, down_proj]"},
+    {"train.probe": True, "train.optim": "adamw_torch"},
+)
 
 
-def test_ranks_that_share_experts_train_as_one_process(trained: Trained) -> None:
-    assert_equal_runs(trained(1), trained(2, "ep"))
+@pytest.mark.parametrize(
+    "changes",
+    [VARIANTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS[1:])],
+)
+def test_a_run_of_two_ranks_is_that_of_one_process(
+    trained: Trained, changes: dict[str, Any]
+) -> None:
+    one, two = trained(**changes), trained("ep", **changes)
+    assert_equal_runs(one, two)
+    assert min(logged(two, "grad_norm")) > SETTINGS["train.max_grad_norm"], "clipping bites"
+    assert run_json(two)["strategy"] == "ep"
+    assert run_json(two)["experts"] == run_json(one)["experts"]
+
+
+def test_what_is_saved_has_the_form_of_one_process(trained: Trained) -> None:
+    one, two = trained(), trained("ep")
+    for folders in ([run.weights("lora") for run in (one, two)], checkpoints(one, two)):
+        names = [{path.name for path in folder.iterdir()} for folder in folders]
+        assert {name for name in names[0] ^ names[1] if "rng_state" not in name} == set()
+    states = [torch.load(folder / "optimizer.pt") for folder in checkpoints(one, two)]
+    torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=1e-5)
+
+
+def checkpoints(*runs: RunFolder) -> list[Path]:
+    return [run.checkpoints / "checkpoint-3" for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("begun", "goes_on"),
+    [
+        ("ep", "auto"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in (("auto", "ep"), ("ep", "ep"), ("ep", "ddp"), ("ddp", "ep"))
+        ),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy(trained: Trained, begun: str, goes_on: str) -> None:
+    whole = trained(begun)
+    (checkpoint,) = checkpoints(whole)
+    changes = {"train.resume_from": checkpoint, "train.elastic": True}
+    assert_equal_runs(whole, trained(goes_on, **changes))
+
+
+def test_plain_peft_opens_the_adapter(trained: Trained, base_of) -> None:
+    ids = torch.arange(5, 25)[None]
+    logits = []
+    for folder in (trained(), trained("ep")):
+        base = AutoModelForCausalLM.from_pretrained(base_of("qwen3_moe"), dtype=torch.float32)
+        untrained = base(ids).logits
+        model = PeftModel.from_pretrained(base, folder.weights("lora"))
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+        assert not torch.allclose(logits[-1], untrained)
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)

@@ -143,6 +143,11 @@ def _by_expert(experts: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def _keep_own_weights(experts: nn.Module, ranks: ExpertRanks) -> None:
     for name, weight in _by_expert(experts).items():
+        if weight.requires_grad:
+            raise ConfigError(
+                f"train.strategy=ep: tuning.lora.modules_to_save trains {name} of the experts "
+                "whole; leave that to the adapters, or set TRAIN_STRATEGY=ddp"
+            )
         if isinstance(weight, DTensor):
             own = weight.to_local()
         else:  # read whole, beside packed ones
@@ -287,7 +292,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
     parameters = [each for each in parameters if each.grad is not None]
     own = [each.grad for each in parameters if part_of(each) is not None]
     shared = [each.grad for each in parameters if part_of(each) is None]
-    of_experts = get_total_norm(own).square()
+    of_experts = get_total_norm(own).square().to(parameters[0].device)  # of none it is on the CPU
     distributed.all_reduce(of_experts)
     norm = (get_total_norm(shared).square() + of_experts).sqrt()
     clip_grads_with_norm_(parameters, most, norm)

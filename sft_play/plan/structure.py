@@ -90,6 +90,16 @@ class Structure:
         """Return the counts where towers are trained as all else is."""
         return replace(self, towers=0)
 
+    def with_experts_of_rank(self, ranks: int) -> "Structure":
+        """Return the counts of what one of `ranks` holds that share the experts equally."""
+        matrices = []
+        for kind in self.matrices:
+            experts = kind.experts // ranks if kind.is_stacked else kind.experts
+            matrices.append(replace(kind, experts=experts))
+        elsewhere = self.product_weights - sum(kind.weights for kind in matrices)
+        parameters = self.parameters - elsewhere
+        return replace(self, parameters=parameters, matrices=tuple(matrices))
+
     def without_towers(self) -> "Structure":
         """Return the counts of the language model alone."""
         return replace(

@@ -27,6 +27,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
 from sft_play.models.adapter_state import part_of
 from sft_play.models.delivered import rounds_inputs
+from sft_play.models.expert_parallel import ranks_of_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT, Documents
@@ -88,6 +89,11 @@ def check_engine(model: nn.Module, strategy: str) -> None:
         raise EnvironmentFault(
             f"strategy={strategy} was planned, and FSDP has {divided}divided the weights; try make "
             "doctor"
+        )
+    if (ranks_of_experts(model) > 1) != (strategy == "ep"):
+        shared = "do not share" if strategy == "ep" else "share"
+        raise EnvironmentFault(
+            f"strategy={strategy} was planned, and ranks {shared} the experts; try make doctor"
         )
 
 

@@ -106,13 +106,13 @@ class ExpertUse:
 
     def __init__(self, model: nn.Module):
         self._counts: dict[str, Tensor] = {}  # (experts + 1,) by module; the last is no expert
+        ranks = ranks_of_experts(model)
         for weight in expert_weights(model):
             # a hook on the outermost wrapper: fused kernels do not call what is inside
             name = weight.module_name.replace(".base_layer", "")
             if name not in self._counts:
                 device = next(model.get_submodule(weight.module_name).parameters()).device
-                experts = weight.experts * ranks_of_experts(model)
-                counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+                counts = torch.zeros(ranks * weight.experts + 1, dtype=torch.int64, device=device)
                 self._counts[name] = counts
                 self._watch(model.get_submodule(name), counts)
 
