@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
+from sft_play.data.render import IGNORE_INDEX
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of, published_state
 from sft_play.models.checkpointing import checkpoint_layers
@@ -37,6 +38,7 @@ ROUTERS = {
 RAGGED = (((2, 19), (1, 7)), ((1, 3), (2, 11)))
 MOST_NORM = 0.5
 STEPS = 3
+Case = tuple[Path, dict[str, Any], int]  # base, changed settings, layers that are recomputed
 
 
 def routed(base: Path, folder: Path, bias: list[float]) -> Path:
@@ -60,89 +62,79 @@ def rows_of(step: int) -> list[list[torch.Tensor]]:
 
 
 def train(config: Config, process: Process, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Train a few steps by itself or as one of two ranks; return the model and what was seen."""
-    shares = process.world_size > 1
-    model = load_model(config, process, is_expert_parallel=shares).train()
+    """Train a few steps as one of two ranks, or all rows alone; return the model and what was seen.
+
+    `layers` are recomputed.
+    """
+    is_alone = process.world_size == 1
+    model = load_model(config, process, is_expert_parallel=not is_alone).train()
     checkpoint_layers(model, layers)
-    trained = [each for each in model.parameters() if each.requires_grad]
     expert_parallel.average_own_gradients(model, process)
-    optimizer = torch.optim.SGD(
-        trained, lr=1.0
-    )  # Adam makes a step of rounding where gradients are none
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)  # Adam takes a step where gradients are rounding
     losses, norms = [], []
     for step in range(STEPS):
-        rows = rows_of(step)
-        labelled = sum((ids.shape[1] - 1) * len(ids) for rank in rows for ids in rank)
-        own = [rows[process.rank]] if shares else rows
+        ranks = rows_of(step)
+        labelled = sum(ids[:, 1:].numel() for rank in ranks for ids in rank)
         total = 0.0
-        for ids in (ids for rank in own for ids in rank):
-            logits = model(input_ids=ids, use_cache=False).logits
-            labels = ids.clone()
-            labels[:, 0] = -100
-            loss = summed_nll(logits, labels) / labelled * process.world_size
-            loss.backward()
-            total += loss.item() / process.world_size
-        for weight in trained if shares else ():
-            if part_of(weight) is None:  # as DDP does
-                distributed.all_reduce(weight.grad)
-                weight.grad /= process.world_size
-        norms.append(
-            expert_parallel.clip_gradients(trained, MOST_NORM).item() if shares else clip(trained)
-        )
+        for ids in sum(ranks, []) if is_alone else ranks[process.rank]:
+            labels = torch.cat([torch.full_like(ids[:, :1], IGNORE_INDEX), ids[:, 1:]], dim=1)
+            loss = summed_nll(model(input_ids=ids, use_cache=False).logits, labels) / labelled
+            (loss * process.world_size).backward()
+            total += loss.item()
+        if is_alone:
+            norm = torch.nn.utils.clip_grad_norm_(trained, MOST_NORM)
+        else:
+            average(each for each in trained if part_of(each) is None)
+            norm = expert_parallel.clip_gradients(trained, MOST_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(process.sum(total))
-    return model, {"losses": losses, "norms": norms}
+        norms.append(norm.item())
+    return model, {"losses": losses, "norms": norms, "held": held_by_experts(model)}
 
 
-def clip(trained: list[torch.nn.Parameter]) -> float:
-    return torch.nn.utils.clip_grad_norm_(trained, MOST_NORM).item()
+def average(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Average the gradients of two ranks, as DDP does."""
+    for parameter in parameters:
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= 2
 
 
-def compare_with_one_process(
-    cases: dict[str, tuple[Path, dict[str, Any], int]], seen: Path
-) -> None:
+def held_by_experts(model: torch.nn.Module) -> int:
+    """Return how many numbers of experts a rank holds, adapters included; a byte is one."""
+    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+
+
+def compare_with_one_process(cases: dict[str, Case], seen: Path) -> None:
     """Be a rank that trains each case with the other one and alone; write down both."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     found = {}
     for name, (base, changes, layers) in cases.items():
-        sections = {"model": {"name": str(base)}, "tuning": {"mode": "lora"}, "train": {}}
-        for key, value in changes.items():
+        sections: dict[str, dict[str, Any]] = {"model": {"name": str(base)}, "tuning": {}}
+        for key, value in {"tuning.mode": "lora", **changes}.items():
             section, _, setting = key.partition(".")
-            sections[section][setting] = value
+            sections.setdefault(section, {})[setting] = value
         config = Config.model_validate(sections)
-        alone, expected = train(config, Process.alone(torch.device("cpu")), layers)
-        shared, computed = train(config, Process(rank, rank, 2, torch.device("cpu")), layers)
-        adapters = [published_state(model) for model in (alone, shared)]
-        assert adapters[0].keys() == adapters[1].keys()
-        differences = {
-            key: (adapters[0][key] - adapters[1][key]).abs().max().item() for key in adapters[0]
-        }
-        moved = [
-            adapters[0][key].view(len(adapters[0][key]), -1, EXPERTS).abs().amax((0, 1)) > 0
-            for key in adapters[0]
-            if "experts" in key and "lora_B" in key
-        ]
-        packed = [each.data.numel() for each in shared.parameters() if hasattr(each, "quant_state")]
-        whole = [each.data.numel() for each in alone.parameters() if hasattr(each, "quant_state")]
+        places = (Process.alone(torch.device("cpu")), Process(rank, rank, 2, torch.device("cpu")))
+        (alone, expected), (shared, computed) = (train(config, each, layers) for each in places)
+        adapters, own = published_state(alone), published_state(shared)
+        assert adapters.keys() == own.keys()
         found[name] = {
             "alone": expected,
             "shared": computed,
-            "difference": max(differences.values()),
-            "reached": [int(each.sum()) for each in moved],
+            "difference": max((own[key] - adapters[key]).abs().max().item() for key in own),
+            "moved": max(own[key].abs().max().item() for key in own if "lora_B" in key),
+            "reached": [
+                int(own[key].view(len(own[key]), -1, EXPERTS).any(dim=1).any(dim=0).sum())
+                for key in own
+                if "experts" in key and "lora_B" in key
+            ],
             "fused": shared.get_base_model().fast_path.on,
-            "held": held_by_experts(shared),
-            "of": held_by_experts(alone),
-            "packed": sum(packed),
-            "packed_of": sum(whole),
         }
     (seen / f"{rank}.json").write_text(json.dumps(found))
-
-
-def held_by_experts(model: torch.nn.Module) -> int:
-    return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
 
 
 # By name: which routing, what differs from a plain lora run, and how many layers are recomputed
@@ -210,7 +202,7 @@ def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(
         assert shared["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         assert min(shared["norms"]) > MOST_NORM, "clipping bites"
         assert found["difference"] < 1e-5
-        assert alone["losses"][-1] < alone["losses"][0] - 1e-3, "the adapters move"
+        assert found["moved"] > 0.01
         assert ("experts" in found["fused"]) == (changes.get("train.fast_path") is not False)
 
 
@@ -222,9 +214,7 @@ def test_experts_that_no_token_reaches_are_left_as_they_were(compared: Compared)
 def test_each_rank_holds_its_part_of_experts_and_adapters(compared: Compared) -> None:
     for name in ("skewed", "qlora"):
         for found in compared(name):
-            assert 0 < 2 * found["held"] == found["of"]
-            assert 2 * found["packed"] == found["packed_of"]
-            assert (found["packed"] > 0) == (name == "qlora")
+            assert 0 < 2 * found["shared"]["held"] == found["alone"]["held"]
 
 
 # 10 rows, 8 a step: two steps an epoch, and the second holds 2 rows and 6 fillers
@@ -299,7 +289,10 @@ def test_a_run_of_two_ranks_is_that_of_one_process(
     assert_equal_runs(one, two)
     assert min(logged(two, "grad_norm")) > SETTINGS["train.max_grad_norm"], "clipping bites"
     assert run_json(two)["strategy"] == "ep"
-    assert run_json(two)["experts"] == run_json(one)["experts"]
+    experts = [run_json(run)["experts"] for run in (one, two)]
+    shares = [found.pop("largest_share") for found in experts]
+    assert experts[0] == experts[1]
+    assert shares[1] == pytest.approx(shares[0], abs=0.01)  # other fillers are counted
 
 
 def test_what_is_saved_has_the_form_of_one_process(trained: Trained) -> None:
