@@ -1,5 +1,6 @@
 """Processes that share the experts of a model: equal to one process, saved in one form, resumed."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -77,7 +78,7 @@ def train(config: Config, process: Process, layers: int) -> tuple[torch.nn.Modul
         ranks = rows_of(step)
         labelled = sum(ids[:, 1:].numel() for rank in ranks for ids in rank)
         total = 0.0
-        for ids in sum(ranks, []) if is_alone else ranks[process.rank]:
+        for ids in itertools.chain(*(ranks if is_alone else [ranks[process.rank]])):
             labels = torch.cat([torch.full_like(ids[:, :1], IGNORE_INDEX), ids[:, 1:]], dim=1)
             loss = summed_nll(model(input_ids=ids, use_cache=False).logits, labels) / labelled
             (loss * process.world_size).backward()
