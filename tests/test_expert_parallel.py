@@ -158,6 +158,7 @@ LONG_CASES = {
     ),
     "experts alone": ("one rank", {**OF_EXPERTS, **OWN_CODE}, 1),
     "attention alone": ("natural", {"tuning.lora": {"experts": "none"}}, 0),
+    "one adapter for all": ("skewed", {"tuning.lora": {"experts": "shared"}}, 2),
     "files of each expert": ("mixtral", {}, 2),
 }
 NAMES = [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)]

@@ -8,7 +8,7 @@ parameters, so the state of an optimizer can go through them as well.
 Every rank must call each of these functions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed, nn
+
+from sft_play.models.shared_experts import SharedParamWrapper
 
 ADAPTER = "default"  # PEFT's name of the one adapter
 
@@ -61,20 +63,37 @@ def parts_of(model: nn.Module) -> dict[str, ExpertPart]:
 
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of a model's parameters in the shapes of an adapter's file."""
-    parts = parts_of(model)
-    return {
-        name: parts[name].whole(tensor) if name in parts else tensor
-        for name, tensor in tensors.items()
-    }
+    published = dict(tensors)
+    for name, part in parts_of(model).items():
+        if name in published:
+            published[name] = part.whole(published[name])
+    for name, factor, wrapper in _shared_factors(model):
+        if name in published:
+            published[name] = wrapper.for_every_expert(factor, published[name])
+    return published
 
 
 def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in the shapes of the model's parameters: the reverse of `as_published`."""
-    parts = parts_of(model)
-    return {
-        name: parts[name].cut(tensor) if name in parts else tensor
-        for name, tensor in tensors.items()
-    }
+    """Return tensors in the shapes of the model's parameters: the reverse of `as_published`.
+
+    Raises: ConfigError where the model shares an adapter among experts that have their own.
+    """
+    kept = dict(tensors)
+    for name, part in parts_of(model).items():
+        if name in kept:
+            kept[name] = part.cut(kept[name])
+    for name, factor, wrapper in _shared_factors(model):
+        if name in kept:
+            kept[name] = wrapper.for_all_experts(factor, kept[name])
+    return kept
+
+
+def _shared_factors(model: PeftModel) -> Iterator[tuple[str, str, SharedParamWrapper]]:
+    """Yield the factors that experts share: a parameter's name, lora_A or lora_B, its module."""
+    for name, module in model.named_modules():
+        if isinstance(module, SharedParamWrapper):
+            for factor in ("lora_A", "lora_B"):
+                yield f"{name}.{factor}.{ADAPTER}.weight", factor, module
 
 
 def published_state(model: PeftModel) -> dict[str, Tensor]:

@@ -283,7 +283,10 @@ class _Unpacked(nn.Module):
 
 
 class _WithAdapter(nn.Module):
-    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert."""
+    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert.
+
+    Experts may share one adapter.
+    """
 
     def __init__(self, wrapper: ParamWrapper, adapter: str):
         super().__init__()
@@ -291,7 +294,9 @@ class _WithAdapter(nn.Module):
         self.scaling = wrapper.scaling[adapter]
 
     def forward(self, weight: Tensor) -> Tensor:
-        left, right = (factor.to(weight.dtype) for factor in self.factors)
+        left, right = (
+            factor.to(weight.dtype).expand(len(weight), -1, -1) for factor in self.factors
+        )
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(weight, left, right, alpha=self.scaling)
 

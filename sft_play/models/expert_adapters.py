@@ -45,6 +45,7 @@ from sft_play.models.experts import (
     source_of,
     tower_linears,
 )
+from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.plan.structure import FUSED, with_fused
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def choose_targets(
     experts = _chosen_experts(model, lora)
     if isinstance(lora.target_modules, list):
         names = [*linears, *(weight.name for weight in experts)]
-        _refuse_unknown(model, lora.target_modules, names)
+        _refuse_unknown(model, lora, names)
     in_layers = lora.layers_to_transform
     if in_layers is not None:
         linears = [name for name in linears if _layer_of(name) in in_layers]
@@ -125,8 +126,12 @@ def adapter_config(
     )
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+def add_adapters(
+    model: PreTrainedModel, config: LoraConfig, shares_experts: bool = False
+) -> PeftModel:
     """Return the model with the adapters that `config` names, as `adapter_config` names them.
+
+    With `shares_experts` the experts of a layer have one adapter for each of their parameters.
 
     PEFT wraps what it can find by `target_modules`. The rest is wrapped here by PEFT's method for
     one module: its own search would pass over parameters in 4 bits, and compute a linear layer
@@ -142,7 +147,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     for name in linears:
         _wrap(adapted, name)
     for weight in experts:
-        _wrap(adapted, weight.module_name, weight.parameter_name)
+        if shares_experts:
+            _wrap_shared(adapted, weight)
+        else:
+            _wrap(adapted, weight.module_name, weight.parameter_name)
         unpack_with_adapter(adapted.base_model.model.get_submodule(weight.module_name))
     cast_adapter_dtype(adapted.base_model, ADAPTER)
     saved = adapted.peft_config[ADAPTER]
@@ -260,21 +268,23 @@ def _without_gradient(model: nn.Module) -> tuple[str, ...]:
 
 def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
     weights = expert_weights(model)
-    if lora.experts == "per_expert" and not weights:
+    is_asked = lora.experts in ("per_expert", "shared")
+    if is_asked and not weights:
         form = " in 3-D parameters" if routing_linears(model) else ""
         raise ConfigError(
-            f"tuning.lora.experts=per_expert: the model has no experts{form}; set "
+            f"tuning.lora.experts={lora.experts}: the model has no experts{form}; set "
             "TUNING_LORA_EXPERTS=auto"
         )
     if lora.experts == "none":
         return []
-    if lora.experts == "per_expert" or not isinstance(lora.target_modules, list):
+    if is_asked or not isinstance(lora.target_modules, list):
         return weights
     wanted = with_fused(lora.target_modules)
     return [weight for weight in weights if is_named(weight.name, wanted)]
 
 
-def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> None:
+def _refuse_unknown(model: nn.Module, lora: LoraSection, chosen: list[str]) -> None:
+    targets = lora.target_modules
     fused_parts: set[str] = set()
     for fused, parts in FUSED:
         if set(parts) <= set(targets) and any(is_named(name, [fused]) for name in chosen):
@@ -286,6 +296,12 @@ def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> 
     ]
     if unknown:
         experts = [weight.name for weight in expert_weights(model)]
+        of_experts = [target for target in unknown if any(is_named(e, [target]) for e in experts)]
+        if of_experts:
+            raise ConfigError(
+                f"tuning.lora.experts=none: tuning.lora.target_modules names {of_experts[0]} of "
+                "the experts; leave it out, or set TUNING_LORA_EXPERTS=auto"
+            )
         nor_experts = " and no experts' parameter" if experts else ""
         known = _last_words([*linear_names(model), *experts])
         raise ConfigError(
@@ -381,6 +397,19 @@ def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> Non
         current_key=key,
         parameter_name=parameter_name,
     )
+
+
+def _wrap_shared(model: PeftModel, weight: ExpertWeight) -> None:
+    """Wrap a parameter of experts, which may be wrapped already, with one adapter for all."""
+    tuner = model.base_model
+    config = model.peft_config[ADAPTER]
+    parent_name, _, child_name = weight.module_name.rpartition(".")
+    parent = tuner.model.get_submodule(parent_name)
+    child = getattr(parent, child_name)
+    wrapper = SharedParamWrapper(
+        child, ADAPTER, weight.parameter_name, config, r=config.r, lora_alpha=config.lora_alpha
+    )
+    tuner._replace_module(parent, child_name, wrapper, child)
 
 
 def _layer_of(name: str) -> int | None:

@@ -46,6 +46,7 @@ from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, ExpertPart, part_of
 from sft_play.models.experts import expert_weights, packed_weight
 from sft_play.models.fast.experts.install import find_experts, unwrap
+from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.plan.strategy import refuse_remainder
 from sft_play.process import Process
 
@@ -113,7 +114,7 @@ def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Modul
             "share; set TRAIN_STRATEGY=ddp or fsdp"
         )
     for module in modules:
-        refuse_remainder(module.num_experts, process.world_size)
+        refuse_remainder(unwrap(module)[1].num_experts, process.world_size)
     return modules
 
 
@@ -181,6 +182,8 @@ def _keep_own_blocks(packed: Params4bit, ranks: ExpertRanks, name: str) -> None:
 
 
 def _keep_own_adapter(wrapper: ParamWrapper, ranks: ExpertRanks) -> None:
+    if isinstance(wrapper, SharedParamWrapper):
+        return  # every rank has it whole, and DDP sums what its experts make of it
     wrapper.num_experts = ranks.own
     a, b = wrapper.lora_A[ADAPTER], wrapper.lora_B[ADAPTER]
     rank = wrapper.r[ADAPTER]
@@ -272,12 +275,6 @@ def sum_and_scatter(rows: Tensor, own: int) -> Tensor:
     part = rows.new_empty(len(rows) // distributed.get_world_size(), *rows.shape[1:])
     distributed.reduce_scatter_tensor(part, rows.contiguous())
     return part[:own]
-
-
-def ranks_of_experts(model: nn.Module) -> int:
-    """Return how many ranks share the experts of a model, 1 where each has all."""
-    found = (getattr(module, "expert_ranks", None) for module in model.modules())
-    return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
 
 
 def average_own_gradients(model: nn.Module, process: Process) -> None:

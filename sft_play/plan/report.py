@@ -251,9 +251,7 @@ def _what(planned: PlannedRun) -> str:
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         layers = "all linear layers" if targets == "all-linear" else ", ".join(targets)
-        adapted = planned.plan.step.adapted_matrices
-        if targets == "all-linear" and any(kind.is_stacked for kind in adapted):
-            layers += " and experts"
+        layers += _experts(planned)
         layers += planned.plan.step.adapter_options.describe()
         method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
     kernels = planned.kernels.describe()
@@ -261,6 +259,18 @@ def _what(planned: PlannedRun) -> str:
     if backend.has_own_kernels:
         kernels = backend.title
     return f"{planned.config.model.name} ({describe_weights(model)}), {method}, {kernels}"
+
+
+def _experts(planned: PlannedRun) -> str:
+    """Return which adapters the experts get, behind those of linear layers; "" without experts."""
+    step = planned.plan.step
+    if not any(kind.is_stacked for kind in step.model.matrices):
+        return ""
+    if not any(kind.is_stacked for kind in step.adapted_matrices):
+        return ", not on experts"
+    if step.adapter_options.experts == "shared":
+        return " and experts, one adapter for all of a layer"
+    return " and experts"
 
 
 def _where(plan: RunPlan) -> str:

@@ -123,7 +123,7 @@ class AdapterOptions:
     use_dora: bool = False
     has_dropout: bool = False
     saved_modules: tuple[str, ...] = ()  # trained in full
-    experts: str = "auto"  # per_expert, none
+    experts: str = "auto"  # per_expert, shared, none
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
     @classmethod
@@ -151,12 +151,18 @@ class AdapterOptions:
     ) -> int:
         """Return the weights of the A and B matrices, and of DoRA's magnitudes.
 
-        Each expert has an A and a B; `is_active` counts those that a token is routed to.
+        Each expert has an A and a B, or those that all of them share; `is_active` counts those
+        that a token is multiplied by.
         """
         weights = 0
         for kind in self.adapted(model, targets):
             of_one = rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
-            weights += kind.count * (kind.active if is_active else kind.experts) * of_one
+            adapters = kind.experts
+            if is_active:
+                adapters = kind.active
+            elif kind.is_stacked and self.experts == "shared":
+                adapters = 1
+            weights += kind.count * adapters * of_one
         return weights
 
     @property
@@ -270,8 +276,8 @@ class StepSpec:
         return replace(self, model=replace(self.model, structure=structure))
 
     def without_experts(self) -> "StepSpec":
-        """Return the step with adapters on what no ranks share."""
-        if self.expert_ranks == 1:
+        """Return the step with those adapters alone that every rank has whole."""
+        if self.expert_ranks == 1 or self.adapter_options.experts == "shared":
             return self
         return replace(self, adapter_options=replace(self.adapter_options, experts="none"))
 

@@ -168,7 +168,7 @@ def adapted_matrices(
     chosen = []
     for kind in matrices:
         if kind.is_stacked and experts != "auto":
-            is_chosen = experts == "per_expert"
+            is_chosen = experts != "none"
         elif targets == "all-linear":
             is_chosen = kind.is_adapted
         else:

@@ -8,7 +8,7 @@ the barrier before the folder is published.
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,7 +27,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from sft_play.config.schema import TrainSection
 from sft_play.errors import CheckpointError, SftPlayError
-from sft_play.models.adapter_state import as_kept, as_published, load_published
+from sft_play.models.adapter_state import ExpertPart, as_published, load_published, part_of
 from sft_play.models.load import load_trained
 from sft_play.models.sharding import whole_state_dict
 from sft_play.process import Process
@@ -229,8 +229,7 @@ def _divided_optimizer(trainer: "SftTrainer") -> dict[str, object]:
 
 def optimizer_of_all_experts(trainer: "SftTrainer") -> dict[str, Any]:
     """Return an optimizer's state as one process has it. Every rank must call it."""
-    state = trainer.optimizer.state_dict()
-    return reshape_moments(trainer, state, as_published)
+    return reshape_moments(trainer, trainer.optimizer.state_dict(), ExpertPart.whole)
 
 
 @contextmanager
@@ -238,7 +237,7 @@ def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
     """Let the optimizer load of a whole state what belongs to this rank's experts."""
     optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
     hook = optimizer.register_load_state_dict_pre_hook(
-        lambda _, state: reshape_moments(trainer, state, as_kept)
+        lambda _, state: reshape_moments(trainer, state, ExpertPart.cut)
     )
     try:
         yield
@@ -249,19 +248,18 @@ def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
 def reshape_moments(
     trainer: "SftTrainer",
     state: dict[str, Any],
-    reshape: Callable[[PeftModel, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+    reshape: Callable[[ExpertPart, torch.Tensor], torch.Tensor],
 ) -> dict[str, Any]:
-    """Return an optimizer's state with its moments reshaped as the parameters that they are of."""
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    """Return an optimizer's state in which the moments of experts are reshaped."""
     groups = trainer.optimizer.param_groups
-    order = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    reshaped: dict[int, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        reshaped[number] = dict(values)
-        for key, value in values.items():
-            if torch.is_tensor(value) and value.dim():  # a step is no matrix
-                (reshaped[number][key],) = reshape(trainer.model, {order[number]: value}).values()
-    return {**state, "state": reshaped}
+    parts = [part_of(parameter) for group in groups for parameter in group["params"]]
+    moments = {number: dict(values) for number, values in state["state"].items()}
+    for number, part in enumerate(parts):
+        if part is not None:
+            for name, value in moments.get(number, {}).items():
+                if value.dim():  # a step is no matrix
+                    moments[number][name] = reshape(part, value)
+    return {**state, "state": moments}
 
 
 def apply_schedule(schedule: LambdaLR) -> None:

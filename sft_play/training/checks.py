@@ -27,8 +27,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
 from sft_play.models.adapter_state import part_of
 from sft_play.models.delivered import rounds_inputs
-from sft_play.models.expert_parallel import ranks_of_experts
-from sft_play.models.experts import expert_weights
+from sft_play.models.experts import expert_weights, ranks_of_experts
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT, Documents
 from sft_play.models.fast.setup import base_model_of

@@ -28,6 +28,7 @@ from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models import expert_parallel
+from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
@@ -90,7 +91,7 @@ class SftTrainer(Trainer):
         # the types as loaded: DeepSpeed casts what it trains
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.trains_divided = trains_divided(self.model)
-        self.shares_experts = expert_parallel.ranks_of_experts(self.model) > 1
+        self.shares_experts = ranks_of_experts(self.model) > 1
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.towers_learning_rate = towers_learning_rate
         self.tower_weights = trained_tower_weights(self.model)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from sft_play.models.bnb import in_float32
+from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.capture import (
     PACKED,
     PLAIN,
@@ -165,17 +166,17 @@ def _where_different(
         # recognised by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
     code: Forward = own_code
-    where = difference(own, computed, None, trial.errors)
+    where = trial.difference(own, computed)
     if where is not None and documents is not None:
         code = functools.partial(forward_by_document, documents)
         own = trial.run(code)
-        where = difference(own, computed, None, trial.errors)
+        where = trial.difference(own, computed)
     if where is None:
         return None
     # in float8 the last bit of a float32 number may decide between two that are 12 % apart
     if own.dtype.itemsize == 2 or has_float8(trial.module):
         exact = trial.run_in_float32(code, own.choices)
-        if exact is not None and difference(own, computed, exact, trial.errors) is None:
+        if exact is not None and trial.difference(own, computed, exact) is None:
             return None
     return f"computes something else ({where})"
 
@@ -311,6 +312,16 @@ class Trial:
         for name, gradient in zip([*names, *trained], gradients, strict=True):
             tensors[f"gradient of {name}"] = gradient
         return Result(tensors, coarsest, choosing.made)
+
+    def difference(self, own: Result, fused: Result, exact: Result | None = None) -> str | None:
+        """Return where two results of the module differ, as `difference`.
+
+        Ranks that share experts run it together: where one finds a difference, all go on from it.
+        """
+        where = difference(own, fused, exact, self.errors)
+        if ranks_of_experts(self.module) == 1:
+            return where
+        return next(filter(None, self.process.gather(where)), None)
 
     def run_in_float32(self, code: Forward, choices: Choices) -> Result | None:
         """Return the same of a float32 copy of the module, with the code of its classes alone.

@@ -237,7 +237,9 @@ def _gradients(
     del dz, dh_adapter
     dy, dweights, h = experts.gate.backward(dh, y, row_weights)
     if gradients[3] is not None:
-        gradients[2] = gradient_of_a(_weighted(du, row_weights), h, adapters[2], routing)
+        du_weighted = _weighted(du, row_weights)
+        gradients[2] = gradient_of_a(du_weighted, h, experts.down, adapters[2], routing)
+        del du_weighted
     if down is not None and down.bias is not None:
         dweights += du[:, down.bias]  # <dout, b_e>
     del dh, h, du
@@ -249,7 +251,8 @@ def _gradients(
     dx = sum_choices(parts, routing.rows)
     if gradients[1] is not None:
         del parts, dx_adapter
-        gradients[0] = gradient_of_a(du, take_tokens(x, routing), adapters[0], routing)
+        rows = take_tokens(x, routing)
+        gradients[0] = gradient_of_a(du, rows, experts.inner, adapters[0], routing)
     return dx, dweights[routing.rows].to(weights.dtype), None, None, *gradients
 
 

@@ -28,6 +28,7 @@ from sft_play.models.fast.linears.lora import (
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
+from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.plan.fast import ZERO_3
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -119,7 +120,7 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
     for index, wrapper in enumerate(wrappers):
         if wrapper.parameter_name not in (inner_name(experts), "down_proj"):
             return f"adapters on {wrapper.parameter_name}"
-        if wrapper.num_experts == 1:
+        if wrapper.num_experts == 1 and not isinstance(wrapper, SharedParamWrapper):
             return "a single expert, which PEFT adapts as one linear"
         reason = why_adapter_not_fusable(wrapper)
         if reason is None and index > 0:  # hooks of the outermost module are still called
@@ -193,5 +194,7 @@ def _split(
             continue
         scale = wrapper.scaling[active[0]]
         adapter = (wrapper.lora_A[active[0]].weight, wrapper.lora_B[active[0]].weight)
-        return ExpertLinear(weight, bias, experts.is_transposed, count, scale), adapter
+        is_shared = isinstance(wrapper, SharedParamWrapper)
+        linear = ExpertLinear(weight, bias, experts.is_transposed, count, scale, is_shared)
+        return linear, adapter
     return ExpertLinear(weight, bias, experts.is_transposed, count, 0.0), (None, None)

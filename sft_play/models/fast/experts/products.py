@@ -5,7 +5,8 @@
 PEFT keeps the factors of all experts in two matrices (`ParamWrapper`): lora_A (E r, in) has the
 r rows of an expert one after another, lora_B (out, r E) has the columns of a rank's experts one
 after another. Here they are A (E, R, in) and s B (E, R, out) in the dtype of the products. A bias
-is one rank more: the value of that rank is 1, and its row of B is the bias.
+is one rank more: the value of that rank is 1, and its row of B is the bias. An adapter that all
+experts share is copied for each of them; its gradient is a sum over all rows.
 
 torch's grouped product has one kernel for all experts on a GPU (bfloat16, capability 8.0 and
 newer), and a loop elsewhere. It wants rows of 16 bytes: ranks are padded with zeros.
@@ -97,6 +98,7 @@ class ExpertLinear(NamedTuple):
     is_transposed: bool
     experts: int
     scale: float  # of the adapter, 0 without one
+    is_shared: bool = False  # lora_A (r, in) and lora_B (out, r) are those of every expert
 
     def matrices(self, dtype: torch.dtype) -> Tensor:
         """Return the matrices (E, in, out) in `dtype`; 4-bit weights become a new tensor."""
@@ -115,19 +117,24 @@ class Factors(NamedTuple):
 def factors_of(
     a: Tensor | None, b: Tensor | None, linear: ExpertLinear, dtype: torch.dtype
 ) -> Factors | None:
-    """Return PEFT's lora_A (E r, in) and lora_B (out, r E), and the bias; None without any."""
+    """Return the factors of lora_A (E r, in) and lora_B (out, r E), and the bias; None without any.
+
+    Shared ones are (r, in) and (out, r).
+    """
     has_adapter = a is not None and b is not None
     if not has_adapter and linear.bias is None:
         return None
     experts = linear.experts
-    rank = len(a) // experts if has_adapter else 0
+    adapters = 1 if linear.is_shared else experts
+    rank = len(a) // adapters if has_adapter else 0
     cast_a = None
     cast_b = None
     if has_adapter:
-        by_expert = a.view(experts, rank, -1)
+        by_expert = a.view(adapters, rank, -1).expand(experts, -1, -1)
         cast_a = _with_padded_ranks(by_expert, linear, dtype)
         cast_a[:, :rank].copy_(by_expert)
-        by_rank = b.view(len(b), rank, experts).permute(2, 1, 0)  # (E, r, out)
+        by_rank = b.view(len(b), rank, adapters).permute(2, 1, 0)  # (E, r, out)
+        by_rank = by_rank.expand(experts, -1, -1)
         cast_b = _with_padded_ranks(by_rank, linear, dtype)
         torch.mul(by_rank, linear.scale, out=cast_b[:, :rank])
     if linear.bias is None:
@@ -193,8 +200,12 @@ def input_gradient(
     return dx, rows_times(du, factors.a, routing), du
 
 
-def gradient_of_a(du: Tensor, x: Tensor, like: Tensor, routing: Routing) -> Tensor:
-    """Return the gradient of lora_A (E r, in) from dU (S, r) and x (S, in)."""
+def gradient_of_a(
+    du: Tensor, x: Tensor, linear: ExpertLinear, like: Tensor, routing: Routing
+) -> Tensor:
+    """Return the gradient of lora_A (E r, in), or (r, in), from dU (S, r) and x (S, in)."""
+    if linear.is_shared:
+        return (du[:, : len(like)].t() @ x).to(like.dtype)
     da = rows_outer(du, x, routing)
     rank = len(like) // len(da)
     return da[:, :rank].reshape(like.shape).to(like.dtype)
@@ -203,7 +214,9 @@ def gradient_of_a(du: Tensor, x: Tensor, like: Tensor, routing: Routing) -> Tens
 def gradient_of_b(
     xa: Tensor, dy: Tensor, linear: ExpertLinear, like: Tensor, routing: Routing
 ) -> Tensor:
-    """Return the gradient of lora_B (out, r E) from x A^T (S, r) and dy (S, out)."""
+    """Return the gradient of lora_B (out, r E), or (out, r), from x A^T (S, r) and dy (S, out)."""
+    if linear.is_shared:
+        return (dy.t() @ xa[:, : like.shape[1]]).to(like.dtype) * linear.scale
     db = rows_outer(xa, dy, routing)
     rank = like.shape[1] // len(db)
     scaled = torch.empty(len(like), rank, len(db), dtype=like.dtype, device=like.device)
