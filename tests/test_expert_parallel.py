@@ -15,6 +15,7 @@ from run_files import run_json
 from safetensors.torch import load_file, save_file
 from torch import distributed
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
 from sft_play.data.render import IGNORE_INDEX
@@ -109,6 +110,7 @@ def held_by_experts(model: torch.nn.Module) -> int:
 
 def compare_with_one_process(cases: dict[str, Case], seen: Path) -> None:
     """Be a rank that trains each case with the other one and alone; write down both."""
+    hf_logging.disable_default_handler()  # it has a file of the process that this is a fork of
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
