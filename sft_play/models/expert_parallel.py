@@ -130,7 +130,7 @@ def keep_own_experts(model: PreTrainedModel | PeftModel, process: Process) -> No
         for wrapper in wrappers:
             _keep_own_adapter(wrapper, ranks)
         module.expert_ranks = ranks
-        module.asks_for_tokens = number == 0
+        module._asks_for_tokens = number == 0  # no other kind of module for that
         module.register_forward_pre_hook(_gather_tokens, with_kwargs=True)
         module.register_forward_hook(_sum_outputs, always_call=True)
 
@@ -207,7 +207,7 @@ def _gather_tokens(
 
     hidden, choices, weights = inputs(*args, **kwargs)
     ranks = module.expert_ranks
-    most = ranks.meet(len(hidden), module.asks_for_tokens)
+    most = ranks.meet(len(hidden), module._asks_for_tokens)
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)
     gathered = _Gathered.apply(hidden, anchor, most)
     choices = gather(choices, most, fill=NO_EXPERT) - ranks.first

@@ -63,12 +63,9 @@ class AskedStrategy:
         """
         if self.uses_deepspeed:
             return self._zero_engines()
-        if self.name == "fsdp":
-            self._refuse_fsdp(config, ranks, is_float16)
-            return (Engine("fsdp"),)
-        if self.name == "ep":
-            self._refuse_ep(config, ranks, is_float16)
-            return (Engine("ep"),)
+        if self.name in ("fsdp", "ep"):
+            self._refuse_shared(config, ranks, is_float16)
+            return (Engine("ep" if self.name == "ep" else "fsdp"),)
         if ranks.world_size == 1:
             return (Engine("single"),)
         if self.name == "auto" and not why_not_fsdp(config, is_float16):
@@ -81,24 +78,14 @@ class AskedStrategy:
         stages: Sequence[str] = ZERO_ORDER if self.name == "auto" else (self.name,)
         return tuple(Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
 
-    def _refuse_fsdp(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
+    def _refuse_shared(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
+        why_not = why_not_ep if self.name == "ep" else why_not_fsdp
+        reason = why_not(config, is_float16)
         if ranks.world_size == 1:
-            raise ConfigError(
-                f"{self.described}: FSDP shares a model among processes, and this run has one; set "
-                "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto and "
-                "TRAIN_FSDP_OFFLOAD=false"
+            reason = (
+                "processes share the model, and this run has one; set NUM_GPUS=2 or more (without "
+                "a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto and TRAIN_FSDP_OFFLOAD=false"
             )
-        reason = why_not_fsdp(config, is_float16)
-        if reason:
-            raise ConfigError(f"{self.described}: {reason}")
-
-    def _refuse_ep(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
-        if ranks.world_size == 1:
-            raise ConfigError(
-                f"{self.described}: processes share the experts, and this run has one; set "
-                "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto"
-            )
-        reason = why_not_ep(config, is_float16)
         if reason:
             raise ConfigError(f"{self.described}: {reason}")
 
@@ -311,15 +298,10 @@ def _refuse_map(loaded: LoadedConfig, asked: AskedStrategy, ranks: Ranks) -> Non
             f"{described}: DeepSpeed divides the model itself; use make train for one model over "
             "the GPUs of one process, or set MODEL_DEVICE_MAP=null"
         )
-    if asked.name == "fsdp":
+    if asked.name in ("fsdp", "ep"):
         raise ConfigError(
             f"{described}: {asked.described} divides the model itself, and all GPUs compute at "
             "once; set MODEL_DEVICE_MAP=null, or TRAIN_STRATEGY=auto and use make train"
-        )
-    if asked.name == "ep":
-        raise ConfigError(
-            f"{described}: {asked.described} needs one GPU for each process; set "
-            "MODEL_DEVICE_MAP=null"
         )
     if isinstance(loaded.config.model.device_map, dict) and ranks.world_size > 1:
         raise ConfigError(

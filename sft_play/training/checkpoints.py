@@ -235,6 +235,9 @@ def optimizer_of_all_experts(trainer: "SftTrainer") -> dict[str, Any]:
 @contextmanager
 def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
     """Let the optimizer load of a whole state what belongs to this rank's experts."""
+    if not trainer.shares_experts:
+        yield
+        return
     optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
     hook = optimizer.register_load_state_dict_pre_hook(
         lambda _, state: reshape_moments(trainer, state, ExpertPart.cut)

@@ -83,17 +83,12 @@ def check_engine(model: nn.Module, strategy: str) -> None:
             f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make "
             "doctor"
         )
-    if is_divided(model) != (strategy == "fsdp"):
-        divided = "not " if strategy == "fsdp" else ""
-        raise EnvironmentFault(
-            f"strategy={strategy} was planned, and FSDP has {divided}divided the weights; try make "
-            "doctor"
-        )
-    if (ranks_of_experts(model) > 1) != (strategy == "ep"):
-        shared = "do not share" if strategy == "ep" else "share"
-        raise EnvironmentFault(
-            f"strategy={strategy} was planned, and ranks {shared} the experts; try make doctor"
-        )
+    for name, has_divided in (("fsdp", is_divided(model)), ("ep", ranks_of_experts(model) > 1)):
+        if has_divided != (strategy == name):
+            raise EnvironmentFault(
+                f"strategy={strategy} was planned, and the weights are "
+                f"{'' if has_divided else 'not '}divided by {name}; try make doctor"
+            )
 
 
 def check_finite(model: nn.Module, step: int) -> None:
@@ -361,9 +356,9 @@ def has_equal_copies(model: nn.Module, process: Process) -> bool:
 
 
 def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
-    """Compare the trained weights of all ranks, bit by bit, but for those of a rank's own experts.
+    """Compare the trained weights of all ranks, bit by bit. Every rank must call it.
 
-    Every rank must call it.
+    Experts that a rank has for itself are left out.
     Raises: EnvironmentFault, on every rank, where they differ.
     """
     own = bit_sums({name: p for name, p in _trained(model).items() if part_of(p) is None})

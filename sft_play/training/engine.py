@@ -1,12 +1,15 @@
 """What a trainer is made of once its run begins: state, wrapped model, optimizer and schedule."""
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DummyScheduler
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -16,8 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
 from transformers.trainer_utils import SchedulerType
 
 from sft_play.errors import CheckpointError
+from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
-from sft_play.models.expert_parallel import average_own_gradients
 from sft_play.models.sharding import is_divided
 from sft_play.plan.workload import warm_up_warning
 from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
@@ -68,7 +71,7 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
     trainer.create_optimizer()
     accelerator = trainer.accelerator
     if trainer.shares_experts:
-        average_own_gradients(trainer.model, trainer.process)
+        expert_parallel.average_own_gradients(trainer.model, trainer.process)
     if is_divided(trainer.model) or trainer.shares_experts:
         trainer.model_wrapped = wrap_divided(trainer)
         trainer.optimizer = accelerator.prepare(trainer.optimizer)
@@ -121,6 +124,21 @@ def wrap_divided(trainer: "SftTrainer") -> nn.Module:
         device_ids=[accelerator.local_process_index] if on_gpu else None,
         **accelerator.ddp_handler.to_kwargs(),
     )
+
+
+def clip_gradients(
+    trainer: "SftTrainer", parameters: Iterable[nn.Parameter]
+) -> torch.Tensor | float:
+    """Clip the gradients to train.max_grad_norm; return their norm before that."""
+    most = trainer.args.max_grad_norm or math.inf
+    if trainer.shares_experts:
+        return expert_parallel.clip_gradients(parameters, most)
+    norm = trainer.accelerator.clip_grad_norm_(parameters, most)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if trainer.is_deepspeed_enabled and isinstance(norm, torch.Tensor):
+        norm = norm.item()
+    return norm
 
 
 def begin_warm_up(schedule: Any, warmup: int) -> None:
