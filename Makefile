@@ -114,7 +114,7 @@ train-unsloth: $(ENV) ## train with Unsloth on a GPU (default CONFIG=configs/run
 	@$(SFT) train --backend unsloth
 train-unsloth-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --backend unsloth --tensorboard
-train-distributed: $(ENV) ## train on all GPUs or NUM_GPUS, by DDP or TRAIN_STRATEGY=fsdp|zero2|zero3
+train-distributed: $(ENV) ## train on all GPUs or NUM_GPUS, by DDP or TRAIN_STRATEGY=fsdp|ep|zero2|zero3
 	@$(SFT) train --distributed
 train-distributed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --tensorboard

@@ -25,11 +25,13 @@ from sft_play.models.fast.experts.install import (
     why_experts_not_fusable,
 )
 from sft_play.models.parameters import count_parameters
+from sft_play.process import Process
 from sft_play.training.experts import untrained_adapters
 
 IDS = torch.arange(32)[None] % 50 + 3
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 RANK = 3
+ALONE = Process.alone(torch.device("cpu"))
 
 
 def adapted(model_type: str, experts: str = "shared", seed: int = 1) -> PeftModel:
@@ -118,10 +120,10 @@ def test_experts_share_an_adapter_of_the_rank_that_was_set() -> None:
     assert sizes["shared"] - sizes["none"] == of_one
     assert sizes["per_expert"] - sizes["none"] == of_one * weights[0].experts
     model = adapted("qwen3_moe")
-    assert untrained_adapters(model) == {}
+    assert untrained_adapters(model, ALONE) == {}
     experts = find_experts(model)[0]
     nn.init.zeros_(experts.lora_B["default"].weight)
-    assert untrained_adapters(model) == {"model.layers.1.mlp.experts.down_proj": []}
+    assert untrained_adapters(model, ALONE) == {"model.layers.1.mlp.experts.down_proj": []}
 
 
 def test_what_is_published_is_read_back_and_experts_that_differ_are_refused(

@@ -9,20 +9,64 @@ Every rank must call each of these functions.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from sft_play.models.shared_experts import SharedParamWrapper
 
 ADAPTER = "default"  # PEFT's name of the one adapter
 
 
+@dataclass(frozen=True)
+class ExpertPart:
+    """Where the matrix of a rank's experts lies in that of all experts (models.expert_parallel)."""
+
+    shape: tuple[int, int, int]  # of the part with its experts apart: (E, r, in) or (out, r, E)
+    dim: int  # that of the experts
+    rank: int
+    ranks: int
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a matrix of all experts."""
+        own = self.shape[self.dim]
+        shape = [*self.shape]
+        shape[self.dim] = own * self.ranks
+        part = whole.reshape(shape).narrow(self.dim, own * self.rank, own)
+        return self._as_matrix(part).clone()
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the matrix of all experts, in host memory. Every rank must call it."""
+        parts = [torch.empty_like(part) for _ in range(self.ranks)]
+        distributed.all_gather(parts, part.contiguous())
+        apart = [each.cpu().view(self.shape) for each in parts]
+        return self._as_matrix(torch.cat(apart, dim=self.dim))
+
+    def _as_matrix(self, tensor: Tensor) -> Tensor:
+        return tensor.flatten(0, 1) if self.dim == 0 else tensor.flatten(1, 2)
+
+
+def part_of(parameter: Tensor) -> ExpertPart | None:
+    """Return which part of all experts a parameter is, None for one that every rank has whole."""
+    return getattr(parameter, "expert_part", None)
+
+
+def parts_of(model: nn.Module) -> dict[str, ExpertPart]:
+    """Return the parts of experts among a model's parameters, by name."""
+    parts = {name: part_of(parameter) for name, parameter in model.named_parameters()}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of a model's parameters in the shapes of an adapter's file."""
     published = dict(tensors)
+    for name, part in parts_of(model).items():
+        if name in published:
+            published[name] = part.whole(published[name])
     for name, factor, wrapper in _shared_factors(model):
         if name in published:
             published[name] = wrapper.for_every_expert(factor, published[name])
@@ -35,6 +79,9 @@ def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     Raises: ConfigError where the model shares an adapter among experts that have their own.
     """
     kept = dict(tensors)
+    for name, part in parts_of(model).items():
+        if name in kept:
+            kept[name] = part.cut(kept[name])
     for name, factor, wrapper in _shared_factors(model):
         if name in kept:
             kept[name] = wrapper.for_all_experts(factor, kept[name])

@@ -59,6 +59,12 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     return found
 
 
+def ranks_of_experts(model: nn.Module) -> int:
+    """Return how many ranks share the experts of a model, 1 where each has all."""
+    found = (getattr(module, "expert_ranks", None) for module in model.modules())
+    return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
+
+
 def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
     """Return whether a parameter of a module holds one projection of all experts."""
     if parameter is None or isinstance(module, _ConvNd | ParametrizationList):

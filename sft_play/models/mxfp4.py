@@ -23,7 +23,7 @@ BIAS = 127  # of an exponent
 LARGEST = 2  # the exponent of 4, in which the largest code is written
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mxfp4State:
     """What bitsandbytes' QuantState says of its own formats."""
 

@@ -37,7 +37,25 @@ class _Moments(NamedTuple):
 
 
 def working_bytes(step: StepSpec, layout: Layout) -> Working:
-    """Return the activations of a step, traced or by the closed form."""
+    """Return the activations of a step, traced or by the closed form.
+
+    Ranks that share experts compute those of as many rows as without, on average. Hidden states and
+    outputs of all ranks' tokens come on top: the first are kept for the backward pass.
+    """
+    working = _working_of_rank(step, layout)
+    if step.expert_ranks == 1:
+        return working
+    elsewhere = (step.expert_ranks - 1) * layout.tokens * step.model.hidden * step.compute_bytes
+    kept = elsewhere * (step.model.layers - layout.checkpointed_layers)
+    return working._replace(
+        forward=working.forward + kept + 2 * elsewhere,
+        backward=working.backward + kept + 2 * elsewhere,
+        last_layer=working.last_layer + 3 * elsewhere,
+    )
+
+
+def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
+    """Return the same where no tokens of other ranks come."""
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
     loss = _loss_bytes(step, layout.tokens)

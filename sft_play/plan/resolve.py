@@ -316,6 +316,8 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
             "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
     needs.refuse_deepspeed(loaded, inputs.ranks)
+    if inputs.ranks.strategy == "ep" and inputs.model.guess is None:
+        strategy.refuse_remainder(inputs.model.counts.stacked_experts, inputs.ranks.world_size)
     unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
     if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
         raise ConfigError(

@@ -240,6 +240,7 @@ class StepSpec:
     traced: TracedStep | None = None  # where the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
     is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
+    expert_ranks: int = 1  # ranks that share the experts of each layer
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
@@ -270,6 +271,19 @@ class StepSpec:
         return min(
             checkpointed_layers, self.model.layers if self.host_layers is None else self.host_layers
         )
+
+    def of_rank(self) -> "StepSpec":
+        """Return the step with the experts of one rank as all that there are."""
+        if self.expert_ranks == 1:
+            return self
+        structure = self.model.counts.with_experts_of_rank(self.expert_ranks)
+        return replace(self, model=replace(self.model, structure=structure))
+
+    def without_experts(self) -> "StepSpec":
+        """Return the step with those adapters alone that every rank has whole."""
+        if self.expert_ranks == 1 or self.adapter_options.experts == "shared":
+            return self
+        return replace(self, adapter_options=replace(self.adapter_options, experts="none"))
 
     @property
     def is_full(self) -> bool:

@@ -202,11 +202,11 @@ class TrainSection(Section):
         "it; auto is on for bnb on a GPU. On a CPU, under FSDP and DeepSpeed and on resuming it "
         "measures and changes nothing.",
     )
-    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"] = Field(
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "ep"] = Field(
         "auto",
         description="How GPUs share a run: ddp gives all of it to each; fsdp, and zero1, zero2 and "
-        "zero3 of DeepSpeed, divide parts of it (docs/planner.md). auto is ddp, and fsdp where "
-        "only that fits.",
+        "zero3 of DeepSpeed, divide parts of it (docs/planner.md); ep divides the experts of a "
+        "mixture, and is ddp elsewhere. auto is ddp, and fsdp where only that fits.",
     )
     fsdp_offload: bool = Field(
         False,
