@@ -270,7 +270,7 @@ def graph_bytes(step: StepSpec, layout: Layout) -> int:
     are there twice. An H200 reserved 18.3 GiB in place of 10.2 for a 1B Llama and 4 rows of 2,048
     tokens, of which this is 7.9. A recording of another shape has other hidden states.
     """
-    if not step.records_graphs:
+    if not step.records_graphs or offloads(step, layout):
         return 0
     recordings = MOST_RECORDINGS if layout.in_one_row else 1
     copies = HIDDEN_COPIES * recordings + 1  # those of the layers in a proof
