@@ -321,7 +321,7 @@ def _without_bias(original: Callable) -> Callable:
 
 
 def _halves_one_after_another(original: Callable) -> Callable:
-    def forward(gate, y):
+    def forward(gate, y, ends):
         return original(gate, torch.stack(y.chunk(2, dim=-1), dim=-1).flatten(-2))
 
     return forward

@@ -147,6 +147,22 @@ def test_gates_compute_their_formulas(
         torch.testing.assert_close(one.cpu().float(), two, rtol=tolerance["rtol"], atol=atol)
 
 
+@pytest.mark.parametrize(
+    "gate", [experts_gates.FusedGlu("silu"), experts_gates.ClampedGlu(1.702, 7.0)]
+)
+def test_gates_leave_out_rows_behind_the_last_expert(gate: experts_gates.Gate) -> None:
+    ends = torch.tensor([2, 2, TOKENS - 5], dtype=torch.int32, device="cuda")
+    y = torch.randn(TOKENS, 48, device="cuda", dtype=torch.bfloat16)
+    dh, weights = torch.randn_like(y[:, ::2]), torch.rand(TOKENS, device="cuda")
+    y[-5:] = torch.nan
+    dh = dh.contiguous()
+    found = [gate.forward(y, ends), *gate.backward(dh.clone(), y, weights, ends)]
+    wanted = [gate.forward(y), *gate.backward(dh.clone(), y, weights)]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one[:-5], other[:-5])
+    assert torch.equal(found[3][-5:], dh[-5:]), "h is written over dh, but not there"
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_fused_step_is_as_near_to_float32_as_a_plain_one(model_type: str) -> None:
     exact = some_experts(model_type, sizes=GPU_SIZES)

@@ -22,10 +22,10 @@ from sft_play.models.fast.linears import (
     glu_float8_kernels,
     glu_kernels,
 )
-from sft_play.models.fast.linears.four_bit import InLines
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
 from sft_play.models.float8 import kernels as float8_kernels
+from sft_play.models.mxfp4 import Mxfp4State
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
 CAPABILITIES = [
@@ -92,9 +92,10 @@ def mixture(dtype: torch.dtype) -> None:
     experts.sum_choices(values, places, ends, torch.zeros(ROWS, CHOICES))
     dh, y, weights = rows(dtype), rows(dtype, 2 * FEATURES), torch.zeros(ROWS)
     for activation in ("silu", "gelu_tanh"):
-        experts.glu_backward(dh, y, weights, activation)
-    experts.clamped_glu_forward(y, 1.702, 7.0)
-    experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
+        experts.glu_forward(y, activation, ends)
+        experts.glu_backward(dh, y, weights, activation, ends)
+    experts.clamped_glu_forward(y, 1.702, 7.0, None)
+    experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0, ends)
 
 
 def grouped(dtype: torch.dtype) -> None:
@@ -106,15 +107,15 @@ def grouped(dtype: torch.dtype) -> None:
         x, u = rows(dtype, 256, count), rows(dtype, 16, count)
         term, bias = (u, torch.zeros(2, 16, 256), 2.0), torch.zeros(2, 256)
         weight = torch.zeros(2, 256, 256, dtype=dtype)
+        out, thin = rows(dtype, 256, count), rows(dtype, 16, count)
+        codes = torch.zeros(2, 256, 128, dtype=torch.uint8)
+        nf4 = (torch.zeros(2, 256, 4), 64, "nf4")
+        mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
         for is_summed in (False, True):
-            grouped_kernels.product(x, weight, *routed, 256, 2, is_summed, None, term, bias)
-            for quant_type, block in (("nf4", 64), ("fp4", 32)):
-                lines = InLines((2, 256, 256), quant_type, block)
-                packing = grouped_kernels.packing_of(lines, torch.zeros(2, 256, 256 // block))
-                codes = torch.zeros(2, 256, 128, dtype=torch.uint8)
-                grouped_kernels.product(x, codes, *routed, 256, None, is_summed, packing, term)
-        thin = torch.zeros(2, 16, 256)
-        grouped_kernels.product(x, thin, *routed, 16, None, False)
+            grouped_kernels.product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
+            for packing in (nf4, mxfp4):
+                grouped_kernels.product(x, codes, is_summed, packing, 0, *routed, out, None, term)
+        grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
         made = torch.zeros(2, 16, 256)
         grouped_kernels.outer(u, x, order, ends, made, 2.0, None, 2, torch.zeros(count))
 
@@ -125,6 +126,11 @@ def four_bit(dtype: torch.dtype) -> None:
             rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
         )
         four_bit_kernels.unpack(*packed)
+        if is_nested:
+            four_bit_kernels.unpack_scales(packed[1])
+    exponents = torch.zeros(2, dtype=torch.uint8)
+    state = Mxfp4State(exponents, torch.Size((1, 2, 32)), dtype, is_turned=False)
+    four_bit_kernels.unpack(torch.zeros(32, dtype=torch.uint8), state)
 
 
 def adapters(dtype: torch.dtype) -> None:

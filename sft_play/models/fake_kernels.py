@@ -237,7 +237,7 @@ def rows_outer(x: Tensor, y: Tensor, routing: Any, out: Tensor, *_: Any, **__: A
     """`experts.products.rows_outer`: allocates nothing."""
 
 
-def gate_forward(gate: Any, y: Tensor) -> Tensor:
+def gate_forward(gate: Any, y: Tensor, *_: Any) -> Tensor:
     """`experts.function.ClampedGlu.forward`: allocates only its output."""
     return y.new_empty(len(y), y.shape[1] // 2)
 
@@ -327,12 +327,8 @@ GPU_KERNELS = (
     patch.multiple(
         mlp, glu_forward_float8=glu_forward_float8, glu_backward_float8=glu_backward_float8
     ),
-    patch.multiple(
-        experts_function,
-        sum_choices=sum_choices,
-        glu_forward=glu_forward,
-    ),
-    patch.multiple(experts_function.FusedGlu, backward=gate_backward),
+    patch.multiple(experts_function, sum_choices=sum_choices),
+    patch.multiple(experts_function.FusedGlu, forward=gate_forward, backward=gate_backward),
     patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
     patch.multiple(rms, normalise=normalise),
     patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),

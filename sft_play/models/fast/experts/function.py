@@ -51,19 +51,25 @@ class FusedGlu:
 
     activation: Activation
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Return h (S, I) of y (S, F)."""
+    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Return h (S, I) of y (S, F); rows behind the last of `ends` (E,) may be left out."""
+        if y.is_cuda:
+            from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
+
+            return kernels.glu_forward(y, self.activation, ends)
         return glu_forward(*y.chunk(2, dim=-1), self.activation)
 
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+    def backward(
+        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> GateGradients:
         """Return the gradients of y (S, F) and of the weights (S,) in float32, and h (S, I).
 
         `dh` (S, I) is without the routing weights (S,) and may be overwritten.
         """
         if y.is_cuda:
-            from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
+            from sft_play.models.fast.experts import kernels
 
-            return kernels.glu_backward(dh, y, weights, self.activation)
+            return kernels.glu_backward(dh, y, weights, self.activation, ends)
         gate, up = y.chunk(2, dim=-1)
         dy = torch.empty_like(y)
         h = torch.empty_like(dh)
@@ -78,24 +84,26 @@ class ClampedGlu:
     alpha: float
     limit: float
 
-    def forward(self, y: Tensor) -> Tensor:
+    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return h (S, I) of y (S, 2 I), rounded once."""
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels
 
-            return kernels.clamped_glu_forward(y, self.alpha, self.limit)
+            return kernels.clamped_glu_forward(y, self.alpha, self.limit, ends)
         gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(y.dtype)
 
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+    def backward(
+        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> GateGradients:
         """Return what `FusedGlu.backward` does."""
         alpha, limit = self.alpha, self.limit
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels
 
-            return kernels.clamped_glu_backward(dh, y, weights, alpha, limit)
+            return kernels.clamped_glu_backward(dh, y, weights, alpha, limit, ends)
         gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
         g = gate.clamp(max=limit)
         u = up.clamp(-limit, limit)
@@ -114,10 +122,12 @@ class OwnGate:
 
     function: Callable[[Tensor], Tensor]
 
-    def forward(self, y: Tensor) -> Tensor:
+    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         return self.function(y)
 
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+    def backward(
+        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> GateGradients:
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             h = self.function(y)
@@ -196,7 +206,7 @@ class LoraExpertsFunction(torch.autograd.Function):
         """
         inner, down = _adapters(adapters, experts, x.dtype)
         y, xa = _project(x, experts.inner, inner, routing, of_tokens=True)
-        z, ha = _project(experts.gate.forward(y), experts.down, down, routing)
+        z, ha = _project(experts.gate.forward(y, routing.ends), experts.down, down, routing)
         ctx.save_for_backward(x, weights, y, xa, ha, *routing, *adapters)
         ctx.experts = experts
         return sum_choices(z, routing, weights)
@@ -255,7 +265,7 @@ def _gradients(
     gradients: list[Tensor | None] = [None] * 4
     dout = dout.contiguous()  # without the weights
     dh, du = _input_gradient(dout, experts.down, down, routing, of_tokens=True)
-    dy, dweights, h = experts.gate.backward(dh, y, row_weights)
+    dy, dweights, h = experts.gate.backward(dh, y, row_weights, routing.ends)
     if down is not None:
         gradients[2] = gradient_of_a(du, h, down, adapters[2], routing, row_weights)
         gradients[3] = gradient_of_b(ha, dout, down, adapters[3], routing, row_weights, True)

@@ -41,10 +41,43 @@ def _sum_choices(
 
 
 @triton.jit
+def _is_last(row, ends, experts):
+    """Whether a row lies behind those of all experts; never without `experts`."""
+    last = tl.load(ends + experts - 1, experts > 0, 0)
+    return (experts > 0) & (row >= last)
+
+
+@triton.jit
+def _glu_forward(y, h, ends, experts, features, is_gelu: tl.constexpr, block: tl.constexpr):
+    row = program_number()
+    if _is_last(row, ends, experts):
+        return
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    at_gate = row * 2 * features + columns
+    g = load_float32(y + at_gate, inside)
+    u = load_float32(y + at_gate + features, inside)
+    p, _ = sigmoid_argument(g, is_gelu)
+    tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
+
+
+@triton.jit
 def _glu_backward(
-    dh, y, weights, dy, h, dweights, features, is_gelu: tl.constexpr, block: tl.constexpr
+    dh,
+    y,
+    weights,
+    dy,
+    h,
+    dweights,
+    ends,
+    experts,
+    features,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = program_number()
+    if _is_last(row, ends, experts):
+        return
     weight = tl.load(weights + row)
     products = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
@@ -67,8 +100,10 @@ def _glu_backward(
 
 
 @triton.jit
-def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
+def _clamped_glu_forward(y, h, ends, experts, features, alpha, limit, block: tl.constexpr):
     row = program_number()
+    if _is_last(row, ends, experts):
+        return
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
     at_gate = 2 * (row * features + columns)
@@ -80,9 +115,22 @@ def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
 
 @triton.jit
 def _clamped_glu_backward(
-    dh, y, weights, dy, h, dweights, features, alpha, limit, block: tl.constexpr
+    dh,
+    y,
+    weights,
+    dy,
+    h,
+    dweights,
+    ends,
+    experts,
+    features,
+    alpha,
+    limit,
+    block: tl.constexpr,
 ):
     row = program_number()
+    if _is_last(row, ends, experts):
+        return
     weight = tl.load(weights + row)
     products = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
@@ -120,37 +168,55 @@ def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | No
     return out
 
 
+def glu_forward(y: Tensor, activation: Activation, ends: Tensor | None) -> Tensor:
+    """Return h (S, I) of y (S, 2 I)."""
+    h, grid = _gated(y)
+    with on_device_of(y):
+        is_gelu = activation == "gelu_tanh"
+        _glu_forward[grid](y, h, *_last(y, ends), h.shape[1], is_gelu, BLOCK)
+    return h
+
+
 def glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation
+    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
     with on_device_of(dh):
-        tensors = (dh, y, weights, dy, dh, dweights)
+        tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
         _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
     return dy, dweights, dh
 
 
-def clamped_glu_forward(y: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_glu_forward(y: Tensor, alpha: float, limit: float, ends: Tensor | None) -> Tensor:
     """Return h (S, I) of y (S, 2 I)."""
-    assert y.is_contiguous(), "features lie side by side"
-    rows, features = len(y), y.shape[1] // 2
-    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
+    h, grid = _gated(y)
     with on_device_of(y):
-        grid = (rows, triton.cdiv(features, BLOCK))
-        _clamped_glu_forward[grid](y, h, features, alpha, limit, BLOCK)
+        _clamped_glu_forward[grid](y, h, *_last(y, ends), h.shape[1], alpha, limit, BLOCK)
     return h
 
 
 def clamped_glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float
+    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
     with on_device_of(dh):
-        tensors = (dh, y, weights, dy, dh, dweights)
+        tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
         _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
     return dy, dweights, dh
+
+
+def _last(y: Tensor, ends: Tensor | None) -> tuple[Tensor, int]:
+    return (y, 0) if ends is None else (ends, len(ends))
+
+
+def _gated(y: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Return the memory for h (S, I) of y (S, 2 I), and the grid that fills it."""
+    assert y.is_contiguous(), "features lie side by side"
+    rows, features = len(y), y.shape[1] // 2
+    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
+    return h, (rows, triton.cdiv(features, BLOCK))
 
 
 def _gradients(dh: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
