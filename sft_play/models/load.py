@@ -193,11 +193,7 @@ def load_base(
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         if found is not None:
             stack.enter_context(reading_stored(found, process.device))
-        are_mxfp4 = found is not None and found.name == MXFP4
-        if quantization is not None:
-            stack.enter_context(packing_experts(are_mxfp4))
-        else:
-            stack.enter_context(_reading(config, process, is_fsdp, is_expert_parallel))
+        stack.enter_context(_reading(config, process, found, is_fsdp, is_expert_parallel))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
@@ -244,9 +240,15 @@ def _packed_as(
 
 
 def _reading(
-    config: Config, process: Process, is_fsdp: bool, is_expert_parallel: bool
+    config: Config,
+    process: Process,
+    found: StoredAs | None,
+    is_fsdp: bool,
+    is_expert_parallel: bool,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which weights are put in float8 or divided as they are read."""
+    """Return the context in which weights are quantised or divided as they are read."""
+    if config.tuning.mode == "qlora":
+        return packing_experts(are_mxfp4=found is not None and found.name == MXFP4)
     if config.tuning.has_float8_base:
         return quantising_to_float8()
     if is_fsdp:  # quantised weights are read whole first

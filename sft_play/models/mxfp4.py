@@ -11,6 +11,7 @@ Legend: E experts.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from bitsandbytes.nn import Params4bit
@@ -39,6 +40,19 @@ class Mxfp4State:
     def to(self, device: torch.device) -> "Mxfp4State":
         """Return the state on a device."""
         return replace(self, absmax=self.absmax.to(device))
+
+
+def is_turned(state: Any) -> bool:
+    """Return whether a packed weight, of any format, lies in memory with its last sides swapped."""
+    return isinstance(state, Mxfp4State) and state.is_turned
+
+
+def stored_shape(state: Any) -> tuple[int, ...]:
+    """Return the shape of a packed weight, of any format, as it lies in memory."""
+    if not is_turned(state):
+        return tuple(state.shape)
+    experts, first, second = state.shape
+    return experts, second, first
 
 
 def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
@@ -77,8 +91,5 @@ def unpack(packed: Tensor, state: Mxfp4State) -> Tensor:
     flat = packed.view(-1)
     codes = torch.stack((flat & 15, flat >> 4), dim=-1).view(-1, BLOCK)
     scales = torch.exp2(state.absmax.float() - BIAS)
-    weight = (numbers[codes.int()] * scales.unsqueeze(1)).to(state.dtype)
-    experts, first, second = state.shape
-    if state.is_turned:
-        return weight.view(experts, second, first).transpose(1, 2)
-    return weight.view(state.shape)
+    weight = (numbers[codes.int()] * scales.unsqueeze(1)).to(state.dtype).view(stored_shape(state))
+    return weight.transpose(1, 2) if state.is_turned else weight

@@ -49,8 +49,8 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
         return working
     model = step.model
     stacked = [kind for kind in model.counts.matrices if kind.is_stacked]
-    read = max((kind.active * kind.outputs for kind in stacked if kind.inputs == model.hidden))
-    written = max((kind.active * kind.outputs for kind in stacked if kind.outputs == model.hidden))
+    read = max(kind.active * kind.outputs for kind in stacked if kind.inputs == model.hidden)
+    written = max(kind.active * kind.outputs for kind in stacked if kind.outputs == model.hidden)
     elsewhere = (step.expert_ranks - 1) * layout.tokens * step.compute_bytes
     of_layer = elsewhere * (model.hidden + read)
     kept = of_layer * (model.layers - layout.checkpointed_layers)

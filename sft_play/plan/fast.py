@@ -220,9 +220,9 @@ def without_effect(setup: GraphSetup) -> str | None:
     return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
 
 
-def graph_warnings(setup: GraphSetup, step: StepSpec, layout: Layout) -> list[str]:
+def graph_warnings(setup: GraphSetup, is_offloaded: bool) -> list[str]:
     """Return what a plan says of train.cuda_graphs where nothing will be recorded."""
-    setup = replace(setup, is_offloaded=offloads(step, layout))
+    setup = replace(setup, is_offloaded=is_offloaded)
     sentence = without_effect(setup)
     return [] if sentence is None else [sentence]
 

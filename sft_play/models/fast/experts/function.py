@@ -128,6 +128,7 @@ class OwnGate:
     def backward(
         self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
     ) -> GateGradients:
+        """Return what `FusedGlu.backward` does."""
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             h = self.function(y)

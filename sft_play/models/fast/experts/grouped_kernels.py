@@ -57,7 +57,7 @@ def _write_tiles(ends, tiles, experts, most, rows: tl.constexpr, block: tl.const
 
 
 @triton.jit
-def _unpacked(codes, scale, quant_type: tl.constexpr, dtype: tl.constexpr):
+def _unpacked(codes, scale, quant_type: tl.constexpr):
     """Weights (lines, features) of bytes (lines, features / 2) and scales (lines, blocks)."""
     lines: tl.constexpr = codes.shape[0]
     features: tl.constexpr = 2 * codes.shape[1]
@@ -72,32 +72,19 @@ def _unpacked(codes, scale, quant_type: tl.constexpr, dtype: tl.constexpr):
     number = tl.gather(table_of(quant_type), code, 0).to(tl.float32, bitcast=True)
     number = tl.reshape(number, [lines, blocks, features // blocks])
     weight = number * tl.reshape(scale, [lines, blocks, 1])
-    return tl.reshape(weight, [lines, features]).to(dtype)
+    return tl.reshape(weight, [lines, features])
 
 
 @triton.jit
 def _product(
     x,
-    order,
-    tiles,
-    ends,
-    weight,
-    scales,
-    ranks,
-    factors,
-    biases,
     out,
-    summed,
-    features,
-    choices,
-    most,
-    stride_expert,
-    stride_line,
-    stride_factors,
-    adapter_scale,
-    rank,
-    first_expert,
-    last_expert,
+    order,
+    place,
+    matrices,
+    term,
+    biases,
+    sizes,
     of_tokens: tl.constexpr,
     lines_are_summed: tl.constexpr,
     quant_type: tl.constexpr,
@@ -109,6 +96,8 @@ def _product(
     summed_block: tl.constexpr,
     ranks_block: tl.constexpr,
 ):
+    tiles, most, ends, first_expert, last_expert = place
+    summed, features, choices = sizes
     column_tiles = (features + block - 1) // block
     tile = tl.program_id(0) // column_tiles
     expert = tl.load(tiles + tile).to(tl.int64)
@@ -117,103 +106,67 @@ def _product(
     row = tl.load(tiles + most + tile) + tl.arange(0, rows_block)
     inside = row < tl.load(ends + expert)
     row = row.to(tl.int64)
+    source = row
     if of_tokens:
         source = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
-    else:
-        source = row
     first_column = tl.program_id(0) % column_tiles * block
     column = first_column + tl.arange(0, block)
     has_column = column < features
-    dtype: tl.constexpr = x.dtype.element_ty
 
     total = tl.full((rows_block, block), 0, tl.float32)
     if has_term:
-        for start in range(0, rank, ranks_block):
-            number = start + tl.arange(0, ranks_block)
-            has_rank = number < rank
-            place = ranks + row[:, None] * rank + number[None, :]
-            value = tl.load(place, inside[:, None] & has_rank[None, :], 0)
-            place = factors + expert * stride_factors + number[:, None] * features + column[None, :]
-            factor = tl.load(place, has_rank[:, None] & has_column[None, :], 0)
-            total = tl.dot(value, factor.to(dtype), total)
-        total *= adapter_scale
+        total = _add_term(total, term, expert, row, inside, column, features, ranks_block)
     if has_bias:
         bias = tl.load(biases + expert * features + column, has_column, 0)
         total += bias.to(tl.float32)[None, :]
-
     x_row = x + source[:, None] * summed
-    weight += (expert - first_expert) * stride_expert
-    if quant_type is not None:
-        scales += expert * (2 * stride_expert // weights_a_scale)
     for start in range(0, summed, summed_block):
         index = start + tl.arange(0, summed_block)
-        has_index = index < summed
-        value = tl.load(x_row + index[None, :], inside[:, None] & has_index[None, :], 0)
+        value = tl.load(x_row + index[None, :], inside[:, None] & (index < summed)[None, :], 0)
         if lines_are_summed:
-            found = _weight_tile(
-                weight,
-                scales,
-                index,
-                has_index,
-                first_column,
-                column,
-                features,
-                stride_line,
-                quant_type,
-                weights_a_scale,
-                block,
-                dtype,
-            )
-            total = tl.dot(value, found, total)
+            line, lines, first, across, size = index, summed, first_column, column, features
         else:
-            found = _weight_tile(
-                weight,
-                scales,
-                column,
-                has_column,
-                start,
-                index,
-                summed,
-                stride_line,
-                quant_type,
-                weights_a_scale,
-                summed_block,
-                dtype,
-            )
-            total = tl.dot(value, found.T, total)
-    place = out + row[:, None] * features + column[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), inside[:, None] & has_column[None, :])
+            line, lines, first, across, size = column, features, start, index, summed
+        of_lines = (line, line < lines, first, across, size)
+        found = _weights(matrices, expert - first_expert, of_lines, quant_type, weights_a_scale)
+        found = found.to(value.dtype)
+        total = tl.dot(value, found if lines_are_summed else found.T, total)
+    out += row[:, None] * features + column[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), inside[:, None] & has_column[None, :])
 
 
 @triton.jit
-def _weight_tile(
-    weight,
-    scales,
-    line,
-    has_line,
-    first,
-    across,
-    size,
-    stride_line,
-    quant_type: tl.constexpr,
-    weights_a_scale: tl.constexpr,
-    width: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Weights (lines, width) of an expert, from the feature `first` of `size` on."""
-    place = weight + line[:, None] * stride_line
+def _add_term(total, term, expert, row, inside, column, features, ranks_block: tl.constexpr):
+    """A tile with the product of ranks (S, r) and factors (E, r, M) added."""
+    ranks, factors, stride_expert, scale, rank = term
+    for start in range(0, rank, ranks_block):
+        number = start + tl.arange(0, ranks_block)
+        has_rank = number < rank
+        place = ranks + row[:, None] * rank + number[None, :]
+        value = tl.load(place, inside[:, None] & has_rank[None, :], 0)
+        place = factors + expert * stride_expert + number[:, None] * features + column[None, :]
+        factor = tl.load(place, has_rank[:, None] & (column < features)[None, :], 0)
+        total = tl.dot(value, factor.to(value.dtype), total)
+    return total * scale
+
+
+@triton.jit
+def _weights(matrices, matrix, of_lines, quant_type: tl.constexpr, weights_a_scale: tl.constexpr):
+    """Weights (lines, features across) of one matrix, whose lines have `size` features."""
+    line, has_line, first, across, size = of_lines
+    weight, scales, stride_matrix, stride_line = matrices
+    weight += matrix * stride_matrix + line[:, None] * stride_line
     if quant_type is None:
-        return tl.load(place + across[None, :], has_line[:, None] & (across < size)[None, :], 0).to(
-            dtype
-        )
+        return tl.load(weight + across[None, :], has_line[:, None] & (across < size)[None, :], 0)
     else:
+        width: tl.constexpr = across.shape[0]
         byte = first // 2 + tl.arange(0, width // 2)
-        codes = tl.load(place + byte[None, :], has_line[:, None] & (byte < size // 2)[None, :], 0)
+        codes = tl.load(weight + byte[None, :], has_line[:, None] & (byte < size // 2)[None, :], 0)
         blocks = size // weights_a_scale
         block = first // weights_a_scale + tl.arange(0, width // weights_a_scale)
-        place = scales + line[:, None] * blocks + block[None, :]
-        scale = tl.load(place, has_line[:, None] & (block < blocks)[None, :], 0)
-        return _unpacked(codes, scale, quant_type, dtype)
+        scales += matrix * (2 * stride_matrix // weights_a_scale) + line[:, None] * blocks
+        scale = tl.load(scales + block[None, :], has_line[:, None] & (block < blocks)[None, :], 0)
+        return _unpacked(codes, scale, quant_type)
 
 
 @triton.jit
@@ -308,19 +261,20 @@ def product(
     summed, features = x.shape[1], out.shape[1]
     most = tiles.shape[1]
     scales, weights_a_scale, quant_type = packing or (weight, 1, None)
-    ranks, factors, adapter_scale = term or (x, x, 1.0)
-    rank = ranks.shape[1] if term else 0
+    of_term = (x, x, 0, 1.0, 0)
+    if term is not None:
+        ranks, factors, scale = term
+        of_term = (ranks, factors, factors.stride(0), scale, ranks.shape[1])
     tile_rows = rows_of_tile(len(order), len(ends))
     block = min(columns_of_tile(x.device, tile_rows, bool(packing)), _side(features, 256))
     with on_device_of(x):
         _product[(most * triton.cdiv(features, block),)](
-            *(x, order, tiles, ends, weight, scales, ranks, factors),
-            *(x if bias is None else bias, out, summed, features, choices or 1, most),
-            *(weight.stride(0), weight.stride(1), factors.stride(0), adapter_scale, rank),
-            *(first_expert, first_expert + len(weight)),
+            *(x, out, order, (tiles, most, ends, first_expert, first_expert + len(weight))),
+            *((weight, scales, weight.stride(0), weight.stride(1)), of_term),
+            *(x if bias is None else bias, (summed, features, choices or 1)),
             *(choices is not None, lines_are_summed, quant_type, weights_a_scale),
-            *(term is not None, bias is not None, tile_rows, block, SUMMED_BLOCK),
-            _side(rank, MOST_RANKS),
+            *(term is not None, bias is not None),
+            *(tile_rows, block, SUMMED_BLOCK, _side(of_term[-1], MOST_RANKS)),
             num_warps=8 if tile_rows * block > 64 * 128 else 4,
             num_stages=STAGES,
         )

@@ -19,19 +19,11 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 
 from sft_play.models import mxfp4
-from sft_play.models.mxfp4 import Mxfp4State
+from sft_play.models.mxfp4 import Mxfp4State, is_turned, stored_shape
 
 WORD_BYTES = 4  # the kernel reads 8 codes at once
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights; those of bitsandbytes
 UNPACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-FP4_SIZES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
-FP4 = (*FP4_SIZES, *(-size for size in FP4_SIZES))  # its first negative code is -0.0
 LINE_BLOCKS = (32, 64)  # weights that share a scale where kernels read lines
 
 
@@ -43,22 +35,10 @@ def unpack(weight: Params4bit) -> Tensor:
         from sft_play.models.fast.linears import four_bit_kernels
 
         stored = four_bit_kernels.unpack(weight, state)
-        return stored.transpose(1, 2) if _is_turned(state) else stored
+        return stored.transpose(1, 2) if is_turned(state) else stored
     if isinstance(state, Mxfp4State):
         return mxfp4.unpack(weight, state)
     return dequantize_4bit(weight.view(-1, 1), state)
-
-
-def stored_shape(state: QuantState | Mxfp4State) -> tuple[int, ...]:
-    """Return the shape of a weight as it lies in memory."""
-    if not _is_turned(state):
-        return tuple(state.shape)
-    experts, first, second = state.shape
-    return experts, second, first
-
-
-def _is_turned(state: QuantState | Mxfp4State) -> bool:
-    return isinstance(state, Mxfp4State) and state.is_turned
 
 
 class InLines(NamedTuple):
@@ -91,7 +71,7 @@ def lines_of(weight: Tensor) -> InLines | None:
     shape = stored_shape(state)
     if shape[-1] % state.blocksize or not has_kernel(weight, state):
         return None
-    return InLines(shape, _is_turned(state))
+    return InLines(shape, is_turned(state))
 
 
 def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:

@@ -15,13 +15,22 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from sft_play.models.fast.linears.four_bit import FP4, NF4, stored_shape
 from sft_play.models.float8.kernels import on_device_of
-from sft_play.models.mxfp4 import MXFP4
+from sft_play.models.mxfp4 import MXFP4, stored_shape
 
 CODES_A_WORD = 8  # of 4 bytes
 TILE = 1024  # words of a program: 64 weights a thread
 WARPS = 4
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4_SIZES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+FP4 = (*FP4_SIZES, *(-size for size in FP4_SIZES))  # its first negative code is -0.0
 
 
 def _bits_of(codes: tuple[float, ...]) -> tuple[int, ...]:
