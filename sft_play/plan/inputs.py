@@ -71,6 +71,7 @@ class PlanInputs:
             pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy in ("fsdp", "ep"),
             context_parallel=self.context_parallel,
+            overhead_tokens=speed.overhead_tokens(self.model),
             host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
 
