@@ -152,6 +152,7 @@ NOT_RUN = {
         "make train-distributed CONFIG=configs/run_bnb.yaml",
         "make train-deepspeed CONFIG=configs/run_bnb.yaml",
         "make train-distributed TRAIN_STRATEGY=fsdp",
+        "make train-distributed TRAIN_STRATEGY=ep",
         "make train MODEL_DEVICE_MAP=auto",
         "make train-distributed TRAIN_STRATEGY=zero3",
         "make train-deepspeed DEEPSPEED_CONFIG=configs/deepspeed_zero3.json",
