@@ -114,7 +114,7 @@ train-unsloth: $(ENV) ## train with Unsloth on a GPU (default CONFIG=configs/run
 	@$(SFT) train --backend unsloth
 train-unsloth-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --backend unsloth --tensorboard
-train-distributed: $(ENV) ## train on all GPUs or NUM_GPUS, by DDP or TRAIN_STRATEGY=fsdp|zero2|zero3
+train-distributed: $(ENV) ## train on all GPUs or NUM_GPUS, by DDP or TRAIN_STRATEGY=fsdp|ep|zero2|zero3
 	@$(SFT) train --distributed
 train-distributed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --tensorboard
@@ -148,7 +148,7 @@ chat: $(ENV) ## chat with RUN, beside its base with COMPARE=1; /help lists the c
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
-export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
+export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
 	@$(SFT) export
 serve: $(ENV) ## serve RUN's export by vLLM or transformers' server, on 127.0.0.1:8000 (BIND, PORT)
 	@$(SFT) serve

@@ -347,7 +347,7 @@ def called(folder: RunFolder, words: list[str], **variables: str):
         (
             ["export"],
             {"FORMAT": "onnx"},
-            "FORMAT=onnx: write safetensors, gguf, adapter, fp8, int4, nvfp4 or awq",
+            "FORMAT=onnx: write safetensors, gguf, adapter, vllm-adapter, fp8, int4, nvfp4 or awq",
         ),
         (["export"], {"QUANT": "Q8_0"}, "QUANT: FORMAT=safetensors does not read it"),
         (["export"], {"FORMAT": "adapter", "MODEL_DTYPE": "bfloat16"}, "does not read it"),

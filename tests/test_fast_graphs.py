@@ -12,11 +12,12 @@ import pytest
 import torch
 from plan_examples import CPU as CPU_ONLY
 from plan_examples import plan_for
-from test_fast_install import INPUTS, make, plain_model, settings
+from test_fast_install import INPUTS, MODELS, make, plain_model, settings
 from test_packed_training import MAX_SEQ_LEN, documents
 
 from sft_play.data import packing
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.graphs.decoder import (
     GraphCounts,
@@ -114,6 +115,30 @@ def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
     if in_one_row:
         widths = {batch["input_ids"].shape[1] for batch in batches}
         assert len(widths) > len(decoder.first), "rows are filled up to few lengths"
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for gradient, other in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    "kind", [("llama", {}), ("qwen3_moe", MIXTURE)], ids=["recomputed", "recomputed experts"]
+)
+def test_layers_that_are_recomputed_are_replayed_and_so_are_experts(
+    kind: tuple[str, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "this", kind)
+    model = plain_model("this")
+    make(model)
+    checkpoint_layers(model, 1)
+    batches = list(micro_batches(12, is_packed=False))
+    expected = trained(model, batches)
+    decoder = graphed(model)
+    found = trained(model, batches)
+    assert decoder.counts.replayed >= 6 and decoder.counts.stopped is None
     for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for gradient, other in zip(gradients, expected_gradients, strict=True):

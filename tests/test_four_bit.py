@@ -27,6 +27,10 @@ def kernels() -> ModuleType:
 
     It also rounds to bfloat16 towards zero: that is left to the tests on a GPU.
     """
+    return interpreted_unpacking()
+
+
+def interpreted_unpacking() -> ModuleType:
     kernels = interpreted(four_bit_kernels)
 
     def mul_rn(a, b):

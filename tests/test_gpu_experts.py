@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bitsandbytes.nn import Params4bit
 from test_fast_experts import (
     EXPERTS,
     fused_forward,
@@ -11,11 +12,22 @@ from test_fast_experts import (
     run,
     some_experts,
 )
+from test_mxfp4 import numbers_of_mxfp4
 from tiny_models import GPU_SIZES
 from torch import Tensor
 
+from sft_play.models import mxfp4
 from sft_play.models.fast.experts import function as experts_gates
-from sft_play.models.fast.experts.products import Routing, sort_by_expert, sum_choices, take_tokens
+from sft_play.models.fast.experts.products import (
+    ExpertLinear,
+    Packed,
+    Routing,
+    Term,
+    rows_outer,
+    rows_times,
+    sort_by_expert,
+    sum_choices,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,30 +41,82 @@ TOLERANCES = {
 }
 
 
-def routing() -> Routing:
+def routing(tokens: int = TOKENS, experts: int = EXPERTS) -> Routing:
     torch.manual_seed(0)
-    return sort_by_expert(torch.rand(TOKENS, EXPERTS).topk(CHOICES).indices, EXPERTS)
+    return sort_by_expert(torch.rand(tokens, experts).topk(CHOICES).indices, experts)
 
 
 def to_gpu(*tensors: Tensor) -> list[Tensor]:
     return [tensor.cuda() for tensor in tensors]
 
 
+def routing_on_gpu(choices: Tensor, experts: int) -> Routing:
+    return sort_by_expert(choices.cuda(), experts)
+
+
 @pytest.mark.parametrize("features", [40, 2048, 2880])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_tokens_are_gathered_and_summed(features: int, dtype: torch.dtype) -> None:
+def test_choices_are_summed(features: int, dtype: torch.dtype) -> None:
     rows = routing()
-    on_gpu = Routing(*to_gpu(*rows))
-    x = torch.randn(TOKENS, features).to(dtype)
-    assert torch.equal(take_tokens(x.cuda(), on_gpu).cpu(), take_tokens(x, rows))
-    one, two = torch.randn(2, TOKENS * CHOICES, features).to(dtype)
+    on_gpu = Routing(*to_gpu(*rows[:3]), None)
+    values = torch.randn(TOKENS * CHOICES, features).to(dtype)
     weights = torch.rand(TOKENS, CHOICES)
-    for parts in ((one,), (one, two)):
-        for factors in (None, weights, weights.to(dtype)):
-            wanted = sum_choices(parts, rows.rows, factors)
-            given = None if factors is None else factors.cuda()
-            found = sum_choices(tuple(to_gpu(*parts)), on_gpu.rows, given)
-            torch.testing.assert_close(found.cpu(), wanted, **TOLERANCES[dtype])
+    for factors in (None, weights, weights.to(dtype)):
+        wanted = sum_choices(values, rows, factors)
+        found = sum_choices(values.cuda(), on_gpu, None if factors is None else factors.cuda())
+        torch.testing.assert_close(found.cpu(), wanted, **TOLERANCES[dtype])
+
+
+# few rows of an expert, some, many: tiles of each size, and both ways to unpack
+@pytest.mark.parametrize("tokens", [20, 300, 2500])
+@pytest.mark.parametrize("kind", ["plain", "nf4", "nf4 nested", "fp4", "mxfp4"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_rows_are_multiplied_by_the_matrices_of_their_experts(
+    kind: str, tokens: int, is_transposed: bool
+) -> None:
+    torch.manual_seed(0)
+    experts, sides = 9, (320, 448)
+    choices = torch.rand(tokens, experts - 1).topk(CHOICES).indices
+    choices[:7, 1] = experts  # not here
+    on_cpu, on_gpu = sort_by_expert(choices, experts), routing_on_gpu(choices, experts)
+    assert torch.equal(on_gpu.order.cpu(), on_cpu.order)
+    weight = numbers_of_mxfp4(experts, *sides, is_turned=is_transposed).bfloat16().cuda() / 64
+    if kind == "mxfp4":
+        weight = mxfp4.pack(weight, is_transposed)
+    elif kind != "plain":
+        weight = Params4bit(
+            weight, requires_grad=False, quant_type=kind[:3], compress_statistics="nested" in kind
+        ).cuda()
+    linear = ExpertLinear(weight, None, is_transposed, experts, 1.0)
+    whole = linear.matrices(torch.bfloat16)
+    assert isinstance(whole, Packed) == (kind != "plain")
+    for matrices in (whole, whole.transpose(1, 2)):
+        reference = matrices if kind == "plain" else matrices.unpacked(torch.bfloat16)
+        _, summed, features = matrices.shape
+        x = torch.randn(tokens, summed).bfloat16()
+        term = Term(torch.randn(tokens * CHOICES, 9), torch.randn(experts, 9, features), 0.5)
+        bias = torch.randn(experts, features)
+        wanted = rows_times(x.float(), reference.float().cpu(), on_cpu, term, bias, True)
+        here = int(on_cpu.ends[-1])
+        on_gpu_term = Term(term.ranks.bfloat16().cuda(), term.factors.cuda(), 0.5)
+        found = rows_times(x.cuda(), matrices, on_gpu, on_gpu_term, bias.cuda(), True)
+        error = (found[:here].cpu().float() - wanted[:here]).norm() / wanted[:here].norm()
+        assert error < 4e-3
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_rows_of_experts_are_summed_to_matrices(of_tokens: bool) -> None:
+    rows = routing(300)
+    on_gpu = Routing(*to_gpu(*rows[:3]), None)
+    x = torch.randn(900, 12).bfloat16()
+    y = torch.randn(300 if of_tokens else 900, 200).bfloat16()
+    weights = torch.rand(900)
+    wanted = torch.empty(EXPERTS, 12, 200)
+    rows_outer(x.float(), y.float(), rows, wanted, 0.5, weights, y_of_tokens=of_tokens)
+    made = torch.full((200, 12, EXPERTS), torch.nan, device="cuda")
+    found = made.permute(2, 1, 0)
+    rows_outer(*to_gpu(x, y), on_gpu, found, 0.5, weights.cuda(), y_of_tokens=of_tokens)
+    assert (found.cpu() - wanted).norm() / wanted.norm() < 4e-3
 
 
 @pytest.mark.parametrize("features", [24, 768, 2880])
@@ -81,6 +145,22 @@ def test_gates_compute_their_formulas(
         tolerance = TOLERANCES[dtype]
         atol = 4 * scale * tolerance["atol"]
         torch.testing.assert_close(one.cpu().float(), two, rtol=tolerance["rtol"], atol=atol)
+
+
+@pytest.mark.parametrize(
+    "gate", [experts_gates.FusedGlu("silu"), experts_gates.ClampedGlu(1.702, 7.0)]
+)
+def test_gates_leave_out_rows_behind_the_last_expert(gate: experts_gates.Gate) -> None:
+    ends = torch.tensor([2, 2, TOKENS - 5], dtype=torch.int32, device="cuda")
+    y = torch.randn(TOKENS, 48, device="cuda", dtype=torch.bfloat16)
+    dh, weights = torch.randn_like(y[:, ::2]), torch.rand(TOKENS, device="cuda")
+    y[-5:] = torch.nan
+    dh = dh.contiguous()
+    found = [gate.forward(y, ends), *gate.backward(dh.clone(), y, weights, ends)]
+    wanted = [gate.forward(y), *gate.backward(dh.clone(), y, weights)]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one[:-5], other[:-5])
+    assert torch.equal(found[3][-5:], dh[-5:]), "h is written over dh, but not there"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])

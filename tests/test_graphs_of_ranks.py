@@ -34,8 +34,8 @@ def replay_on_cpu() -> None:
 
     setup = decoder.graph_setup
 
-    def setup_on_gpu(model, config, ranks):
-        return setup(model, config, dataclasses.replace(ranks, device="cuda"))
+    def setup_on_gpu(model, config, ranks, is_offloaded):
+        return setup(model, config, dataclasses.replace(ranks, device="cuda"), is_offloaded)
 
     decoder.graph_setup = setup_on_gpu
     decoder.record_on_gpu = lambda: again

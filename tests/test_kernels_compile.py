@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 
 from kernel_compiler import compiling_for
 
+from sft_play.models.fast.experts import grouped_kernels
 from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import (
     adapter_kernels,
@@ -24,6 +25,7 @@ from sft_play.models.fast.linears import (
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
 from sft_play.models.float8 import kernels as float8_kernels
+from sft_play.models.mxfp4 import Mxfp4State
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
 CAPABILITIES = [
@@ -83,17 +85,39 @@ def norms(dtype: torch.dtype) -> None:
 
 
 def mixture(dtype: torch.dtype) -> None:
-    order = torch.zeros(ROWS * CHOICES, dtype=torch.int64)
-    experts.take_tokens(rows(dtype), order, CHOICES)
     places = torch.zeros(ROWS, CHOICES, dtype=torch.int64)
-    parts = (rows(dtype, count=ROWS * CHOICES),)
-    experts.sum_choices(parts, places, None)
-    experts.sum_choices((*parts, *parts), places, torch.zeros(ROWS, CHOICES))
+    ends = torch.full((CHOICES,), ROWS, dtype=torch.int32)
+    values = rows(dtype, count=ROWS * CHOICES)
+    experts.sum_choices(values, places, ends, None)
+    experts.sum_choices(values, places, ends, torch.zeros(ROWS, CHOICES))
     dh, y, weights = rows(dtype), rows(dtype, 2 * FEATURES), torch.zeros(ROWS)
     for activation in ("silu", "gelu_tanh"):
-        experts.glu_backward(dh, y, weights, activation)
-    experts.clamped_glu_forward(y, 1.702, 7.0)
-    experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
+        experts.glu_forward(y, activation, ends)
+        experts.glu_backward(dh, y, weights, activation, ends)
+    experts.clamped_glu_forward(y, 1.702, 7.0, None)
+    experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0, ends)
+
+
+def grouped(dtype: torch.dtype) -> None:
+    """The tiles that large and small models have, over plain and packed weights."""
+    for count in (ROWS, 80 * 2 * ROWS):
+        order = torch.zeros(count, dtype=torch.int64)
+        ends = torch.full((2,), count, dtype=torch.int32)
+        routed = (order, ends, grouped_kernels.tiles_of(ends, count))
+        x, u = rows(dtype, 256, count), rows(dtype, 16, count)
+        term, bias = (u, torch.zeros(2, 16, 256), 2.0), torch.zeros(2, 256)
+        weight = torch.zeros(2, 256, 256, dtype=dtype)
+        out, thin = rows(dtype, 256, count), rows(dtype, 16, count)
+        codes = torch.zeros(2, 256, 128, dtype=torch.uint8)
+        nf4 = (torch.zeros(2, 256, 4), 64, "nf4")
+        mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
+        for is_summed in (False, True):
+            grouped_kernels.product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
+            for packing in (nf4, mxfp4):
+                grouped_kernels.product(x, codes, is_summed, packing, 0, *routed, out, None, term)
+        grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
+        made = torch.zeros(2, 16, 256)
+        grouped_kernels.outer(u, x, order, ends, made, 2.0, None, 2, torch.zeros(count))
 
 
 def four_bit(dtype: torch.dtype) -> None:
@@ -102,6 +126,11 @@ def four_bit(dtype: torch.dtype) -> None:
             rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
         )
         four_bit_kernels.unpack(*packed)
+        if is_nested:
+            four_bit_kernels.unpack_scales(packed[1])
+    exponents = torch.zeros(2, dtype=torch.uint8)
+    state = Mxfp4State(exponents, torch.Size((1, 2, 32)), dtype, is_turned=False)
+    four_bit_kernels.unpack(torch.zeros(32, dtype=torch.uint8), state)
 
 
 def adapters(dtype: torch.dtype) -> None:
@@ -117,7 +146,10 @@ def adapters(dtype: torch.dtype) -> None:
             glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, xa)
 
 
-LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit, adapters]
+# bytes of shared memory that a program has on GPUs of a capability
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+LAUNCHES = [glu, cross_entropy, norms, mixture, grouped, float8, four_bit, adapters]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
@@ -128,14 +160,19 @@ def test_a_kernel_compiles(
 ) -> None:
     if launch is float8 and capability < 89:
         pytest.skip("a GPU without float8")
-    if launch is adapters and dtype == torch.float32:
+    if launch in (adapters, grouped) and dtype == torch.float32:
         pytest.skip("kernels of 16 bits")
-    with compiling_for(capability) as compiled:
+    most = SHARED_MEMORY[capability]
+    with (
+        compiling_for(capability) as compiled,
+        patch.object(grouped_kernels, "_shared_memory", lambda device: most),
+    ):
         launch(dtype)
     assert compiled
     for kernel in compiled:
         assert kernel.metadata.target.arch == capability
         assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= most
 
 
 def test_gradients_of_an_mlp_count_rows_in_64_bits() -> None:

@@ -37,8 +37,8 @@ def base_of(folder: Path, model_type: str, **changes: int) -> Path:
     return folder
 
 
-def config_of(base: Path, mode: str = "qlora") -> Config:
-    tuning = {"mode": mode, "lora": {"r": 4}}
+def config_of(base: Path, mode: str = "qlora", experts: str = "auto") -> Config:
+    tuning = {"mode": mode, "lora": {"r": 4, "experts": experts}}
     return Config.model_validate({"model": {"name": str(base)}, "tuning": tuning})
 
 
@@ -70,9 +70,11 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
 
 
 # (experts, out, in), (experts, in, out), without a gate and beside a linear router
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "experts"), [("qwen2_moe", "auto"), ("gpt_oss", "auto"), ("gpt_oss", "shared")]
+)
 def test_experts_are_packed_and_compute_and_train_as_their_values_in_16_bits(
-    model_type: str, tmp_path: Path
+    model_type: str, experts: str, tmp_path: Path
 ) -> None:
     base = base_of(tmp_path, model_type)
     packed = load_base(config_of(base), CPU)
@@ -84,7 +86,7 @@ def test_experts_are_packed_and_compute_and_train_as_their_values_in_16_bits(
     plain = plain_copy(packed, base)
     assert count_parameters(packed).total == count_parameters(plain).total
     for model, mode in ((packed, "qlora"), (plain, "lora")):
-        adapted = with_adapters(model, config_of(base, mode))
+        adapted = with_adapters(model, config_of(base, mode, experts))
         adapted(input_ids=IDS, labels=IDS).loss.backward()
         lists = [m for m in adapted.modules() if isinstance(m, ParametrizationList)]
         assert all(len(steps) == 1 for steps in lists), "a pass left its adapter behind"

@@ -127,7 +127,10 @@ def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -
         ({"use_dora": True}, "tuning.lora.use_dora=true.*TUNING_LORA_EXPERTS=none"),
         ({"init_lora_weights": "orthogonal"}, "TUNING_LORA_INIT_LORA_WEIGHTS=default"),
         ({"target_modules": ["w1"]}, "no experts' parameter w1; it has .*gate_up_proj"),
-        ({"target_modules": ["down_proj"], "experts": "none"}, "no experts' parameter down_proj"),
+        (
+            {"target_modules": ["down_proj"], "experts": "none"},
+            "names down_proj of the experts; leave",
+        ),
     ],
 )
 def test_what_adapters_of_experts_cannot_do_is_an_error(

@@ -211,6 +211,13 @@ def test_a_layout_is_of_the_request() -> None:
     )
 
 
+def test_layers_are_recomputed_where_a_micro_batch_costs_as_much_as_its_tokens() -> None:
+    dense = choice(1, 8)
+    mixture = choice(1, 8, overhead_tokens=2700)
+    assert numbers(dense) == (1, 32, 0, 32)
+    assert numbers(mixture) == (4, 8, 9, 32)
+
+
 def test_a_slow_host_is_worth_recomputing_for() -> None:
     few_rows = {"rows": 1, "checkpointed_rows": 8}
     plain = choice(**few_rows)

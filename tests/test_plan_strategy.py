@@ -16,6 +16,7 @@ from sft_play.plan.strategy import ZERO_CONFIGS
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
 LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
+MIXTURE = "model.name=Qwen/Qwen3-30B-A3B"  # 128 experts in 48 layers
 
 
 def planned(gpus: str, strategy: str, *settings: str, **options: Any) -> tuple[str, int, bool]:
@@ -44,9 +45,10 @@ def test_a_strategy_is_taken_as_it_is_asked_and_auto_divides_what_does_not_fit(
     assert planned("2xH200", strategy, "tuning.mode=lora", *settings) == expected
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3", "ep"])
 def test_a_strategy_for_several_gpus_takes_all_of_them(strategy: str) -> None:
-    plan = plan_for("4xH200", f"train.strategy={strategy}", distributed=False).plan
+    model = MIXTURE if strategy == "ep" else LLAMA_8B
+    plan = plan_for("4xH200", f"train.strategy={strategy}", model, distributed=False).plan
     assert plan.ranks.world_size == 4
 
 
@@ -89,6 +91,17 @@ REFUSED = [
     ("fsdp", ("tuning.mode=full", "train.optim=adamw_8bit"), {}, "TRAIN_OPTIM=adamw_torch_fused"),
     ("fsdp", ("tuning.mode=full",), {"gpus": "2xT4"}, "float16 scales the loss"),
     ("zero3", ("tuning.lora.use_dora=true",), {}, "ZeRO-3 shares among the GPUs"),
+    ("ep", (LLAMA_8B,), {}, "no experts in a form that ranks can share; set TRAIN_STRATEGY=ddp"),
+    ("ep", (MIXTURE,), {"gpus": "1xH200"}, "this run has one; set NUM_GPUS=2 or more"),
+    ("ep", (MIXTURE,), {"gpus": "3xH200"}, "3 ranks cannot .* NUM_GPUS to one of 2, 4, 8, 16, 32"),
+    ("ep", (MIXTURE,), {"use_deepspeed": True}, "use make train-distributed for ep"),
+    ("ep", (MIXTURE, "tuning.mode=full"), {}, "trains the experts .*; set TRAIN_STRATEGY=fsdp"),
+    ("ep", (MIXTURE, "train.optim=adamw_8bit"), {}, "set TRAIN_OPTIM=adamw_torch_fused"),
+    ("ep", (MIXTURE, "tuning.base_dtype=float8"), {}, "set TUNING_BASE_DTYPE=auto"),
+    ("ep", (MIXTURE, "train.context_parallel=2"), {}, "set TRAIN_CONTEXT_PARALLEL=1"),
+    ("ep", (MIXTURE, "model.device_map=auto"), {}, "set MODEL_DEVICE_MAP=null"),
+    ("ep", (MIXTURE, "train.fsdp_offload=true"), {}, "set TRAIN_STRATEGY=fsdp"),
+    ("ep", (MIXTURE,), {"gpus": "2xT4"}, "float16 .*; set TRAIN_STRATEGY=ddp"),
 ]
 
 
@@ -99,6 +112,20 @@ def test_what_cannot_run_is_refused_with_what_can(
     hardware = {"gpus": "2xH200", **options}
     with pytest.raises(ConfigError, match=words):
         plan_for(hardware.pop("gpus"), f"train.strategy={strategy}", *settings, **hardware)
+
+
+def test_ranks_that_share_experts_hold_their_part_of_weights_and_of_what_is_trained() -> None:
+    ddp, ep = (plan_for("4xH200", MIXTURE, f"train.strategy={name}").plan for name in ("ddp", "ep"))
+    held = [plan.memory.phases["optimizer"] for plan in (ddp, ep)]
+    model = ddp.step.model
+    experts = sum(kind.weights for kind in model.matrices if kind.is_stacked)
+    assert experts > 0.9 * model.parameters
+    assert held[0].weights - held[1].weights == 2 * experts * 3 // 4
+    adapters = ddp.step.adapter_weights - ep.step.without_experts().adapter_weights
+    for name, size in (("adapters", 4), ("gradients", 4), ("optimizer", 8)):
+        assert getattr(held[0], name) - getattr(held[1], name) == size * adapters * 3 // 4
+    assert ep.memory.phases["forward"].activations > ddp.memory.phases["forward"].activations
+    assert ep.speed.collective_seconds > ddp.speed.collective_seconds
 
 
 @pytest.mark.long

@@ -60,11 +60,11 @@ def test_experts_that_no_token_reached_are_named(caplog: pytest.LogCaptureFixtur
 
 def test_an_adapter_that_no_gradient_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted("llama")
-    assert untrained_adapters(model) == {}  # no step was taken
+    assert untrained_adapters(model, CPU) == {}  # no step was taken
     layer = model.get_decoder().layers[1]
     layer.mlp.forward = lambda x: layer.mlp.down_proj(layer.mlp.up_proj(x))
     take_step(model, ONE_TOKEN)
-    assert untrained_adapters(model) == {"model.layers.1.mlp.gate_proj": []}
+    assert untrained_adapters(model, CPU) == {"model.layers.1.mlp.gate_proj": []}
     with caplog.at_level(logging.INFO, "sft_play"):
         log_experts(experts_report(ExpertUse(model), model, CPU))
     assert "adapters that no gradient reached: model.layers.1.mlp.gate_proj" in caplog.text

@@ -124,14 +124,16 @@ def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_tr
         pytest.param("zero3", "lora", marks=pytest.mark.long),
         pytest.param("fsdp", "lora", marks=pytest.mark.long),
         pytest.param("fsdp", "full", marks=pytest.mark.long),
+        pytest.param("ep", "lora", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.slow
-def test_a_bad_row_of_one_rank_is_skipped_by_both(plan_run, strategy, mode):
+def test_a_bad_row_of_one_rank_is_skipped_by_both(plan_run, tiny_base, base_of, strategy, mode):
     folder = plan_run(
         SKIP
         | EVERY_STEP
         | {
+            "model.name": base_of("qwen3_moe") if strategy == "ep" else tiny_base,
             "train.strategy": strategy,
             "tuning.mode": mode,
             "train.effective_batch_size": 4,

@@ -24,6 +24,7 @@ from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, firs
 from sft_play.plan.launch import Launch, execute
 from sft_play.runs import exports, seal
 from sft_play.runs.exports import (
+    ADAPTERS,
     COMPRESSED,
     FORMATS,
     LEAST_GAIN,
@@ -38,7 +39,7 @@ OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
 LOOPBACK = "127.0.0.1"
 PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
-CHECKED = ("safetensors", "gguf", "adapter")  # whose answers are those of the evaluated model
+CHECKED = ("safetensors", "gguf", *ADAPTERS)  # whose answers are those of the evaluated model
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_TO_SIGN = ("model_signing", "OpenSSL")
 SIGNATURE = "model.sig"
@@ -58,8 +59,8 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
         given.problems.append(
             f"EXPORT_MIN_GAIN: FORMAT={kind} does not read it; set FORMAT=fp8, int4, nvfp4 or awq"
         )
-    if kind == "adapter" and dtype is not None:
-        given.problems.append(f"MODEL_DTYPE={dtype}: FORMAT=adapter does not read it")
+    if kind in ADAPTERS and dtype is not None:
+        given.problems.append(f"MODEL_DTYPE={dtype}: FORMAT={kind} does not read it")
     refuse(given.problems)
     out, llama_cpp = given.text("OUT"), given.text("LLAMA_CPP")
     quantizations = (given.text("QUANT") or QUANTIZATION).replace(",", " ").upper().split()

@@ -236,7 +236,7 @@ def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
 def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
     """Write what accelerate and DeepSpeed read."""
     plan = planned.plan
-    if plan.ranks.strategy in ("ddp", "fsdp"):
+    if plan.ranks.strategy in ("ddp", "fsdp", "ep"):
         config = launch.accelerate_config(plan.ranks, mixed_precision(planned.config))
         header = "Written for this run; accelerate reads no other file."
         launch.write_accelerate_config(folder.path / "accelerate.yaml", config, header)

@@ -20,12 +20,13 @@ from sft_play.inference.merge import not_scored, refuse_other_adapter
 from sft_play.models import bnb
 from sft_play.models.base_files import plain_reading
 from sft_play.models.export import complete_tokenizer
+from sft_play.models.listed_experts import list_experts
 from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import dtype_name
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
-from sft_play.runs.exports import COMPRESSED, ExportAsked
+from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
@@ -42,8 +43,8 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
 
 def _written(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
     """Write an export of any format; return the lines to print."""
-    if asked.format == "adapter":
-        return export_adapter(run, target)
+    if asked.format in ADAPTERS:
+        return export_adapter(run, target, asked.format)
     if asked.format == "gguf":
         return export_gguf(run, target, asked)
     if asked.format in COMPRESSED:
@@ -63,26 +64,30 @@ def export_safetensors(run: Exported, target: Path, dtype: str | None = None) ->
     return [*lines, found.line("exported"), f"exported {target} (vllm serve {target})"]
 
 
-def export_adapter(run: Exported, target: Path) -> list[str]:
-    """Write an adapter in PEFT's layout as vLLM serves it; return the lines to print.
+def export_adapter(run: Exported, target: Path, kind: str) -> list[str]:
+    """Write an adapter as vLLM serves it, of ADAPTERS; return the lines to print.
+
+    It is opened again in PEFT's layout, of which the other one is made without rounding.
 
     Raises: ConfigError for a run without one, or for an adapter that vLLM does not serve.
     """
     if run.config.tuning.mode == "full":
         raise ConfigError(
-            f"FORMAT=adapter: {run.folder.path} trained every weight; FORMAT=safetensors exports it"
+            f"FORMAT={kind}: {run.folder.path} trained every weight; FORMAT=safetensors exports it"
         )
     refuse_other_adapter(run.weights, run.config)
     problems = what_vllm_does_not_serve(run.weights)
     if problems:
         raise ConfigError(
-            f"FORMAT=adapter: vLLM serves no adapter with {', '.join(problems)}; "
+            f"FORMAT={kind}: vLLM serves no adapter with {', '.join(problems)}; "
             "FORMAT=safetensors exports the merged model"
         )
     with staged(target) as staging:
         link_files(run.weights, staging)
         complete_tokenizer(staging)
         found = refuse_faults(run, reopen(stranger_of_adapter(run, staging), run.reference))
+        if kind == "vllm-adapter":
+            list_experts(run.config, staging)
         complete(run, staging, target, "adapter", [found.line("exported")])
     model_class = model_class_of(base_config(run.config.model))
     names = "" if model_class == CAUSAL else f" (named as in {model_class}, which vLLM reads)"

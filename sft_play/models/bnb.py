@@ -34,6 +34,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.models import mxfp4
 from sft_play.models.architecture import empty_model, empty_twin, towers_of
 from sft_play.models.base_files import stored_config
 from sft_play.models.experts import (
@@ -43,6 +44,7 @@ from sft_play.models.experts import (
     unquantised_linears,
 )
 from sft_play.models.float8.linear import Float8Linear
+from sft_play.models.mxfp4 import Mxfp4State
 from sft_play.models.parameters import dtype_name, log_packed
 from sft_play.models.sharding import run_within
 
@@ -142,6 +144,8 @@ def refuse_wrong_unpacking(model: nn.Module) -> None:
         if not isinstance(weight, Params4bit) or weight.device.type != "cpu":
             continue
         state = weight.quant_state
+        if isinstance(state, Mxfp4State):
+            continue
         if state.shape[-1] % state.blocksize and state.shape not in looked_at:
             looked_at.add(state.shape)
             if not is_unpacked_rightly(weight):
@@ -169,6 +173,8 @@ CACHE_HOOKS = "unpacking_cache_hooks"  # attribute of a module whose packed weig
 
 class ExpertQuantizer(Bnb4BitHfQuantizer):
     """transformers' 4-bit quantizer, which packs 3-D experts too and leaves routers alone."""
+
+    keeps_mxfp4 = False
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter is stored in 4 bits."""
@@ -211,17 +217,31 @@ class _PackWeights(Bnb4bitQuantize):
         packed: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
-            if _is_packable(*get_module_from_name(model, name)):
-                packed[name] = pack(tensor, self.hf_quantizer.quantization_config)
+            module, own_name = get_module_from_name(model, name)
+            if _is_packable(module, own_name):
+                packed[name] = self._packed(tensor, module)
             else:
                 packed |= super().convert({name: tensor}, model=model, **kwargs)
         return packed
 
+    def _packed(self, weight: Tensor, experts: nn.Module) -> Params4bit:
+        found = None
+        if self.hf_quantizer.keeps_mxfp4:
+            found = mxfp4.pack(weight, getattr(experts, "is_transposed", False))
+        return pack(weight, self.hf_quantizer.quantization_config) if found is None else found
+
+
+class Mxfp4Keeper(ExpertQuantizer):
+    """One that leaves experts in MXFP4, where every number of theirs can be written so."""
+
+    keeps_mxfp4 = True
+
 
 @contextlib.contextmanager
-def packing_experts() -> Iterator[None]:
-    """Let `from_pretrained` pack experts in this context."""
-    with patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: ExpertQuantizer}):
+def packing_experts(are_mxfp4: bool = False) -> Iterator[None]:
+    """Let `from_pretrained` pack experts in this context; those of MXFP4 as they are."""
+    quantizer = Mxfp4Keeper if are_mxfp4 else ExpertQuantizer
+    with patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: quantizer}):
         yield
 
 
@@ -239,6 +259,8 @@ def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
 
 def unpack(packed: Params4bit) -> Tensor:
     """Return a packed weight in the type that it had."""
+    if isinstance(packed.quant_state, Mxfp4State):
+        return mxfp4.unpack(packed.data, packed.quant_state)
     return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
 
 
@@ -283,7 +305,10 @@ class _Unpacked(nn.Module):
 
 
 class _WithAdapter(nn.Module):
-    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert."""
+    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert.
+
+    Experts may share one adapter.
+    """
 
     def __init__(self, wrapper: ParamWrapper, adapter: str):
         super().__init__()
@@ -291,7 +316,9 @@ class _WithAdapter(nn.Module):
         self.scaling = wrapper.scaling[adapter]
 
     def forward(self, weight: Tensor) -> Tensor:
-        left, right = (factor.to(weight.dtype) for factor in self.factors)
+        left, right = (
+            factor.to(weight.dtype).expand(len(weight), -1, -1) for factor in self.factors
+        )
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(weight, left, right, alpha=self.scaling)
 

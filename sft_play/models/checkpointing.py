@@ -67,7 +67,7 @@ def checkpoint_layers(
     Raises: ValueError if the model has no such way either.
     """
     layers = decoder_layers(model)
-    function = functools.partial(checkpoint, use_reentrant=False)
+    function = _checkpoint
     if keeps_attention:
         contexts = functools.partial(create_selective_checkpoint_contexts, _attention_operations())
         function = functools.partial(function, context_fn=contexts)
@@ -84,6 +84,12 @@ def checkpoint_layers(
         layer.gradient_checkpointing = number < count
         set_tiled(layer, number < count)
         layer._gradient_checkpointing_func = offloading if number < offloaded else function
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Checkpoint a layer; one that is recorded as a CUDA graph draws nothing at random."""
+    draws = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def _attention_operations() -> list[OpOverload]:

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import LoraSection
 from sft_play.data.limits import limited
 from sft_play.errors import ConfigError, first_line
+from sft_play.models.adapter_state import ADAPTER, load_published
 from sft_play.models.architecture import towers_of
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
@@ -38,17 +39,17 @@ from sft_play.models.experts import (
     expert_weights,
     is_linear,
     is_named,
+    layer_of,
     linear_names,
     reads_weight,
     routing_linears,
     source_of,
     tower_linears,
 )
+from sft_play.models.shared_experts import wrap_shared
 from sft_play.plan.structure import FUSED, with_fused
 
 logger = logging.getLogger(__name__)
-
-ADAPTER = "default"  # PEFT's name of the one adapter
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ def choose_targets(
     experts = _chosen_experts(model, lora)
     if isinstance(lora.target_modules, list):
         names = [*linears, *(weight.name for weight in experts)]
-        _refuse_unknown(model, lora.target_modules, names)
+        _refuse_unknown(model, lora, names)
     in_layers = lora.layers_to_transform
     if in_layers is not None:
-        linears = [name for name in linears if _layer_of(name) in in_layers]
-        experts = [weight for weight in experts if _layer_of(weight.name) in in_layers]
+        linears = [name for name in linears if layer_of(name) in in_layers]
+        experts = [weight for weight in experts if layer_of(weight.name) in in_layers]
     if in_towers:
         names = lora.target_modules
         every = tower_linears(model)
@@ -126,8 +127,12 @@ def adapter_config(
     )
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+def add_adapters(
+    model: PreTrainedModel, config: LoraConfig, shares_experts: bool = False
+) -> PeftModel:
     """Return the model with the adapters that `config` names, as `adapter_config` names them.
+
+    With `shares_experts` the experts of a layer have one adapter for each of their parameters.
 
     PEFT wraps what it can find by `target_modules`. The rest is wrapped here by PEFT's method for
     one module: its own search would pass over parameters in 4 bits, and compute a linear layer
@@ -143,7 +148,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     for name in linears:
         _wrap(adapted, name)
     for weight in experts:
-        _wrap(adapted, weight.module_name, weight.parameter_name)
+        if shares_experts:
+            wrap_shared(adapted, ADAPTER, weight)
+        else:
+            _wrap(adapted, weight.module_name, weight.parameter_name)
         unpack_with_adapter(adapted.base_model.model.get_submodule(weight.module_name))
     cast_adapter_dtype(adapted.base_model, ADAPTER)
     saved = adapted.peft_config[ADAPTER]
@@ -162,7 +170,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
         return PeftModel.from_pretrained(base, folder)
     config.inference_mode = True
     adapted = add_adapters(base, config)
-    adapted.load_adapter(folder, ADAPTER)
+    load_published(adapted, folder)
     return adapted.eval()
 
 
@@ -181,7 +189,7 @@ def load_weights(adapted: PeftModel, folder: str) -> None:
     """
     problem = None
     try:
-        found = adapted.load_adapter(folder, ADAPTER, is_trainable=True)
+        found = load_published(adapted, folder, is_trainable=True)
     except RuntimeError as error:  # sizes
         problem = first_line(error)
     else:
@@ -261,21 +269,23 @@ def _without_gradient(model: nn.Module) -> tuple[str, ...]:
 
 def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
     weights = expert_weights(model)
-    if lora.experts == "per_expert" and not weights:
+    is_asked = lora.experts in ("per_expert", "shared")
+    if is_asked and not weights:
         form = " in 3-D parameters" if routing_linears(model) else ""
         raise ConfigError(
-            f"tuning.lora.experts=per_expert: the model has no experts{form}; set "
+            f"tuning.lora.experts={lora.experts}: the model has no experts{form}; set "
             "TUNING_LORA_EXPERTS=auto"
         )
     if lora.experts == "none":
         return []
-    if lora.experts == "per_expert" or not isinstance(lora.target_modules, list):
+    if is_asked or not isinstance(lora.target_modules, list):
         return weights
     wanted = with_fused(lora.target_modules)
     return [weight for weight in weights if is_named(weight.name, wanted)]
 
 
-def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> None:
+def _refuse_unknown(model: nn.Module, lora: LoraSection, chosen: list[str]) -> None:
+    targets = lora.target_modules
     fused_parts: set[str] = set()
     for fused, parts in FUSED:
         if set(parts) <= set(targets) and any(is_named(name, [fused]) for name in chosen):
@@ -287,6 +297,12 @@ def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> 
     ]
     if unknown:
         experts = [weight.name for weight in expert_weights(model)]
+        of_experts = [target for target in unknown if any(is_named(e, [target]) for e in experts)]
+        if of_experts:
+            raise ConfigError(
+                f"tuning.lora.experts=none: target_modules names {of_experts[0]} of the experts; "
+                "leave it out, or set TUNING_LORA_EXPERTS=auto"
+            )
         nor_experts = " and no experts' parameter" if experts else ""
         known = _last_words([*linear_names(model), *experts])
         raise ConfigError(
@@ -382,9 +398,3 @@ def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> Non
         current_key=key,
         parameter_name=parameter_name,
     )
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the decoder layer that a name lies in."""
-    numbers = [part for part in name.split(".") if part.isdecimal()]
-    return int(numbers[0]) if numbers else None

@@ -59,6 +59,12 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     return found
 
 
+def ranks_of_experts(model: nn.Module) -> int:
+    """Return how many ranks share the experts of a model, 1 where each has all."""
+    found = (getattr(module, "expert_ranks", None) for module in model.modules())
+    return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
+
+
 def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
     """Return whether a parameter of a module holds one projection of all experts."""
     if parameter is None or isinstance(module, _ConvNd | ParametrizationList):
@@ -162,6 +168,12 @@ def tower_linears(model: PreTrainedModel) -> list[str]:
 def is_named(name: str, targets: Iterable[str]) -> bool:
     """Return whether a target names a module or parameter, by PEFT's rule."""
     return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the decoder layer that a name lies in."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    return int(numbers[0]) if numbers else None
 
 
 def _outputs(linear: nn.Module) -> int:

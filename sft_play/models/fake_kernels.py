@@ -7,6 +7,7 @@ D features of a head, V vocabulary.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.experts import function as experts_function
 from sft_play.models.fast.experts import products as experts_products
+from sft_play.models.fast.experts.products import UNPACKED_BYTES
 from sft_play.models.fast.linears import glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
@@ -217,12 +219,25 @@ def grouped_mm(x: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
     return FakeGroupedProduct.apply(x, other, len(offs))
 
 
-def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None = None) -> Tensor:
+def sum_choices(values: Tensor, routing: Any, weights: Tensor | None = None) -> Tensor:
     """`experts.products.sum_choices`: allocates only its output (N, H)."""
-    return parts[0].new_empty(len(rows), parts[0].shape[1])
+    return values.new_empty(len(routing.rows), values.shape[1])
 
 
-def gate_forward(gate: Any, y: Tensor) -> Tensor:
+def rows_times(x: Tensor, matrices: Any, routing: Any, *_: Any, **__: Any) -> Tensor:
+    """`experts.products.rows_times`: allocates its output, and a few experts of packed ones."""
+    if not isinstance(matrices, Tensor):
+        experts, *sides = matrices.shape
+        whole = experts * math.prod(sides)
+        x.new_empty(min(whole, max(math.prod(sides), UNPACKED_BYTES // x.itemsize)))
+    return x.new_empty(len(routing.order), matrices.shape[2])
+
+
+def rows_outer(x: Tensor, y: Tensor, routing: Any, out: Tensor, *_: Any, **__: Any) -> None:
+    """`experts.products.rows_outer`: allocates nothing."""
+
+
+def gate_forward(gate: Any, y: Tensor, *_: Any) -> Tensor:
     """`experts.function.ClampedGlu.forward`: allocates only its output."""
     return y.new_empty(len(y), y.shape[1] // 2)
 
@@ -284,6 +299,8 @@ def host_memory(offloading: Any, saved: Any, tensor: Tensor) -> Tensor:
 VALUE_READERS = (
     patch.multiple(linear_products, dequantize=dequantize),
     patch.multiple(experts_products, dequantize=dequantize),
+    patch.multiple(experts_function, rows_times=rows_times),
+    patch.multiple(experts_products, rows_outer=rows_outer),
     patch.multiple(functional, grouped_mm=grouped_mm),
     # tests check this for every model of plan.fast
     patch.multiple(loss_head, _logits_come_from_head=lambda *_: True),
@@ -310,12 +327,8 @@ GPU_KERNELS = (
     patch.multiple(
         mlp, glu_forward_float8=glu_forward_float8, glu_backward_float8=glu_backward_float8
     ),
-    patch.multiple(
-        experts_function,
-        sum_choices=sum_choices,
-        glu_forward=glu_forward,
-    ),
-    patch.multiple(experts_function.FusedGlu, backward=gate_backward),
+    patch.multiple(experts_function, sum_choices=sum_choices),
+    patch.multiple(experts_function.FusedGlu, forward=gate_forward, backward=gate_backward),
     patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
     patch.multiple(rms, normalise=normalise),
     patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),

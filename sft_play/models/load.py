@@ -24,7 +24,7 @@ from transformers.generation import configuration_utils as generation_file
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.models import bnb, lora, placement, sharding
+from sft_play.models import bnb, expert_parallel, lora, placement, sharding
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
 from sft_play.models.base_files import (
     reading_stored,
@@ -48,7 +48,7 @@ from sft_play.models.images import keep_towers_in_their_type
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.plan.base_model import require_base
-from sft_play.plan.stored_as import StoredAs
+from sft_play.plan.stored_as import MXFP4, StoredAs
 from sft_play.process import Process
 from sft_play.runs.model_folder import refuse_unsafe_base
 
@@ -75,12 +75,14 @@ def load_model(
     is_fsdp: bool = False,
     most_layers: int = 0,
     proofs: ProofStore | None = None,
+    is_expert_parallel: bool = False,
 ) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
     `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed; `is_fsdp` divides base weights
     among the ranks; `most_layers` are those of a GPU where model.device_map fills one after the
-    other; `proofs` are those of kernels that earlier starts have left.
+    other; `proofs` are those of kernels that earlier starts have left; `is_expert_parallel` leaves
+    each rank a part of the experts.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
@@ -89,7 +91,14 @@ def load_model(
         from sft_play.models import unsloth  # only here: it patches transformers
 
         return unsloth.load(config, process)
-    model = base = load_base(config, process, zero_stage, is_fsdp=is_fsdp, most_layers=most_layers)
+    model = base = load_base(
+        config,
+        process,
+        zero_stage,
+        is_fsdp=is_fsdp,
+        most_layers=most_layers,
+        is_expert_parallel=is_expert_parallel,
+    )
     deliver(model, config)
     if config.tuning.mode == "full":
         _freeze_what_its_class_freezes(model, config.tuning.towers == "full")
@@ -100,6 +109,8 @@ def load_model(
             sharding.divide_packed(base, process, config.train.fsdp_offload)
         elif has_float8(base):
             leave_to_each_rank(model)
+    if is_expert_parallel:
+        expert_parallel.keep_own_experts(base, process)
     if is_fsdp:
         sharding.move_undivided(model, process)
     sharding.start(base, process)
@@ -140,6 +151,7 @@ def load_base(
     dtype: torch.dtype | Literal["auto"] | None = None,
     is_fsdp: bool = False,
     most_layers: int = 0,
+    is_expert_parallel: bool = False,
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
@@ -181,7 +193,7 @@ def load_base(
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         if found is not None:
             stack.enter_context(reading_stored(found, process.device))
-        stack.enter_context(_reading(config, process, quantization, is_fsdp))
+        stack.enter_context(_reading(config, process, found, is_fsdp, is_expert_parallel))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
@@ -228,17 +240,23 @@ def _packed_as(
 
 
 def _reading(
-    config: Config, process: Process, quantization: BitsAndBytesConfig | None, is_fsdp: bool
+    config: Config,
+    process: Process,
+    found: StoredAs | None,
+    is_fsdp: bool,
+    is_expert_parallel: bool,
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are quantised or divided as they are read."""
-    if quantization is not None:
-        return packing_experts()
+    if config.tuning.mode == "qlora":
+        return packing_experts(are_mxfp4=found is not None and found.name == MXFP4)
     if config.tuning.has_float8_base:
         return quantising_to_float8()
     if is_fsdp:  # quantised weights are read whole first
         trains_weights = config.tuning.mode == "full"
         offloads = config.train.fsdp_offload
         return sharding.dividing_while_loading(process, trains_weights, offloads)
+    if is_expert_parallel:
+        return expert_parallel.dividing_while_loading(process)
     return contextlib.nullcontext()
 
 

@@ -64,7 +64,7 @@ def add_adapters(
         adapters.trainable_token_indices = _token_rows(model, token_ids)
     # PEFT draws on the CPU: no strategy, no GPU and no earlier draw changes what a seed begins with
     torch.default_generator.manual_seed(config.train.seed)
-    adapted = expert_adapters.add_adapters(model, adapters)
+    adapted = expert_adapters.add_adapters(model, adapters, lora.experts == "shared")
     if config.model.adapter and not config.train.resume_from:
         expert_adapters.load_weights(adapted, config.model.adapter)
     _train_modules_in_float32(adapted)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper
@@ -27,6 +27,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models import bnb
+from sft_play.models.adapter_state import ADAPTER, published_state
 from sft_play.models.architecture import empty_model, empty_twin
 from sft_play.models.base_files import (
     base_tensors,
@@ -37,7 +38,7 @@ from sft_play.models.base_files import (
     write_config,
 )
 from sft_play.models.bnb import pack, packed_names, unpack
-from sft_play.models.expert_adapters import ADAPTER, load_adapter
+from sft_play.models.expert_adapters import load_adapter
 from sft_play.models.float8.loading import Float8Config, float8_candidates
 from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, loading_options
@@ -188,7 +189,7 @@ def without_memory(model: PreTrainedModel) -> None:
 
 def refuse_missing(adapted: PeftModel, folder: Path) -> None:
     """Raise CheckpointError where an adapter's file lacks what its config names."""
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wanted = published_state(adapted)
     with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
         missing = sorted(wanted.keys() - set(file.keys()))
     if missing:
@@ -228,7 +229,7 @@ def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) ->
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
         # a base may store as one what transformers saves in pieces, such as Qwen3.5's experts
-        pieces = {name: parameter} | _as_saved(skeleton.model, name, parameter)
+        pieces = {name: parameter} | as_saved(skeleton.model, name, parameter)
         for piece, tensor in pieces.items():
             if shapes.get(piece) == tuple(tensor.shape):
                 sources[piece] = name
@@ -286,11 +287,11 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
         while len(kept) > 1:  # a layer's experts are two parameters
             kept.pop(next(iter(kept)))
         delta = skeleton.deltas[parameter]().detach().float()
-        kept[parameter] = {parameter: delta} | _as_saved(skeleton.model, parameter, delta)
+        kept[parameter] = {parameter: delta} | as_saved(skeleton.model, parameter, delta)
     return kept[parameter]
 
 
-def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a parameter as transformers saves it: under another name, or in pieces."""
     if getattr(model, "_weight_conversions", None) is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)

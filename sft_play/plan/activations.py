@@ -37,7 +37,33 @@ class _Moments(NamedTuple):
 
 
 def working_bytes(step: StepSpec, layout: Layout) -> Working:
-    """Return the activations of a step, traced or by the closed form."""
+    """Return the activations of a step, traced or by the closed form.
+
+    Ranks that share experts compute those of as many rows as without, on average, but how many is
+    known on the GPU alone: they have memory for the choices of all ranks' tokens. Hidden states and
+    what experts keep of the tokens of others come on top, in each layer that is not recomputed, and
+    twice that and their outputs in the layer that runs.
+    """
+    working = _working_of_rank(step, layout)
+    if step.expert_ranks == 1:
+        return working
+    model = step.model
+    stacked = [kind for kind in model.counts.matrices if kind.is_stacked]
+    read = max(kind.active * kind.outputs for kind in stacked if kind.inputs == model.hidden)
+    written = max(kind.active * kind.outputs for kind in stacked if kind.outputs == model.hidden)
+    elsewhere = (step.expert_ranks - 1) * layout.tokens * step.compute_bytes
+    of_layer = elsewhere * (model.hidden + read)
+    kept = of_layer * (model.layers - layout.checkpointed_layers)
+    running = 2 * of_layer + elsewhere * written
+    return working._replace(
+        forward=working.forward + kept + running,
+        backward=working.backward + kept + running,
+        last_layer=working.last_layer + of_layer + running,
+    )
+
+
+def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
+    """Return the same where no tokens of other ranks come."""
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
     loss = _loss_bytes(step, layout.tokens)

@@ -39,6 +39,7 @@ class BatchRequest:
     in_one_row: bool = False
     pair_cost: float = 0.0
     waits_each_micro_batch: bool = False
+    overhead_tokens: float = OVERHEAD_TOKENS  # that a micro-batch costs on top of its own
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
     step_tokens: float | None = None  # of a usual packed step, where micro-batches may grow by it
     context_parallel: int = 1  # ranks that share each row
@@ -191,7 +192,7 @@ def _cost(layout: Layout, request: BatchRequest) -> float:
     a third pass.
     """
     recomputed = layout.checkpointed_layers / request.layers
-    gpu = (1 + RECOMPUTED * recomputed) * (1 + OVERHEAD_TOKENS / layout.mean_tokens)
+    gpu = (1 + RECOMPUTED * recomputed) * (1 + request.overhead_tokens / layout.mean_tokens)
     host = (1 + recomputed / 2) * request.host_tokens / layout.mean_tokens
     return max(gpu, host)
 
@@ -212,18 +213,19 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
     divisors = [size for size in range(1, rows_of_rank + 1) if rows_of_rank % size == 0]
     tokens = {size: request.layout(size, 0).mean_tokens for size in divisors}
     most = max(tokens.values())
-    enough = max(_saturating_tokens(most), min(HOST_MARGIN * request.host_tokens, most))
+    saturating = _saturating_tokens(most, request.overhead_tokens)
+    enough = max(saturating, min(HOST_MARGIN * request.host_tokens, most))
     start = next(size for size in divisors if tokens[size] >= enough)
     return [[size for size in reversed(divisors) if size <= start]]
 
 
-def _saturating_tokens(most: float) -> float:
+def _saturating_tokens(most: float, overhead: float) -> float:
     """Return the tokens of a micro-batch that is fast enough.
 
     That is SATURATED_TOKENS or, where a step has few tokens, what is within 3 % of computing its
     `most` tokens at once: 1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), solved for t.
     """
-    tokens = OVERHEAD_TOKENS / (SATURATED_LOSS + (1 + SATURATED_LOSS) * OVERHEAD_TOKENS / most)
+    tokens = overhead / (SATURATED_LOSS + (1 + SATURATED_LOSS) * overhead / most)
     return min(SATURATED_TOKENS, tokens)
 
 

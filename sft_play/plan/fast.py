@@ -190,10 +190,7 @@ def has_liger() -> bool:
 
 # Fused parts without which nothing is recorded, and those that no recording can have
 NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"}
-HINDERING = {
-    "experts": "tokens choose their experts",
-    "mixers": "mixers begin anew at each document",
-}
+HINDERING = {"mixers": "mixers begin anew at each document"}
 # While a recording proves itself: gradients in memory that stays, what they held, the layers' own
 GRADIENT_COPIES = 3
 # Shapes of micro-batches that are recorded: documents in one row have so many, others but a few
@@ -208,7 +205,7 @@ class GraphSetup:
     config: Config
     ranks: Ranks
     kernels: FastPlan | None  # None: not known before the model is loaded
-    is_recomputed: bool = False  # a layer, in the backward pass
+    is_offloaded: bool = False  # the input of a layer, to the host's memory
 
 
 def records_graphs(setup: GraphSetup) -> bool:
@@ -223,9 +220,9 @@ def without_effect(setup: GraphSetup) -> str | None:
     return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
 
 
-def graph_warnings(setup: GraphSetup, layout: Layout) -> list[str]:
+def graph_warnings(setup: GraphSetup, is_offloaded: bool) -> list[str]:
     """Return what a plan says of train.cuda_graphs where nothing will be recorded."""
-    setup = replace(setup, is_recomputed=layout.checkpointed_layers > 0)
+    setup = replace(setup, is_offloaded=is_offloaded)
     sentence = without_effect(setup)
     return [] if sentence is None else [sentence]
 
@@ -242,10 +239,15 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
         "tuning.mode=full": tuning.mode == "full",
         f"tuning.lora.dropout={tuning.lora.dropout}": tuning.lora.dropout > 0,
         "train.neftune_noise_alpha": setup.config.train.neftune_noise_alpha is not None,
+        "train.activation_offloading": setup.is_offloaded,
         **_unfused_reasons(setup.kernels),
-        "layers are recomputed, as train.gradient_checkpointing says": setup.is_recomputed,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def offloads(step: StepSpec, layout: Layout) -> bool:
+    """Return whether inputs of layers wait in the host's memory."""
+    return step.offloaded(layout.checkpointed_layers) > 0
 
 
 def _unfused_reasons(kernels: FastPlan | None) -> dict[str, bool]:
@@ -268,7 +270,7 @@ def graph_bytes(step: StepSpec, layout: Layout) -> int:
     are there twice. An H200 reserved 18.3 GiB in place of 10.2 for a 1B Llama and 4 rows of 2,048
     tokens, of which this is 7.9. A recording of another shape has other hidden states.
     """
-    if not step.records_graphs or layout.checkpointed_layers:
+    if not step.records_graphs or offloads(step, layout):
         return 0
     recordings = MOST_RECORDINGS if layout.in_one_row else 1
     copies = HIDDEN_COPIES * recordings + 1  # those of the layers in a proof

@@ -69,8 +69,9 @@ class PlanInputs:
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
             in_one_row=self._takes_one_row,
             pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
-            waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
+            waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy in ("fsdp", "ep"),
             context_parallel=self.context_parallel,
+            overhead_tokens=speed.overhead_tokens(self.model),
             host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
 
@@ -139,6 +140,7 @@ class PlanInputs:
             adapter_options=AdapterOptions.of(tuning.lora),
             zero_stage=self.zero_stage,
             is_fsdp=self.ranks.strategy == "fsdp",
+            expert_ranks=self.ranks.world_size if self.ranks.strategy == "ep" else 1,
             offload=self.offload,
             fetching=self.fetching,
             is_gpu=is_gpu,

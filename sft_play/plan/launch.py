@@ -59,7 +59,7 @@ def _launcher(ranks: Ranks, run_folder: Path, port: str) -> list[str]:
     """Return the words between Python and the worker's script."""
     if ranks.strategy == "single":
         return []
-    if ranks.strategy in ("ddp", "fsdp"):
+    if ranks.strategy in ("ddp", "fsdp", "ep"):
         # as DDP: the worker shares the weights out itself
         config = ["--config_file", str(run_folder / "accelerate.yaml")]
         return ["-m", "accelerate.commands.launch", *config, "--main_process_port", port]

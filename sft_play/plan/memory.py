@@ -191,9 +191,12 @@ def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
             gathered=_gathered_one(step),
             context=held.context,
         )
-    if step.zero_stage < 3:
+    if step.zero_stage < 3 and (step.expert_ranks == 1 or step.is_quantised):
         weights = base_weight_bytes(step, step.weight_bytes)
-    return PhaseBytes(weights=weights, adapters=held.adapters, context=held.context)
+    adapters = held.adapters
+    if step.expert_ranks > 1:  # added for all experts first
+        adapters = 4 * step.adapter_weights
+    return PhaseBytes(weights=weights, adapters=adapters, context=held.context)
 
 
 def _gradient_copies(step: StepSpec) -> int:
@@ -265,6 +268,7 @@ def _gradients_in_forward(step: StepSpec, layout: Layout, held: PhaseBytes) -> i
 def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     """What is held between steps from the first one on, with all gradients."""
     world_size = layout.world_size
+    shared, step = step.without_experts(), step.of_rank()
     optimizer_shards = world_size if step.zero_stage >= 1 or step.divides_training else 1
     gradient_shards = world_size if step.zero_stage >= 2 or step.divides_training else 1
     weight_shards = world_size if step.zero_stage >= 3 or step.is_fsdp else 1
@@ -278,7 +282,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     if step.zero_stage:
         buckets = OFFLOAD_BUCKET_BYTES
     elif world_size > 1 and not step.divides_training:
-        buckets = step.trained_bytes * trained
+        buckets = step.trained_bytes * shared.trained_weights
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
     optimizer = (step.moment_bytes + step.master_bytes) * trained // optimizer_shards

@@ -23,6 +23,7 @@ TARGETS = {
     "single": "train",
     "ddp": "train-distributed",
     "fsdp": "train-distributed",
+    "ep": "train-distributed",
     "deepspeed": "train-deepspeed",
 }
 MICRO_BATCH_PHASES = ("forward", "backward")
@@ -56,8 +57,8 @@ def start_command(
     variables = {name: value for name, value in given.items() if name in READS[target]}
     if plan.deepspeed:
         variables["DEEPSPEED_CONFIG"] = os.path.relpath(plan.deepspeed.source)
-    if plan.ranks.strategy == "fsdp":
-        variables["TRAIN_STRATEGY"] = "fsdp"
+    if plan.ranks.strategy in ("fsdp", "ep"):
+        variables["TRAIN_STRATEGY"] = plan.ranks.strategy
     if plan.ranks.strategy != "single":
         variables["NUM_GPUS"] = str(plan.ranks.per_node)
     return make_command(target, {**variables, **overrides})

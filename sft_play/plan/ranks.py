@@ -15,7 +15,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.devices import Hardware
 
-Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
+Strategy = Literal["single", "ddp", "fsdp", "ep", "deepspeed"]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ STRATEGIES = {
     "single": "one process",
     "ddp": "DDP",
     "fsdp": "FSDP",
+    "ep": "experts shared",
     "deepspeed": "DeepSpeed ZeRO-",
 }
 MEMORY_SOURCES = {

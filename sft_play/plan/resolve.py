@@ -18,7 +18,7 @@ from sft_play.plan import advice, memory, needs, recipe, sources, strategy
 from sft_play.plan.context import with_context
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.fast import graph_warnings
+from sft_play.plan.fast import graph_warnings, offloads
 from sft_play.plan.inputs import (
     PlanInputs,
     choose_layout,
@@ -203,9 +203,9 @@ def _machine_warnings(
 ) -> list[str]:
     """Return what is to be said of how the machine will run the step."""
     warnings = strategy.map_sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
-    warnings += recurrent_warnings(inputs.model, hardware)
-    warnings += faster_than_zero3(inputs, layout)
-    warnings += offloading_warnings(inputs, layout) + graph_warnings(inputs.graph_setup, layout)
+    warnings += recurrent_warnings(inputs.model, hardware) + faster_than_zero3(inputs, layout)
+    warnings += offloading_warnings(inputs, layout)
+    warnings += graph_warnings(inputs.graph_setup, offloads(inputs.step, layout))
     return warnings + needs.switch_warnings(inputs.config, inputs.ranks, environ)
 
 
@@ -314,6 +314,8 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
             "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
     needs.refuse_deepspeed(loaded, inputs.ranks)
+    if inputs.ranks.strategy == "ep" and inputs.model.guess is None:
+        strategy.refuse_remainder(inputs.model.counts.stacked_experts, inputs.ranks.world_size)
     unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
     if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
         raise ConfigError(

@@ -99,6 +99,11 @@ class RunPlan:
         return self.ranks.strategy == "fsdp"
 
     @property
+    def is_expert_parallel(self) -> bool:
+        """Whether each rank holds a part of the experts."""
+        return self.ranks.strategy == "ep"
+
+    @property
     def checkpointing(self) -> Literal["none", "selective", "full"]:
         """How many layers are recomputed in the backward pass."""
         if self.layout.checkpointed_layers == self.step.model.layers:

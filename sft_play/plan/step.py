@@ -123,7 +123,7 @@ class AdapterOptions:
     use_dora: bool = False
     has_dropout: bool = False
     saved_modules: tuple[str, ...] = ()  # trained in full
-    experts: str = "auto"  # per_expert, none
+    experts: str = "auto"  # per_expert, shared, none
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
     @classmethod
@@ -151,12 +151,18 @@ class AdapterOptions:
     ) -> int:
         """Return the weights of the A and B matrices, and of DoRA's magnitudes.
 
-        Each expert has an A and a B; `is_active` counts those that a token is routed to.
+        Each expert has an A and a B, or those that all of them share; `is_active` counts those
+        that a token is multiplied by.
         """
         weights = 0
         for kind in self.adapted(model, targets):
             of_one = rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
-            weights += kind.count * (kind.active if is_active else kind.experts) * of_one
+            adapters = kind.experts
+            if is_active:
+                adapters = kind.active
+            elif kind.is_stacked and self.experts == "shared":
+                adapters = 1
+            weights += kind.count * adapters * of_one
         return weights
 
     @property
@@ -169,6 +175,10 @@ class AdapterOptions:
         text = ""
         if self.layers is not None:
             text += f", layers {', '.join(map(str, self.layers))}"
+        if self.experts == "shared":
+            text += ", one adapter for all experts of a layer"
+        elif self.experts == "none":
+            text += ", none on experts"
         if self.use_dora:
             text += ", DoRA"
         if self.saved_modules:
@@ -230,6 +240,7 @@ class StepSpec:
     traced: TracedStep | None = None  # where the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
     is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
+    expert_ranks: int = 1  # ranks that share the experts of each layer
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
@@ -260,6 +271,19 @@ class StepSpec:
         return min(
             checkpointed_layers, self.model.layers if self.host_layers is None else self.host_layers
         )
+
+    def of_rank(self) -> "StepSpec":
+        """Return the step with the experts of one rank as all that there are."""
+        if self.expert_ranks == 1:
+            return self
+        structure = self.model.counts.with_experts_of_rank(self.expert_ranks)
+        return replace(self, model=replace(self.model, structure=structure))
+
+    def without_experts(self) -> "StepSpec":
+        """Return the step with those adapters alone that every rank has whole."""
+        if self.expert_ranks == 1 or self.adapter_options.experts == "shared":
+            return self
+        return replace(self, adapter_options=replace(self.adapter_options, experts="none"))
 
     @property
     def is_full(self) -> bool:

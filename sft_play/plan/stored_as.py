@@ -21,6 +21,7 @@ PACKED = {  # by the end of the names of their tensors
     ".weight_packed": "packed integers (compressed-tensors)",
     ".weight_scale_2": "NVFP4",
 }
+MXFP4 = "MXFP4"
 NAMES = {
     "compressed-tensors": "compressed-tensors",
     "gptq": "GPTQ",
@@ -80,7 +81,7 @@ def _format(declared: ModelConfigJson) -> StoredAs:
         words = f"FP8 in blocks of {block[0]} x {block[1]}" if block else "FP8"
         return StoredAs(words, "dequantised", tuple(block) if block else None)
     if method == "mxfp4":
-        return StoredAs("MXFP4", "dequantised")
+        return StoredAs(MXFP4, "dequantised")
     if method == "compressed-tensors":
         return _compressed(declared)
     algorithm = str(declared.get("quant_algo") or "")
@@ -149,7 +150,7 @@ def _shown(dtypes: Mapping[str, str]) -> StoredAs | None:
             return StoredAs(words, "packed" if ending == ".absmax" else "refused")
     weights = {dtype for name, dtype in dtypes.items() if name.endswith(".weight")}
     if any(name.endswith("_blocks") and dtype == "U8" for name, dtype in dtypes.items()):
-        return StoredAs("MXFP4", "dequantised")
+        return StoredAs(MXFP4, "dequantised")
     if any(name.endswith(".SCB") for name in dtypes):
         return StoredAs("8 bits of bitsandbytes", "dequantised")
     if weights & {"U8", "I32", "U32"}:

@@ -63,9 +63,9 @@ class AskedStrategy:
         """
         if self.uses_deepspeed:
             return self._zero_engines()
-        if self.name == "fsdp":
-            self._refuse_fsdp(config, ranks, is_float16)
-            return (Engine("fsdp"),)
+        if self.name in ("fsdp", "ep"):
+            self._refuse_shared(config, ranks, is_float16)
+            return (Engine("ep" if self.name == "ep" else "fsdp"),)
         if ranks.world_size == 1:
             return (Engine("single"),)
         if self.name == "auto" and not why_not_fsdp(config, is_float16):
@@ -78,14 +78,14 @@ class AskedStrategy:
         stages: Sequence[str] = ZERO_ORDER if self.name == "auto" else (self.name,)
         return tuple(Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
 
-    def _refuse_fsdp(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
+    def _refuse_shared(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
+        why_not = why_not_ep if self.name == "ep" else why_not_fsdp
+        reason = why_not(config, is_float16)
         if ranks.world_size == 1:
-            raise ConfigError(
-                f"{self.described}: FSDP shares a model among processes, and this run has one; set "
-                "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto and "
-                "TRAIN_FSDP_OFFLOAD=false"
+            reason = (
+                "processes share the model, and this run has one; set NUM_GPUS=2 or more (without "
+                "a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto and TRAIN_FSDP_OFFLOAD=false"
             )
-        reason = why_not_fsdp(config, is_float16)
         if reason:
             raise ConfigError(f"{self.described}: {reason}")
 
@@ -204,6 +204,56 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
     return None
 
 
+def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
+    """Return why ranks cannot share the experts of a config's model and what can be, else None."""
+    backend = backend_of(config)
+    train = config.train
+    if not backend.runs_under_fsdp:
+        return (
+            f"tuning.backend={backend.name} does not run under it; set TRAIN_STRATEGY=ddp, or "
+            "TUNING_BACKEND=bnb"
+        )
+    if config.tuning.mode == "full":
+        return "tuning.mode=full trains the experts themselves; set TRAIN_STRATEGY=fsdp"
+    if config.tuning.has_float8_base:
+        return (
+            "tuning.base_dtype=float8 is read whole; set TUNING_BASE_DTYPE=auto, or "
+            "TRAIN_STRATEGY=fsdp"
+        )
+    if is_float16 or train.fp16 is True:
+        return (
+            "the loss scaler of float16 judges a step by one rank's gradients; set "
+            "TRAIN_STRATEGY=ddp, or TRAIN_BF16=true on GPUs that have it"
+        )
+    if train.optim not in DIVISIBLE_OPTIMIZERS:
+        return (
+            f"train.optim={train.optim} keeps numbers for blocks of a matrix, which are of several "
+            "ranks' experts; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=ddp"
+        )
+    if train.context_parallel not in (1, "auto"):
+        return (
+            f"train.context_parallel={train.context_parallel}: ranks that share experts share no "
+            "rows; set TRAIN_CONTEXT_PARALLEL=1, or TRAIN_STRATEGY=ddp"
+        )
+    return None
+
+
+def refuse_remainder(experts: int, ranks: int) -> None:
+    """Raise ConfigError unless ranks get an equal number of a layer's experts, two or more each."""
+    if not experts:
+        raise ConfigError(
+            "train.strategy=ep: the model has no experts in a form that ranks can share; set "
+            "TRAIN_STRATEGY=ddp or fsdp"
+        )
+    fitting = [number for number in range(2, experts // 2 + 1) if experts % number == 0]
+    if ranks not in fitting:
+        numbers = f"NUM_GPUS to one of {', '.join(map(str, fitting))}, or " if fitting else ""
+        raise ConfigError(
+            f"train.strategy=ep: {ranks} ranks cannot share {experts} experts equally, two or more "
+            f"each; set {numbers}TRAIN_STRATEGY=fsdp"
+        )
+
+
 MAP_NAME = "model.device_map"
 
 
@@ -248,7 +298,7 @@ def _refuse_map(loaded: LoadedConfig, asked: AskedStrategy, ranks: Ranks) -> Non
             f"{described}: DeepSpeed divides the model itself; use make train for one model over "
             "the GPUs of one process, or set MODEL_DEVICE_MAP=null"
         )
-    if asked.name == "fsdp":
+    if asked.name in ("fsdp", "ep"):
         raise ConfigError(
             f"{described}: {asked.described} divides the model itself, and all GPUs compute at "
             "once; set MODEL_DEVICE_MAP=null, or TRAIN_STRATEGY=auto and use make train"

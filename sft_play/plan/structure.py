@@ -90,6 +90,16 @@ class Structure:
         """Return the counts where towers are trained as all else is."""
         return replace(self, towers=0)
 
+    def with_experts_of_rank(self, ranks: int) -> "Structure":
+        """Return the counts of what one of `ranks` holds that share the experts equally."""
+        matrices = []
+        for kind in self.matrices:
+            experts = kind.experts // ranks if kind.is_stacked else kind.experts
+            matrices.append(replace(kind, experts=experts))
+        elsewhere = self.product_weights - sum(kind.weights for kind in matrices)
+        parameters = self.parameters - elsewhere
+        return replace(self, parameters=parameters, matrices=tuple(matrices))
+
     def without_towers(self) -> "Structure":
         """Return the counts of the language model alone."""
         return replace(
@@ -103,6 +113,11 @@ class Structure:
     def experts(self) -> int:
         """Experts of a layer, 0 for a dense model."""
         return max((kind.experts for kind in self.matrices if kind.experts > 1), default=0)
+
+    @property
+    def stacked_experts(self) -> int:
+        """Experts of a layer that are rows of one parameter, 0 without such."""
+        return max((kind.experts for kind in self.matrices if kind.is_stacked), default=0)
 
     @property
     def active_experts(self) -> int:
@@ -153,7 +168,7 @@ def adapted_matrices(
     chosen = []
     for kind in matrices:
         if kind.is_stacked and experts != "auto":
-            is_chosen = experts == "per_expert"
+            is_chosen = experts != "none"
         elif targets == "all-linear":
             is_chosen = kind.is_adapted
         else:

@@ -184,7 +184,7 @@ def build_evaluator(
     where the base's own generation does.
     """
     plan = context.plan
-    is_divided = plan.zero_stage == 3 or plan.is_fsdp
+    is_divided = plan.zero_stage == 3 or plan.is_fsdp or plan.is_expert_parallel
     train = context.config.train
     images = image_inputs_of(model, context.config, tokenizer) if split.has_images else None
     shared = plan.layout.context_parallel if is_loss_fused(model) else 1

@@ -8,7 +8,7 @@ the barrier before the folder is published.
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from sft_play.config.schema import TrainSection
 from sft_play.errors import CheckpointError, SftPlayError
+from sft_play.models.adapter_state import ExpertPart, as_published, load_published, part_of
 from sft_play.models.load import load_trained
 from sft_play.models.sharding import whole_state_dict
 from sft_play.process import Process
@@ -75,6 +76,11 @@ def write_state(trainer: "SftTrainer", folder: Path) -> None:
         dcp.save(_divided_optimizer(trainer), checkpoint_id=folder / DIVIDED_OPTIMIZER)
         if trainer.args.should_save:
             torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+    elif trainer.shares_experts:
+        state = optimizer_of_all_experts(trainer)
+        if trainer.args.should_save:
+            torch.save(state, folder / OPTIMIZER_NAME)
+            torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
     else:
         trainer._save_optimizer_and_scheduler(str(folder))
     trainer._save_scaler(str(folder))
@@ -102,6 +108,11 @@ def write_weights(trainer: "SftTrainer", folder: str) -> None:
         state_dict = trainer.model_wrapped._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=is_peft
         )
+        state_dict = state_dict or {}  # None on other ranks than the main one
+    elif is_peft:
+        state_dict = model.state_dict()
+    if is_peft:
+        state_dict = as_published(model, state_dict)
     if not trainer.args.should_save:
         return
     # by default PEFT would ask the hub whether the vocabulary was resized
@@ -146,7 +157,7 @@ def load_weights(trainer: "SftTrainer", checkpoint: Path) -> None:
                 trainer.model_wrapped, str(checkpoint), load_module_strict=is_strict
             )
     elif isinstance(model, PeftModel):
-        model.load_adapter(str(checkpoint), model.active_adapters[0], is_trainable=True)
+        load_published(model, checkpoint, is_trainable=True)
     elif not trainer.trains_divided:  # else the model was loaded from there
         load_trained(model, str(checkpoint))
 
@@ -161,7 +172,7 @@ def load_optimizer(trainer: "SftTrainer", checkpoint: Path) -> None:
         state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
         trainer.lr_scheduler.load_state_dict(state)
     else:
-        with loading_plain(checkpoint):
+        with loading_plain(checkpoint), cutting_optimizer(trainer):
             trainer._load_optimizer_and_scheduler(str(checkpoint))
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # in a wrapper
     if isinstance(schedule, LambdaLR):  # that of the checkpoint, which train.extend makes longer
@@ -214,6 +225,44 @@ def _divided_optimizer(trainer: "SftTrainer") -> dict[str, object]:
     """Return the state of an optimizer whose weights FSDP divides: this rank's part."""
     optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
     return {"optimizer": get_optimizer_state_dict(trainer.model, optimizer)}
+
+
+def optimizer_of_all_experts(trainer: "SftTrainer") -> dict[str, Any]:
+    """Return an optimizer's state as one process has it. Every rank must call it."""
+    return reshape_moments(trainer, trainer.optimizer.state_dict(), ExpertPart.whole)
+
+
+@contextmanager
+def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
+    """Let the optimizer load of a whole state what belongs to this rank's experts."""
+    if not trainer.shares_experts:
+        yield
+        return
+    optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
+    hook = optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: reshape_moments(trainer, state, ExpertPart.cut)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def reshape_moments(
+    trainer: "SftTrainer",
+    state: dict[str, Any],
+    reshape: Callable[[ExpertPart, torch.Tensor], torch.Tensor],
+) -> dict[str, Any]:
+    """Return an optimizer's state in which the moments of experts are reshaped."""
+    groups = trainer.optimizer.param_groups
+    parts = [part_of(parameter) for group in groups for parameter in group["params"]]
+    moments = {number: dict(values) for number, values in state["state"].items()}
+    for number, part in enumerate(parts):
+        if part is not None:
+            for name, value in moments.get(number, {}).items():
+                if value.dim():  # a step is no matrix
+                    moments[number][name] = reshape(part, value)
+    return {**state, "state": moments}
 
 
 def apply_schedule(schedule: LambdaLR) -> None:

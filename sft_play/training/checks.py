@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
+from sft_play.models.adapter_state import part_of
 from sft_play.models.delivered import rounds_inputs
-from sft_play.models.experts import expert_weights
+from sft_play.models.experts import expert_weights, ranks_of_experts
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT, Documents
 from sft_play.models.fast.setup import base_model_of
@@ -39,6 +40,7 @@ WRAPPERS_OF_STRATEGY = {
     "single": (None,),
     "ddp": ("DistributedDataParallel",),
     "fsdp": (None, "DistributedDataParallel"),  # that of adapters, over divided weights
+    "ep": (None, "DistributedDataParallel"),  # without one where experts alone are trained
     "deepspeed": ("DeepSpeedEngine",),
 }
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
@@ -81,12 +83,12 @@ def check_engine(model: nn.Module, strategy: str) -> None:
             f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make "
             "doctor"
         )
-    if is_divided(model) != (strategy == "fsdp"):
-        divided = "not " if strategy == "fsdp" else ""
-        raise EnvironmentFault(
-            f"strategy={strategy} was planned, and FSDP has {divided}divided the weights; try make "
-            "doctor"
-        )
+    for name, has_divided in (("fsdp", is_divided(model)), ("ep", ranks_of_experts(model) > 1)):
+        if has_divided != (strategy == name):
+            raise EnvironmentFault(
+                f"strategy={strategy} was planned, and the weights are "
+                f"{'' if has_divided else 'not '}divided by {name}; try make doctor"
+            )
 
 
 def check_finite(model: nn.Module, step: int) -> None:
@@ -356,9 +358,10 @@ def has_equal_copies(model: nn.Module, process: Process) -> bool:
 def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
     """Compare the trained weights of all ranks, bit by bit. Every rank must call it.
 
+    Experts that a rank has for itself are left out.
     Raises: EnvironmentFault, on every rank, where they differ.
     """
-    own = bit_sums(_trained(model))
+    own = bit_sums({name: p for name, p in _trained(model).items() if part_of(p) is None})
     sums = process.gather(own)
     for rank, others in enumerate(sums):
         differing = [name for name in own if others[name] != sums[0][name]]

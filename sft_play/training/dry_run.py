@@ -74,7 +74,7 @@ class DryRun:
     def measure(self, layout: Layout) -> Point | None:
         """Return the peak memory of a step of full rows on this rank; None if it does not fit.
 
-        Where ranks divide the weights the out-of-memory error is raised, since the others wait for
+        Where ranks divide weights the out-of-memory error is raised, since the others wait for
         this one inside their passes. The first call takes a warm-up step that is not counted: it
         allocates what is kept, such as optimizer state, workspaces and compiled kernels.
         """
@@ -90,8 +90,9 @@ class DryRun:
             return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
             is_out_of_memory = classify(error).exit_class is ExitClass.OUT_OF_MEMORY
-            has_divided = self.trainer.is_deepspeed_enabled or is_divided(self.trainer.model)
-            if has_divided or not is_out_of_memory:
+            trainer = self.trainer
+            waits = trainer.is_deepspeed_enabled or is_divided(trainer.model)
+            if waits or trainer.shares_experts or not is_out_of_memory:
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))
         self._drop_gradients()

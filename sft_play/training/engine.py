@@ -1,12 +1,15 @@
 """What a trainer is made of once its run begins: state, wrapped model, optimizer and schedule."""
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DummyScheduler
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -16,6 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
 from transformers.trainer_utils import SchedulerType
 
 from sft_play.errors import CheckpointError
+from sft_play.models import expert_parallel
+from sft_play.models.adapter_state import part_of
 from sft_play.models.sharding import is_divided
 from sft_play.plan.workload import warm_up_warning
 from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
@@ -65,7 +70,9 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
         )
     trainer.create_optimizer()
     accelerator = trainer.accelerator
-    if is_divided(trainer.model):
+    if trainer.shares_experts:
+        expert_parallel.average_own_gradients(trainer.model, trainer.process)
+    if is_divided(trainer.model) or trainer.shares_experts:
         trainer.model_wrapped = wrap_divided(trainer)
         trainer.optimizer = accelerator.prepare(trainer.optimizer)
     elif isinstance(trainer.lr_scheduler, DummyScheduler):
@@ -94,24 +101,44 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
 
 
 def wrap_divided(trainer: "SftTrainer") -> nn.Module:
-    """Return a divided model (models.sharding) with autocast, its adapters wrapped in DDP.
+    """Return a divided model with autocast, the adapters that all ranks have wrapped in DDP.
 
-    accelerate refuses DDP around a model with divided weights, although it need not know of
-    them.
+    accelerate refuses DDP around a model with divided weights (models.sharding), although it need
+    not know of them, nor of experts that are not those of other ranks (models.expert_parallel).
     """
     model, accelerator = trainer.model, trainer.accelerator
     # autocast alone: what is offloaded stays in host memory
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     if trainer.trains_divided:
         return model
-    frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    shared, left_alone = [], []
+    for name, tensor in model.named_parameters():
+        is_shared = tensor.requires_grad and part_of(tensor) is None
+        (shared if is_shared else left_alone).append(name)
+    if not shared:
+        return model
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_alone)
     on_gpu = accelerator.device.type == "cuda"
     return DistributedDataParallel(
         model,
         device_ids=[accelerator.local_process_index] if on_gpu else None,
         **accelerator.ddp_handler.to_kwargs(),
     )
+
+
+def clip_gradients(
+    trainer: "SftTrainer", parameters: Iterable[nn.Parameter]
+) -> torch.Tensor | float:
+    """Clip the gradients to train.max_grad_norm; return their norm before that."""
+    most = trainer.args.max_grad_norm or math.inf
+    if trainer.shares_experts:
+        return expert_parallel.clip_gradients(parameters, most)
+    norm = trainer.accelerator.clip_grad_norm_(parameters, most)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if trainer.is_deepspeed_enabled and isinstance(norm, torch.Tensor):
+        norm = norm.item()
+    return norm
 
 
 def begin_warm_up(schedule: Any, warmup: int) -> None:

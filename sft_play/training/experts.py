@@ -17,8 +17,13 @@ from torch import Tensor, nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models.expert_adapters import ADAPTER
-from sft_play.models.experts import BALANCE, computes_balance, expert_weights
+from sft_play.models.adapter_state import ADAPTER, part_of
+from sft_play.models.experts import (
+    BALANCE,
+    computes_balance,
+    expert_weights,
+    ranks_of_experts,
+)
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.process import Process
 from sft_play.runs.report import ExpertsReport
@@ -105,12 +110,13 @@ class ExpertUse:
 
     def __init__(self, model: nn.Module):
         self._counts: dict[str, Tensor] = {}  # (experts + 1,) by module; the last is no expert
+        ranks = ranks_of_experts(model)
         for weight in expert_weights(model):
             # a hook on the outermost wrapper: fused kernels do not call what is inside
             name = weight.module_name.replace(".base_layer", "")
             if name not in self._counts:
                 device = next(model.get_submodule(weight.module_name).parameters()).device
-                counts = torch.zeros(weight.experts + 1, dtype=torch.int64, device=device)
+                counts = torch.zeros(ranks * weight.experts + 1, dtype=torch.int64, device=device)
                 self._counts[name] = counts
                 self._watch(model.get_submodule(name), counts)
 
@@ -122,7 +128,8 @@ class ExpertUse:
                 numbers = choices.detach().reshape(-1).to(torch.int64).clamp(max=len(counts) - 1)
                 counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
-        module.register_forward_pre_hook(count, with_kwargs=True)
+        # before the tokens of all ranks meet, where these share the experts
+        module.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
 
     def tokens_of_experts(self, process: Process) -> dict[str, list[int]]:
         """Return the tokens of each expert on all ranks, by module. Every rank must call it.
@@ -151,15 +158,15 @@ def _choices(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 @torch.no_grad()
-def untrained_adapters(model: nn.Module) -> dict[str, list[int]]:
+def untrained_adapters(model: nn.Module, process: Process) -> dict[str, list[int]]:
     """Return the adapters whose B is still zero, by module: their experts, [] for all of it.
 
     B begins as zero, and a step with any gradient changes it. Left out are adapters that begin
     otherwise, and those that ZeRO-3 partitions. None is named after a run that changed nothing,
-    such as one step with a learning rate of zero.
+    such as one step with a learning rate of zero. Every rank must call it.
     """
-    untrained: dict[str, list[int]] = {}
-    has_trained = False
+    own: dict[str, list[bool]] = {}  # whether B of each expert is zero
+    shared: set[str] = set()
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer) or ADAPTER not in module.lora_B:
             continue
@@ -172,10 +179,19 @@ def untrained_adapters(model: nn.Module) -> dict[str, list[int]]:
             key = f"{key}.{module.parameter_name}"
             experts = module.num_experts
         is_zero = (b.reshape(-1, experts) == 0).all(dim=0)  # (experts,): the fastest index of B
-        numbers = is_zero.nonzero().flatten().tolist()
-        has_trained |= len(numbers) < experts
+        own[key] = is_zero.tolist()
+        shared |= {key} if part_of(b) is not None else set()
+    untrained: dict[str, list[int]] = {}
+    has_trained = False
+    of_ranks = process.gather(own) if shared else [own]
+    for key in own:
+        is_zero = own[key]
+        if key in shared:  # the experts of one rank after those of another
+            is_zero = [each for rank in of_ranks for each in rank[key]]
+        numbers = [number for number, zero in enumerate(is_zero) if zero]
+        has_trained |= len(numbers) < len(is_zero)
         if numbers:
-            untrained[key] = numbers if len(numbers) < experts else []
+            untrained[key] = numbers if len(numbers) < len(is_zero) else []
     return untrained if has_trained else {}
 
 
@@ -185,7 +201,7 @@ def experts_report(use: ExpertUse, model: nn.Module, process: Process) -> Expert
     Every rank must call it.
     """
     tokens = use.tokens_of_experts(process)
-    untrained = untrained_adapters(model)
+    untrained = untrained_adapters(model, process)
     if not tokens and not untrained:
         return None
     never: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from peft import get_peft_model_state_dict
+from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +19,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reopened import Folder, Reference, make_reference, reopen
 from sft_play.models import bnb
+from sft_play.models.adapter_state import published_state
 from sft_play.models.base_files import (
     copy_processors,
     plain_reading,
@@ -62,8 +63,9 @@ def save_weights(
     sealing = published(weights, context.process, facts, keeps_refused=True)
     with context.memory.phase("save"), sealing as staged:
         trainer.save_model(str(staged))  # a collective under ZeRO-3; one rank writes
+        trained = trained_tensors(trainer.model, context.plan.zero_stage)
         if context.process.is_main:
-            check_and_describe(context, trainer, recorder, staged, is_complete)
+            check_and_describe(context, trainer, recorder, staged, trained, is_complete)
     return weights
 
 
@@ -72,20 +74,20 @@ def check_and_describe(
     trainer: SftTrainer,
     recorder: RunRecorder,
     staged: Path,
+    trained: Mapping[str, Tensor] | None,
     is_complete: bool,
 ) -> None:
     """Read the saved weights back, and write what others need to know of them beside them."""
     mode = context.config.tuning.mode
-    zero_stage = context.plan.zero_stage
     name, left_out = "the saved weights are finite and equal those in memory", None
-    if zero_stage == 3:
+    if trained is None:
         name = "the saved weights are finite"
         left_out = "ZeRO-3: not compared with those in memory"
     with recorder.check(name, left_out):
         if mode == "full":
-            check_saved_model(staged, trainer.model, zero_stage)
+            check_saved_model(staged, trained)
         else:
-            check_saved_adapter(staged, trainer.model, zero_stage, is_complete)
+            check_saved_adapter(staged, trained, is_complete)
     status = "done" if is_complete else "stopped"
     step = trainer.state.global_step
     report = dataclasses.replace(recorder.report, status=status, global_step=step)
@@ -204,21 +206,27 @@ def _dtype(context: RunContext) -> torch.dtype:
     return weight_dtype(context.config, context.process.compute_dtype)
 
 
+def trained_tensors(model: nn.Module, zero_stage: int) -> Mapping[str, Tensor] | None:
+    """Return what is saved of a model as it is in memory; None under ZeRO-3, which has shards.
+
+    Every rank must call it.
+    """
+    if zero_stage == 3:
+        return None
+    return published_state(model) if isinstance(model, PeftModel) else model.state_dict()
+
+
 def check_saved_adapter(
-    folder: Path, model: nn.Module, zero_stage: int, is_complete: bool = True
+    folder: Path, trained: Mapping[str, Tensor] | None, is_complete: bool = True
 ) -> None:
     """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
 
-    Under ZeRO-3 the comparison is left out: weights in memory are shards. A run that was stopped
-    (not `is_complete`) may have learned nothing yet.
+    Without `trained` the comparison is left out. A run that was stopped (not `is_complete`) may
+    have learned nothing yet.
 
     Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
     or was never updated.
     """
-    trained = None
-    if zero_stage != 3:
-        # by default PEFT would ask the hub whether the vocabulary was resized
-        trained = get_peft_model_state_dict(model, save_embedding_layers=False)
     seen = _check_saved(folder, trained)
     if trained is not None and seen != trained.keys():
         raise CheckpointError(
@@ -233,15 +241,14 @@ def check_saved_adapter(
         )
 
 
-def check_saved_model(folder: Path, model: nn.Module, zero_stage: int) -> None:
+def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> None:
     """Read the saved weights of a full run back: finite, and equal to the weights in memory.
 
-    Under ZeRO-3 they are only checked for NaN and infinity. So are tensors that the architecture
-    saves under another name than it has in memory.
+    Without `trained` they are only checked for NaN and infinity. So are tensors that the
+    architecture saves under another name than it has in memory.
 
     Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
     """
-    trained = None if zero_stage == 3 else model.state_dict()
     _check_saved(folder, trained)
 
 

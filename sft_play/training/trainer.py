@@ -17,7 +17,6 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
@@ -27,6 +26,7 @@ from sft_play.data.collate import Batch
 from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
+from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
@@ -48,7 +48,7 @@ from sft_play.training.checkpoints import (
     save_checkpoint,
     write_weights,
 )
-from sft_play.training.engine import begin_state, prepare, set_rates
+from sft_play.training.engine import begin_state, clip_gradients, prepare, set_rates
 from sft_play.training.experts import ExpertUse, RouterLoss
 from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
@@ -89,6 +89,7 @@ class SftTrainer(Trainer):
         # the types as loaded: DeepSpeed casts what it trains
         self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.trains_divided = trains_divided(self.model)
+        self.shares_experts = ranks_of_experts(self.model) > 1
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.towers_learning_rate = towers_learning_rate
         self.tower_weights = trained_tower_weights(self.model)
@@ -313,13 +314,7 @@ class SftTrainer(Trainer):
 
     def clip_gradients(self) -> Tensor | float:
         """Clip the gradients to train.max_grad_norm; return their norm before that."""
-        parameters = self.parameters or self.model_wrapped.parameters()
-        norm = self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if self.is_deepspeed_enabled and isinstance(norm, Tensor):
-            norm = norm.item()
-        return norm
+        return clip_gradients(self, self.parameters or self.model_wrapped.parameters())
 
     def log_step(self, norm: Tensor | float, rate: float) -> None:
         """Log the mean loss of the steps since the last log, where a log is due."""

@@ -177,7 +177,15 @@ def load_weights(
     with context.memory.phase("load"), watched(stage, context.process.is_main):
         placed = plan.step.most_layers
         proofs = runtime.proofs_of(config)
-        model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp, placed, proofs)
+        model = load_model(
+            config,
+            context.process,
+            plan.zero_stage,
+            plan.is_fsdp,
+            placed,
+            proofs,
+            plan.is_expert_parallel,
+        )
     context.memory.note_before_training()
     if checkpoint is not None:
         refuse_other_dtypes(checkpoint, model)

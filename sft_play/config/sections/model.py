@@ -184,11 +184,11 @@ class LoraSection(Section):
         description="Names of the linear layers that get adapters, and of experts' parameters "
         "(gate_up_proj, down_proj); all-linear is every one but the output head and routers.",
     )
-    experts: Literal["auto", "per_expert", "none"] = Field(
+    experts: Literal["auto", "per_expert", "shared", "none"] = Field(
         "auto",
-        description="Adapters of a mixture's experts, one each, without dropout or DoRA. auto: "
-        "where target_modules is all-linear or names their parameters; per_expert: beside any "
-        "targets; none: on no expert.",
+        description="Adapters of experts, one each (per_expert) or one for a layer's (shared), "
+        "beside any targets; none: on no expert; auto is per_expert where target_modules is "
+        "all-linear or names them.",
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."

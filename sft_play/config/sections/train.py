@@ -202,11 +202,11 @@ class TrainSection(Section):
         "it; auto is on for bnb on a GPU. On a CPU, under FSDP and DeepSpeed and on resuming it "
         "measures and changes nothing.",
     )
-    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"] = Field(
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "ep"] = Field(
         "auto",
-        description="How GPUs share a run: ddp gives all of it to each; fsdp, and zero1, zero2 and "
-        "zero3 of DeepSpeed, divide parts of it (docs/planner.md). auto is ddp, and fsdp where "
-        "only that fits.",
+        description="How GPUs share a run (docs/planner.md): each has all of it (ddp), parts "
+        "(fsdp; zero1, zero2, zero3 of DeepSpeed), or a part of the experts (ep). auto: ddp, or "
+        "fsdp where only that fits.",
     )
     fsdp_offload: bool = Field(
         False,

@@ -36,7 +36,7 @@ from sft_play.models.fast.capture import (
 )
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognise import MISFITS
-from sft_play.models.fast.record import prove_once
+from sft_play.models.fast.record import of_any_rank, prove_once
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import shallow_copy
@@ -156,6 +156,7 @@ def _where_different(
 
     Its own code may also be run on each of `documents` alone, which are lengths.
     """
+    agreed = functools.partial(of_any_rank, trial.module, trial.process)
     own = trial.run(own_code)
     try:
         computed = trial.run(fused, given, own.choices)
@@ -165,17 +166,17 @@ def _where_different(
         # recognised by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
     code: Forward = own_code
-    where = difference(own, computed, None, trial.errors)
+    where = agreed(difference(own, computed, None, trial.errors))
     if where is not None and documents is not None:
         code = functools.partial(forward_by_document, documents)
         own = trial.run(code)
-        where = difference(own, computed, None, trial.errors)
+        where = agreed(difference(own, computed, None, trial.errors))
     if where is None:
         return None
     # in float8 the last bit of a float32 number may decide between two that are 12 % apart
     if own.dtype.itemsize == 2 or has_float8(trial.module):
         exact = trial.run_in_float32(code, own.choices)
-        if exact is not None and difference(own, computed, exact, trial.errors) is None:
+        if exact and agreed(difference(own, computed, exact, trial.errors)) is None:
             return None
     return f"computes something else ({where})"
 

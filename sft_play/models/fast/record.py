@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sft_play import timeline
 from sft_play.data.cache import digest_files
+from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.setup import TrainingSetup
 from sft_play.plan import counting
 from sft_play.plan.probe_fit import fingerprint
@@ -61,6 +63,16 @@ def prove_once(
     if where is None:
         setup.newly_proved[name] = max(errors, default=0.0)
     return where
+
+
+def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
+    """Return where a proof finds a difference, on any rank if ranks share experts of its module.
+
+    They run the module together, so all of them go on from a difference or none.
+    """
+    if ranks_of_experts(module) == 1:
+        return where
+    return next(filter(None, process.gather(where)), None)
 
 
 @dataclass

@@ -3,7 +3,7 @@
     out_n = sum_j w_nj (down_e(gate(in_e(x_n))) + b_e),  e = choice j of token n
 
 Saved for backward: x, the routing, the outputs of the inner linear (S, F), and x A^T and h A^T of
-the adapters. The rows of x and h are computed again, and the outputs of the experts are not needed.
+the adapters. h is computed again, and the outputs of the experts are not needed.
 The reference is the module's own forward with PEFT's wrappers, which make the whole adapted weight
 in each pass.
 
@@ -28,16 +28,15 @@ from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import _default_apply_gate
 
 from sft_play.models.fast.experts.products import (
+    Adapter,
     ExpertLinear,
-    Factors,
     Routing,
-    factors_of,
+    Term,
+    adapter_of,
     gradient_of_a,
     gradient_of_b,
-    input_gradient,
-    project,
+    rows_times,
     sum_choices,
-    take_tokens,
 )
 from sft_play.models.fast.linears.activations import Activation, activation_of
 from sft_play.models.fast.linears.glu import glu_backward, glu_forward, widen
@@ -52,19 +51,25 @@ class FusedGlu:
 
     activation: Activation
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Return h (S, I) of y (S, F)."""
+    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Return h (S, I) of y (S, F); rows behind the last of `ends` (E,) may be left out."""
+        if y.is_cuda:
+            from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
+
+            return kernels.glu_forward(y, self.activation, ends)
         return glu_forward(*y.chunk(2, dim=-1), self.activation)
 
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+    def backward(
+        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> GateGradients:
         """Return the gradients of y (S, F) and of the weights (S,) in float32, and h (S, I).
 
         `dh` (S, I) is without the routing weights (S,) and may be overwritten.
         """
         if y.is_cuda:
-            from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
+            from sft_play.models.fast.experts import kernels
 
-            return kernels.glu_backward(dh, y, weights, self.activation)
+            return kernels.glu_backward(dh, y, weights, self.activation, ends)
         gate, up = y.chunk(2, dim=-1)
         dy = torch.empty_like(y)
         h = torch.empty_like(dh)
@@ -79,24 +84,26 @@ class ClampedGlu:
     alpha: float
     limit: float
 
-    def forward(self, y: Tensor) -> Tensor:
+    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return h (S, I) of y (S, 2 I), rounded once."""
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels
 
-            return kernels.clamped_glu_forward(y, self.alpha, self.limit)
+            return kernels.clamped_glu_forward(y, self.alpha, self.limit, ends)
         gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(y.dtype)
 
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+    def backward(
+        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> GateGradients:
         """Return what `FusedGlu.backward` does."""
         alpha, limit = self.alpha, self.limit
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels
 
-            return kernels.clamped_glu_backward(dh, y, weights, alpha, limit)
+            return kernels.clamped_glu_backward(dh, y, weights, alpha, limit, ends)
         gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
         g = gate.clamp(max=limit)
         u = up.clamp(-limit, limit)
@@ -115,10 +122,13 @@ class OwnGate:
 
     function: Callable[[Tensor], Tensor]
 
-    def forward(self, y: Tensor) -> Tensor:
+    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         return self.function(y)
 
-    def backward(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+    def backward(
+        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> GateGradients:
+        """Return what `FusedGlu.backward` does."""
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             h = self.function(y)
@@ -195,17 +205,12 @@ class LoraExpertsFunction(torch.autograd.Function):
 
         `adapters` are lora_A and lora_B of the inner linear, then those of down; None without.
         """
-        inner, down = _factors(adapters, experts, x.dtype)
-        y, y_adapter, xa = project(take_tokens(x, routing), experts.inner, inner, routing)
-        if y_adapter is not None:
-            y.add_(y_adapter)
-            del y_adapter
-        z, z_adapter, ha = project(experts.gate.forward(y), experts.down, down, routing)
-        parts = (z,) if z_adapter is None else (z, z_adapter)
-        out = sum_choices(parts, routing.rows, weights)
+        inner, down = _adapters(adapters, experts, x.dtype)
+        y, xa = _project(x, experts.inner, inner, routing, of_tokens=True)
+        z, ha = _project(experts.gate.forward(y, routing.ends), experts.down, down, routing)
         ctx.save_for_backward(x, weights, y, xa, ha, *routing, *adapters)
         ctx.experts = experts
-        return out
+        return sum_choices(z, routing, weights)
 
     @staticmethod
     @once_differentiable
@@ -219,48 +224,67 @@ class LoraExpertsFunction(torch.autograd.Function):
             return _gradients(saved, experts, dout)
 
 
+def _project(
+    x: Tensor,
+    linear: ExpertLinear,
+    adapter: Adapter | None,
+    routing: Routing,
+    of_tokens: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the linear of x (S or N, in) with its adapter, (S, out), and x A^T (S, r)."""
+    xa = term = None
+    if adapter is not None:
+        xa = rows_times(x, adapter.a.transpose(1, 2), routing, of_tokens=of_tokens)
+        term = Term(xa, adapter.b, adapter.scale)
+    return rows_times(x, linear.matrices(x.dtype), routing, term, linear.bias, of_tokens), xa
+
+
+def _input_gradient(
+    dy: Tensor,
+    linear: ExpertLinear,
+    adapter: Adapter | None,
+    routing: Routing,
+    of_tokens: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return dy W_e^T + s dU A_e (S, in) of dy (S or N, out), and dU = dy B_e^T (S, r)."""
+    du = term = None
+    if adapter is not None:
+        du = rows_times(dy, adapter.b.transpose(1, 2), routing, of_tokens=of_tokens)
+        term = Term(du, adapter.a, adapter.scale)
+    matrices = linear.matrices(dy.dtype).transpose(1, 2)
+    return rows_times(dy, matrices, routing, term, of_tokens=of_tokens), du
+
+
 def _gradients(
     kept: Sequence[Tensor | None], experts: FrozenExperts, dout: Tensor
 ) -> tuple[Tensor | None, ...]:
     x, weights, y, xa, ha, *saved = kept
     routing = Routing(*saved[:-4])
     adapters = saved[-4:]
-    inner, down = _factors(adapters, experts, x.dtype)
+    inner, down = _adapters(adapters, experts, x.dtype)
     row_weights = routing.by_row(weights).float()
     gradients: list[Tensor | None] = [None] * 4
-    dz = take_tokens(dout, routing)  # without the weights
-    dh, dh_adapter, du = input_gradient(dz, experts.down, down, routing)
-    if dh_adapter is not None:
-        dh.add_(dh_adapter)
-        ha = _weighted(ha, row_weights)
-        gradients[3] = gradient_of_b(ha, dz, experts.down, adapters[3], routing)
-    del dz, dh_adapter
-    dy, dweights, h = experts.gate.backward(dh, y, row_weights)
-    if gradients[3] is not None:
-        gradients[2] = gradient_of_a(_weighted(du, row_weights), h, adapters[2], routing)
-    if down is not None and down.bias is not None:
-        dweights += du[:, down.bias]  # <dout, b_e>
+    dout = dout.contiguous()  # without the weights
+    dh, du = _input_gradient(dout, experts.down, down, routing, of_tokens=True)
+    dy, dweights, h = experts.gate.backward(dh, y, row_weights, routing.ends)
+    if down is not None:
+        gradients[2] = gradient_of_a(du, h, down, adapters[2], routing, row_weights)
+        gradients[3] = gradient_of_b(ha, dout, down, adapters[3], routing, row_weights, True)
+    if experts.down.bias is not None:  # <dout, b_e>
+        biases = experts.down.bias.unsqueeze(2).to(x.dtype)
+        dweights += rows_times(dout, biases, routing, of_tokens=True).squeeze(1)
     del dh, h, du
-    dx, dx_adapter, du = input_gradient(dy, experts.inner, inner, routing)
-    if dx_adapter is not None:
-        gradients[1] = gradient_of_b(xa, dy, experts.inner, adapters[1], routing)
-    del dy
-    parts = (dx,) if dx_adapter is None else (dx, dx_adapter)
-    dx = sum_choices(parts, routing.rows)
-    if gradients[1] is not None:
-        del parts, dx_adapter
-        gradients[0] = gradient_of_a(du, take_tokens(x, routing), adapters[0], routing)
-    return dx, dweights[routing.rows].to(weights.dtype), None, None, *gradients
+    dx, du = _input_gradient(dy, experts.inner, inner, routing)
+    if inner is not None:
+        gradients[1] = gradient_of_b(xa, dy, inner, adapters[1], routing)
+        gradients[0] = gradient_of_a(du, x, inner, adapters[0], routing, of_tokens=True)
+    dweights = routing.by_choice(dweights).to(weights.dtype)
+    return sum_choices(dx, routing), dweights, None, None, *gradients
 
 
-def _factors(
+def _adapters(
     adapters: Sequence[Tensor | None], experts: FrozenExperts, dtype: torch.dtype
-) -> tuple[Factors | None, Factors | None]:
-    """Return the factors of the inner linear and of down."""
-    inner = factors_of(*adapters[:2], experts.inner, dtype)
-    return inner, factors_of(*adapters[2:], experts.down, dtype)
-
-
-def _weighted(values: Tensor, weights: Tensor) -> Tensor:
-    """Return values (S, r), each row times its weight (S,)."""
-    return (values * weights.unsqueeze(-1)).to(values.dtype)
+) -> tuple[Adapter | None, Adapter | None]:
+    """Return the adapters of the inner linear and of down."""
+    inner = adapter_of(*adapters[:2], experts.inner, dtype)
+    return inner, adapter_of(*adapters[2:], experts.down, dtype)

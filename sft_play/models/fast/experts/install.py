@@ -14,12 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sft_play.models.experts import packed_weight, true_shape
 from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
-from sft_play.models.fast.experts.products import (
-    ROW_BYTES,
-    ExpertLinear,
-    sort_by_expert,
-    without_sentinels,
-)
+from sft_play.models.fast.experts.products import ExpertLinear, sort_by_expert
 from sft_play.models.fast.linears.lora import (
     active_adapters,
     why_adapter_not_fusable,
@@ -28,11 +23,10 @@ from sft_play.models.fast.linears.lora import (
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
+from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.plan.fast import ZERO_3
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-MOST_EXPERTS = 1023  # of torch's grouped product on a GPU
-SMALLEST_ITEM = 2  # bytes of bfloat16
 
 
 def install_experts(setup: TrainingSetup) -> int:
@@ -119,7 +113,7 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
     for index, wrapper in enumerate(wrappers):
         if wrapper.parameter_name not in (inner_name(experts), "down_proj"):
             return f"adapters on {wrapper.parameter_name}"
-        if wrapper.num_experts == 1:
+        if wrapper.num_experts == 1 and not isinstance(wrapper, SharedParamWrapper):
             return "a single expert, which PEFT adapts as one linear"
         reason = why_adapter_not_fusable(wrapper)
         if reason is None and index > 0:  # hooks of the outermost module are still called
@@ -144,12 +138,6 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
         weight = weight_of(experts, name)
         if isinstance(weight, Params4bit) and weight.quant_state is None:
             return "4-bit weights in no form to train on"
-        count, *features = true_shape(weight)
-        if count > MOST_EXPERTS:
-            return f"{count} experts"
-        for size in features:
-            if size * SMALLEST_ITEM % ROW_BYTES:
-                return f"{size} features, which is no multiple of {ROW_BYTES // SMALLEST_ITEM}"
     return None
 
 
@@ -173,10 +161,9 @@ def experts_forward(
     inner, inner_adapter = _split(module, inner_name(module), wrappers)
     down, down_adapter = _split(module, "down_proj", wrappers)
     experts = FrozenExperts(inner, self.fused_gate, down)
-    choices, weights = without_sentinels(top_k_index, top_k_weights, inner.experts)
-    routing = sort_by_expert(choices, inner.experts)
+    routing = sort_by_expert(top_k_index, inner.experts)
     adapters = (*inner_adapter, *down_adapter)
-    out = LoraExpertsFunction.apply(x, weights, routing, experts, *adapters)
+    out = LoraExpertsFunction.apply(x.contiguous(), top_k_weights, routing, experts, *adapters)
     return out.to(hidden_states.dtype)
 
 
@@ -193,5 +180,7 @@ def _split(
             continue
         scale = wrapper.scaling[active[0]]
         adapter = (wrapper.lora_A[active[0]].weight, wrapper.lora_B[active[0]].weight)
-        return ExpertLinear(weight, bias, experts.is_transposed, count, scale), adapter
+        is_shared = isinstance(wrapper, SharedParamWrapper)
+        linear = ExpertLinear(weight, bias, experts.is_transposed, count, scale, is_shared)
+        return linear, adapter
     return ExpertLinear(weight, bias, experts.is_transposed, count, 0.0), (None, None)

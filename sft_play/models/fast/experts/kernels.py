@@ -14,37 +14,26 @@ from sft_play.models.float8.kernels import load_float32, on_device_of, program_n
 
 
 @triton.jit
-def _take_tokens(x, order, out, features, choices: tl.constexpr, block: tl.constexpr):
-    row = program_number()
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < features
-    token = tl.load(order + row) // choices
-    value = tl.load(x + token * features + columns, inside, 0)
-    tl.store(out + row * features + columns, value, inside)
-
-
-@triton.jit
 def _sum_choices(
-    first,
-    second,
+    values,
     rows,
+    ends,
     weights,
     out,
     features,
+    experts,
     choices: tl.constexpr,
-    has_second: tl.constexpr,
     has_weights: tl.constexpr,
     block: tl.constexpr,
 ):
     token = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
+    last = tl.load(ends + experts - 1)
     total = tl.zeros((block,), tl.float32)
     for choice in tl.static_range(choices):
-        at = tl.load(rows + token * choices + choice) * features + columns
-        value = load_float32(first + at, inside)
-        if has_second:
-            value += load_float32(second + at, inside)
+        row = tl.load(rows + token * choices + choice)
+        value = load_float32(values + row * features + columns, inside & (row < last))
         if has_weights:
             value *= tl.load(weights + token * choices + choice).to(tl.float32)
         total += value
@@ -52,10 +41,43 @@ def _sum_choices(
 
 
 @triton.jit
+def _is_last(row, ends, experts):
+    """Whether a row lies behind those of all experts; never without `experts`."""
+    last = tl.load(ends + experts - 1, experts > 0, 0)
+    return (experts > 0) & (row >= last)
+
+
+@triton.jit
+def _glu_forward(y, h, ends, experts, features, is_gelu: tl.constexpr, block: tl.constexpr):
+    row = program_number()
+    if _is_last(row, ends, experts):
+        return
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    at_gate = row * 2 * features + columns
+    g = load_float32(y + at_gate, inside)
+    u = load_float32(y + at_gate + features, inside)
+    p, _ = sigmoid_argument(g, is_gelu)
+    tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
+
+
+@triton.jit
 def _glu_backward(
-    dh, y, weights, dy, h, dweights, features, is_gelu: tl.constexpr, block: tl.constexpr
+    dh,
+    y,
+    weights,
+    dy,
+    h,
+    dweights,
+    ends,
+    experts,
+    features,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = program_number()
+    if _is_last(row, ends, experts):
+        return
     weight = tl.load(weights + row)
     products = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
@@ -78,8 +100,10 @@ def _glu_backward(
 
 
 @triton.jit
-def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
+def _clamped_glu_forward(y, h, ends, experts, features, alpha, limit, block: tl.constexpr):
     row = program_number()
+    if _is_last(row, ends, experts):
+        return
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
     at_gate = 2 * (row * features + columns)
@@ -91,9 +115,22 @@ def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
 
 @triton.jit
 def _clamped_glu_backward(
-    dh, y, weights, dy, h, dweights, features, alpha, limit, block: tl.constexpr
+    dh,
+    y,
+    weights,
+    dy,
+    h,
+    dweights,
+    ends,
+    experts,
+    features,
+    alpha,
+    limit,
+    block: tl.constexpr,
 ):
     row = program_number()
+    if _is_last(row, ends, experts):
+        return
     weight = tl.load(weights + row)
     products = tl.zeros((block,), tl.float32)
     for start in range(0, features, block):
@@ -116,63 +153,70 @@ def _clamped_glu_backward(
     tl.store(dweights + row, tl.sum(products, 0))
 
 
-def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """Return the rows (S, H) of tokens x (N, H); see `products.Routing.order`."""
-    x = x.contiguous()
-    features = x.shape[1]
-    out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
-    with on_device_of(x):
-        grid = (len(order), triton.cdiv(features, BLOCK))
-        _take_tokens[grid](x, order, out, features, choices, BLOCK)
-    return out
-
-
-def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None) -> Tensor:
+def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     """Return the sums over choices (N, H); see `products.sum_choices`."""
     tokens, choices = rows.shape
-    features = parts[0].shape[1]
-    assert all(part.is_contiguous() for part in parts), "features lie side by side"
-    out = torch.empty(tokens, features, dtype=parts[0].dtype, device=rows.device)
-    has_weights = weights is not None
-    factors = weights.contiguous() if has_weights else out  # not read without weights
-    with on_device_of(rows):
-        tensors = (parts[0], parts[-1], rows.contiguous(), factors, out)
-        flags = (choices, len(parts) == 2, has_weights)
-        _sum_choices[(tokens, triton.cdiv(features, BLOCK))](*tensors, features, *flags, BLOCK)
+    features = values.shape[1]
+    assert values.is_contiguous(), "features lie side by side"
+    out = torch.empty(tokens, features, dtype=values.dtype, device=values.device)
+    factors = out if weights is None else weights.contiguous()  # not read without weights
+    with on_device_of(values):
+        _sum_choices[(tokens, triton.cdiv(features, BLOCK))](
+            *(values, rows.contiguous(), ends, factors, out, features, len(ends)),
+            *(choices, weights is not None, BLOCK),
+        )
     return out
+
+
+def glu_forward(y: Tensor, activation: Activation, ends: Tensor | None) -> Tensor:
+    """Return h (S, I) of y (S, 2 I)."""
+    h, grid = _gated(y)
+    with on_device_of(y):
+        is_gelu = activation == "gelu_tanh"
+        _glu_forward[grid](y, h, *_last(y, ends), h.shape[1], is_gelu, BLOCK)
+    return h
 
 
 def glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation
+    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
     with on_device_of(dh):
-        tensors = (dh, y, weights, dy, dh, dweights)
+        tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
         _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
     return dy, dweights, dh
 
 
-def clamped_glu_forward(y: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_glu_forward(y: Tensor, alpha: float, limit: float, ends: Tensor | None) -> Tensor:
     """Return h (S, I) of y (S, 2 I)."""
-    assert y.is_contiguous(), "features lie side by side"
-    rows, features = len(y), y.shape[1] // 2
-    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
+    h, grid = _gated(y)
     with on_device_of(y):
-        grid = (rows, triton.cdiv(features, BLOCK))
-        _clamped_glu_forward[grid](y, h, features, alpha, limit, BLOCK)
+        _clamped_glu_forward[grid](y, h, *_last(y, ends), h.shape[1], alpha, limit, BLOCK)
     return h
 
 
 def clamped_glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float
+    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
     with on_device_of(dh):
-        tensors = (dh, y, weights, dy, dh, dweights)
+        tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
         _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
     return dy, dweights, dh
+
+
+def _last(y: Tensor, ends: Tensor | None) -> tuple[Tensor, int]:
+    return (y, 0) if ends is None else (ends, len(ends))
+
+
+def _gated(y: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Return the memory for h (S, I) of y (S, 2 I), and the grid that fills it."""
+    assert y.is_contiguous(), "features lie side by side"
+    rows, features = len(y), y.shape[1] // 2
+    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
+    return h, (rows, triton.cdiv(features, BLOCK))
 
 
 def _gradients(dh: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

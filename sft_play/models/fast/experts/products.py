@@ -4,25 +4,29 @@
 
 PEFT keeps the factors of all experts in two matrices (`ParamWrapper`): lora_A (E r, in) has the
 r rows of an expert one after another, lora_B (out, r E) has the columns of a rank's experts one
-after another. Here they are A (E, R, in) and s B (E, R, out) in the dtype of the products. A bias
-is one rank more: the value of that rank is 1, and its row of B is the bias.
+after another. Here they are A (E, r, in) as it is trained, and B (E, r, out) in the dtype of the
+products. Those of an adapter that all experts share, (r, in) and (out, r), are the same memory for
+each of them, and have the sum of the experts' gradients.
 
-torch's grouped product has one kernel for all experts on a GPU (bfloat16, capability 8.0 and
-newer), and a loop elsewhere. It wants rows of 16 bytes: ranks are padded with zeros.
+On a GPU one kernel computes y (`grouped_kernels`): it reads the rows of tokens where they lie, adds
+the adapter before it rounds, and unpacks weights in 4 bits tile by tile. Elsewhere each expert has
+products of its own, which is the reference.
 
 Tokens are sorted by expert, and the results of a token's experts are summed. Nothing here waits
-for the GPU: the number of tokens of an expert stays on the device.
+for the GPU: the number of tokens of an expert stays on the device. A choice of an expert that is
+not here, on another rank, has a row behind all others, which nothing computes.
 
 Legend: N tokens, k experts of a token, S = N k rows sorted by expert, E experts, H features, r rank
-of an adapter, R with the bias and the padding, `in` and `out` features.
+of an adapter, `in` and `out` features, K features that are summed over, M those of a result.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from sft_play.models.fast.linears.four_bit import InLines, lines_of
 from sft_play.models.fast.linears.products import dequantize
 
 
@@ -32,180 +36,284 @@ class Routing(NamedTuple):
     order: Tensor  # (S,) int64: row i is choice order[i] % k of token order[i] // k
     rows: Tensor  # (N, k) int64: the row of each choice
     ends: Tensor  # (E,) int32: the rows of expert e end before ends[e]
-    is_empty: Tensor  # (E,) bool: whether expert e has no rows
+    tiles: Tensor | None  # of `grouped_kernels`, on a GPU
 
     def by_row(self, per_choice: Tensor) -> Tensor:
         """Return values of choices (N, k) as values of rows (S,)."""
         return per_choice.reshape(-1)[self.order]
 
+    def by_choice(self, per_row: Tensor) -> Tensor:
+        """Return values of rows (S,) as values of choices (N, k), 0 for experts not here."""
+        return torch.where(self.rows < self.ends[-1], per_row[self.rows], 0)
+
+    @property
+    def choices(self) -> int:
+        """Return the number of experts of a token."""
+        return self.rows.shape[1]
+
 
 def sort_by_expert(choices: Tensor, num_experts: int) -> Routing:
-    """Return the rows of `choices` (N, k), experts of 0 to E - 1, sorted by expert."""
+    """Return the rows of `choices` (N, k) sorted by expert, of 0 to E - 1; E is not here.
+
+    Under expert parallelism transformers marks a choice of another rank's expert by the id E.
+    """
     experts, order = torch.sort(choices.reshape(-1).to(torch.int32), stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     every = torch.arange(num_experts, device=order.device, dtype=torch.int32)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-    return Routing(order, rows.view(choices.shape), ends, is_empty)
+    tiles = None
+    if choices.is_cuda:
+        from sft_play.models.fast.experts import grouped_kernels  # Triton needs a GPU
+
+        tiles = grouped_kernels.tiles_of(ends, len(order))
+    return Routing(order, rows.view(choices.shape), ends, tiles)
 
 
-def without_sentinels(choices: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return choices and weights (N, k) in which an expert that is not here has the weight 0.
+def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Return for each token the weighted sum (N, H) of its rows' values (S, H); weights (N, k).
 
-    Under expert parallelism transformers marks a choice of another rank's expert by the id E.
-    """
-    is_here = choices < num_experts
-    return choices.clamp(max=num_experts - 1), torch.where(is_here, weights, 0)
-
-
-def take_tokens(x: Tensor, routing: Routing) -> Tensor:
-    """Return the rows (S, H) of tokens x (N, H)."""
-    choices = routing.rows.shape[1]
-    if x.is_cuda:
-        from sft_play.models.fast.experts import kernels  # Triton needs a GPU when it is imported
-
-        return kernels.take_tokens(x, routing.order, choices)
-    return x.index_select(0, routing.order // choices)
-
-
-def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each token the weighted sum (N, H) over its choices, and over `parts`.
-
-    `parts` are one or two summands (S, H) of the rows' values; rows and weights (N, k).
     Summed in float32 and rounded once.
     """
-    if parts[0].is_cuda:
-        from sft_play.models.fast.experts import kernels
+    if values.is_cuda:
+        from sft_play.models.fast.experts import kernels  # Triton needs a GPU when it is imported
 
-        return kernels.sum_choices(parts, rows, weights)
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total = sum(part[rows].to(wide) for part in parts)  # (N, k, H)
+        return kernels.sum_choices(values, routing.rows, routing.ends, weights)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    rows = values[routing.rows].to(wide)  # (N, k, H)
     if weights is not None:
-        total = total * weights.to(wide).unsqueeze(-1)
-    return total.sum(1).to(parts[0].dtype)
+        rows = rows * weights.to(wide).unsqueeze(-1)
+    is_here = routing.rows < routing.ends[-1]
+    return torch.where(is_here.unsqueeze(-1), rows, 0).sum(1).to(values.dtype)
 
 
-ROW_BYTES = 16  # the rows of a matrix in a grouped product start at multiples of this
+# Rows of an expert, on average, up to which its codes are unpacked tile by tile, in each tile of
+# rows again. Above, a few experts are unpacked at a time: an H100 took 1.2 ms for 512 rows of each
+# of 128 experts in place of 1.5.
+FEW_ROWS = 128
+UNPACKED_BYTES = 256 << 20  # of the experts that are unpacked at a time
+
+
+class Packed(NamedTuple):
+    """Matrices (E, K, M) in 4 bits: lines of features as they are stored, or their transposes."""
+
+    weight: Tensor
+    lines: InLines
+    is_transposed: bool
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrices in full."""
+        whole = dequantize(self.weight, dtype)
+        return whole.transpose(1, 2) if self.is_transposed != self.lines.is_turned else whole
+
+    def transpose(self, *_: int) -> "Packed":
+        """Return the transposes."""
+        return self._replace(is_transposed=not self.is_transposed)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (E, K, M)."""
+        experts, first, second = self.lines.shape
+        return torch.Size((experts, second, first) if self.is_transposed else self.lines.shape)
 
 
 class ExpertLinear(NamedTuple):
     """One frozen linear of all experts."""
 
-    weight: Tensor  # (E, out, in); (E, in, out) if transposed; or packed 4-bit
+    weight: Tensor  # (E, out, in); (E, in, out) if transposed; or packed in 4 bits
     bias: Tensor | None  # (E, out)
     is_transposed: bool
     experts: int
     scale: float  # of the adapter, 0 without one
+    is_shared: bool = False  # the adapter is that of every expert
 
-    def matrices(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrices (E, in, out) in `dtype`; 4-bit weights become a new tensor."""
-        weight = dequantize(self.weight, dtype)
-        return weight if self.is_transposed else weight.transpose(1, 2)
+    def matrices(self, dtype: torch.dtype) -> Tensor | Packed:
+        """Return the matrices (E, in, out); those in 4 bits as they are where a kernel reads them.
+
+        Otherwise these become a new tensor in `dtype`.
+        """
+        lines = lines_of(self.weight)
+        found = (
+            dequantize(self.weight, dtype) if lines is None else Packed(self.weight, lines, False)
+        )
+        return found if self.is_transposed else found.transpose(1, 2)
 
 
-class Factors(NamedTuple):
-    """The LoRA factors and the biases of all experts, in the dtype of the products."""
+class Adapter(NamedTuple):
+    """The LoRA factors of all experts."""
 
-    a: Tensor | None  # (E, R, in); None without an adapter
-    b: Tensor  # (E, R, out), with the adapter's scale
-    bias: int | None  # the rank that is the bias
+    a: Tensor  # (E, r, in)
+    b: Tensor  # (E, r, out), in the dtype of the products
+    scale: float
 
 
-def factors_of(
+class Term(NamedTuple):
+    """A second summand of a product: s u_i F_e."""
+
+    ranks: Tensor  # (S, r): u
+    factors: Tensor  # (E, r, M): F
+    scale: float
+
+
+def adapter_of(
     a: Tensor | None, b: Tensor | None, linear: ExpertLinear, dtype: torch.dtype
-) -> Factors | None:
-    """Return PEFT's lora_A (E r, in) and lora_B (out, r E), and the bias; None without any."""
-    has_adapter = a is not None and b is not None
-    if not has_adapter and linear.bias is None:
-        return None
-    experts = linear.experts
-    rank = len(a) // experts if has_adapter else 0
-    cast_a = None
-    cast_b = None
-    if has_adapter:
-        by_expert = a.view(experts, rank, -1)
-        cast_a = _with_padded_ranks(by_expert, linear, dtype)
-        cast_a[:, :rank].copy_(by_expert)
-        by_rank = b.view(len(b), rank, experts).permute(2, 1, 0)  # (E, r, out)
-        cast_b = _with_padded_ranks(by_rank, linear, dtype)
-        torch.mul(by_rank, linear.scale, out=cast_b[:, :rank])
-    if linear.bias is None:
-        return Factors(cast_a, cast_b, None)
-    if cast_b is None:
-        cast_b = _with_padded_ranks(linear.bias.unsqueeze(1)[:, :0], linear, dtype)
-    cast_b[:, rank] = linear.bias
-    return Factors(cast_a, cast_b, rank)
+) -> Adapter | None:
+    """Return the adapter of lora_A (E r, in) and lora_B (out, r E); None without one.
 
-
-def _with_padded_ranks(like: Tensor, linear: ExpertLinear, dtype: torch.dtype) -> Tensor:
-    """Return memory (E, R, features) for (E, r, features), its further ranks 0."""
-    experts, rank, features = like.shape
-    needed = rank + (linear.bias is not None)
-    step = ROW_BYTES // dtype.itemsize
-    padded = -(-needed // step) * step
-    made = torch.empty(experts, padded, features, dtype=dtype, device=like.device)
-    if padded > rank:
-        made[:, rank:] = 0
-    return made
-
-
-def rows_times(x: Tensor, matrices: Tensor, routing: Routing) -> Tensor:
-    """Return x_i M_e (S, out) of rows x (S, in) and matrices (E, in, out)."""
-    return functional.grouped_mm(x, matrices, offs=routing.ends)
-
-
-def rows_outer(x: Tensor, y: Tensor, routing: Routing) -> Tensor:
-    """Return the sums over the rows of each expert of x_i^T y_i, (E, in, out); x (S, in).
-
-    Exactly 0 for an expert without rows: not every kernel writes there (torch issue 172439).
+    Shared ones are (r, in) and (out, r).
     """
-    sums = functional.grouped_mm(x.t(), y, offs=routing.ends)
-    return sums.masked_fill_(routing.is_empty.view(-1, 1, 1), 0)
+    if a is None or b is None:
+        return None
+    adapters = 1 if linear.is_shared else linear.experts
+    rank = len(a) // adapters
+    by_adapter = b.view(len(b), rank, adapters).permute(2, 1, 0)
+    copied = torch.empty(by_adapter.shape, dtype=dtype, device=b.device).copy_(by_adapter)
+    of_experts = (linear.experts, -1, -1)
+    return Adapter(
+        a.view(adapters, rank, -1).expand(of_experts), copied.expand(of_experts), linear.scale
+    )
 
 
-def project(
-    x: Tensor, linear: ExpertLinear, factors: Factors | None, routing: Routing
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x W_e (S, out) of x (S, in); s (x A_e^T) B_e + b_e; and the ranks' values (S, R)."""
-    y = rows_times(x, linear.matrices(x.dtype), routing)
-    if factors is None:
-        return y, None, None
-    if factors.a is None:
-        xa = x.new_zeros(len(x), factors.b.shape[1])
+def rows_times(
+    x: Tensor,
+    matrices: Tensor | Packed,
+    routing: Routing,
+    term: Term | None = None,
+    bias: Tensor | None = None,
+    of_tokens: bool = False,
+) -> Tensor:
+    """Return x_i M_e + s u_i F_e + b_e (S, M), for x (S, K) or of the rows' tokens (N, K).
+
+    matrices (E, K, M), bias (E, M). What rows of no expert have is undefined.
+    """
+    if x.is_cuda:
+        return _on_gpu(x, matrices, routing, term, bias, of_tokens)
+    if isinstance(matrices, Packed):
+        matrices = matrices.unpacked(x.dtype)
+    rows = x[routing.order // routing.choices] if of_tokens else x
+    out = rows.new_zeros(len(routing.order), matrices.shape[2])
+    for expert, own in _rows_of_experts(routing):
+        torch.mm(rows[own], matrices[expert].to(x.dtype), out=out[own])
+        if term is not None:
+            factors = term.factors[expert].to(x.dtype)
+            out[own].addmm_(term.ranks[own], factors, alpha=term.scale)
+        if bias is not None:
+            out[own] += bias[expert]
+    return out
+
+
+def rows_outer(
+    x: Tensor,
+    y: Tensor,
+    routing: Routing,
+    out: Tensor,
+    scale: float,
+    weights: Tensor | None = None,
+    x_of_tokens: bool = False,
+    y_of_tokens: bool = False,
+) -> None:
+    """Write the sums over the rows of each expert of s w_i x_i^T y_i to `out` (E, P, M).
+
+    x (S, P), y (S, M), or of the rows' tokens (N, ...); weights (S,). 0 for experts without rows.
+    """
+    if x.is_cuda:
+        from sft_play.models.fast.experts import grouped_kernels
+
+        of = [routing.choices if given else None for given in (x_of_tokens, y_of_tokens)]
+        grouped_kernels.outer(x, y, routing.order, routing.ends, out, scale, *of, weights)
+        return
+    tokens = routing.order // routing.choices
+    left = x[tokens] if x_of_tokens else x
+    right = y[tokens] if y_of_tokens else y
+    if weights is not None:
+        left = left * weights.unsqueeze(-1).to(left.dtype)
+    out.zero_()
+    for expert, own in _rows_of_experts(routing):
+        out[expert] = scale * (left[own].t() @ right[own])
+
+
+def _on_gpu(
+    x: Tensor,
+    matrices: Tensor | Packed,
+    routing: Routing,
+    term: Term | None,
+    bias: Tensor | None,
+    of_tokens: bool,
+) -> Tensor:
+    from sft_play.models.fast.experts import grouped_kernels  # Triton needs a GPU
+
+    experts, _, features = matrices.shape
+    rows = len(routing.order)
+    out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    choices = routing.choices if of_tokens else None
+    place = (routing.order, routing.ends, routing.tiles)
+
+    def multiply(
+        weight: Tensor, lines_are_summed: bool, packing: Any = None, first: int = 0
+    ) -> None:
+        of_lines = (weight, lines_are_summed, packing, first)
+        grouped_kernels.product(x, *of_lines, *place, out, choices, term, bias)
+
+    if not isinstance(matrices, Packed):
+        is_turned = matrices.stride(2) != 1
+        multiply(matrices.transpose(1, 2) if is_turned else matrices, not is_turned)
+    elif rows <= FEW_ROWS * experts:
+        codes, packing = matrices.lines.read(matrices.weight)
+        multiply(codes, not matrices.is_transposed, packing)
     else:
-        xa = rows_times(x, factors.a.transpose(1, 2), routing)
-    if factors.bias is not None:
-        xa[:, factors.bias] = 1
-    return y, rows_times(xa, factors.b, routing), xa
+        size = 2 * matrices.shape[1:].numel()
+        together = max(1, UNPACKED_BYTES // size)
+        for first in range(0, experts, together):
+            own = slice(first, min(first + together, experts))
+            weight = matrices.lines.unpack(matrices.weight, own)
+            multiply(weight, not matrices.is_transposed, None, first)
+    return out
 
 
-def input_gradient(
-    dy: Tensor, linear: ExpertLinear, factors: Factors | None, routing: Routing
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dy W_e^T (S, in) of dy (S, out); the adapter's part dU A_e; and dU = dy (s B_e)^T."""
-    dx = rows_times(dy, linear.matrices(dy.dtype).transpose(1, 2), routing)
-    if factors is None:
-        return dx, None, None
-    du = rows_times(dy, factors.b.transpose(1, 2), routing)
-    if factors.a is None:
-        return dx, None, du
-    return dx, rows_times(du, factors.a, routing), du
+def _rows_of_experts(routing: Routing) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, and its rows."""
+    begin = 0
+    for expert, end in enumerate(routing.ends.tolist()):
+        if end > begin:
+            yield expert, slice(begin, end)
+        begin = end
 
 
-def gradient_of_a(du: Tensor, x: Tensor, like: Tensor, routing: Routing) -> Tensor:
-    """Return the gradient of lora_A (E r, in) from dU (S, r) and x (S, in)."""
-    da = rows_outer(du, x, routing)
-    rank = len(like) // len(da)
-    return da[:, :rank].reshape(like.shape).to(like.dtype)
+def gradient_of_a(
+    du: Tensor,
+    x: Tensor,
+    adapter: Adapter,
+    like: Tensor,
+    routing: Routing,
+    weights: Tensor | None = None,
+    of_tokens: bool = False,
+) -> Tensor:
+    """Return the gradient of lora_A (E r, in), or (r, in), from dU = dy B_e^T (S, r) and x.
+
+    x (S, in), or of the rows' tokens (N, in); weights (S,) of the rows.
+    """
+    by_expert = torch.empty(adapter.a.shape, dtype=like.dtype, device=like.device)
+    rows_outer(du, x, routing, by_expert, adapter.scale, weights, y_of_tokens=of_tokens)
+    is_shared = len(like) == adapter.a.shape[1]
+    return by_expert.sum(0) if is_shared else by_expert.view(like.shape)
 
 
 def gradient_of_b(
-    xa: Tensor, dy: Tensor, linear: ExpertLinear, like: Tensor, routing: Routing
+    xa: Tensor,
+    dy: Tensor,
+    adapter: Adapter,
+    like: Tensor,
+    routing: Routing,
+    weights: Tensor | None = None,
+    of_tokens: bool = False,
 ) -> Tensor:
-    """Return the gradient of lora_B (out, r E) from x A^T (S, r) and dy (S, out)."""
-    db = rows_outer(xa, dy, routing)
-    rank = like.shape[1] // len(db)
-    scaled = torch.empty(len(like), rank, len(db), dtype=like.dtype, device=like.device)
-    torch.mul(db[:, :rank].permute(2, 1, 0), linear.scale, out=scaled)
-    return scaled.view(like.shape)
+    """Return the gradient of lora_B (out, r E), or (out, r), from x A^T (S, r) and dy.
+
+    dy (S, out), or of the rows' tokens (N, out); weights (S,) of the rows.
+    """
+    experts, rank, features = adapter.b.shape
+    made = torch.empty(features, rank, experts, dtype=like.dtype, device=like.device)
+    by_expert = made.permute(2, 1, 0)
+    rows_outer(xa, dy, routing, by_expert, adapter.scale, weights, y_of_tokens=of_tokens)
+    is_shared = like.shape[1] == rank
+    return made.sum(2) if is_shared else made.view(like.shape)

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from sft_play.config.schema import Config
-from sft_play.models.architecture import decoder_layers, decoder_of
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.graphs.recorded import (
     DecoderCall,
     Record,
@@ -39,7 +39,13 @@ from sft_play.models.fast.graphs.recorded import (
 )
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.plan.fast import MOST_RECORDINGS, FastPlan, GraphSetup, without_effect
+from sft_play.plan.fast import (
+    MOST_RECORDINGS,
+    FastPlan,
+    GraphSetup,
+    offloads,
+    without_effect,
+)
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import RunPlan
 
@@ -99,7 +105,9 @@ class GraphedDecoder:
         self.recorded: dict[Shape, RecordedPass] = {}  # those that have proved themselves
         self.counts = GraphCounts()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+    def __call__(
+        self, *args: Any, **kwargs: Any
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """Return the decoder's output; in training its hidden states alone."""
         if not is_training(self.decoder):
             return self.forward(*args, **kwargs)
@@ -114,7 +122,8 @@ class GraphedDecoder:
             self.counts.replayed += 1
             if recorded.is_first_run:
                 self.free_cache()
-            return BaseModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
+            # of a mixture the head looks for the routers' numbers, too
+            return MoeModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
         self.counts.launched += 1
         recorded = self._record_what_comes_again(call)
         output = self.forward(*args, **kwargs)
@@ -168,7 +177,7 @@ def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> Graph
     if not config.train.cuda_graphs:
         return None
     ranks = plan.ranks
-    sentence = without_effect(graph_setup(model, config, ranks))
+    sentence = without_effect(graph_setup(model, config, ranks, offloads(plan.step, plan.layout)))
     if sentence is not None:
         if sentence not in plan.warnings:
             logger.warning("warning: %s", sentence)
@@ -180,9 +189,9 @@ def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> Graph
     return graphed
 
 
-def graph_setup(model: PreTrainedModel, config: Config, ranks: Ranks) -> GraphSetup:
+def graph_setup(
+    model: PreTrainedModel, config: Config, ranks: Ranks, is_offloaded: bool = False
+) -> GraphSetup:
     """Return what a loaded model says of recording its layers."""
     kernels = fused_kernels_of(model)
-    layers = decoder_layers(base_model_of(model))
-    is_recomputed = any(layer.gradient_checkpointing for layer in layers)
-    return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), is_recomputed)
+    return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), is_offloaded)

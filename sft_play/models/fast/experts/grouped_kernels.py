@@ -1,0 +1,326 @@
+"""Triton kernels of `products`: grouped products of rows with the matrices of their experts.
+
+Imported only on a GPU. A program computes a tile of rows of one expert times a tile of columns, and
+sums in float32; rows of tokens are read where they lie. Which rows a program has stands in `tiles`,
+so nothing waits for the GPU. Rows behind the last expert belong to none, and are not written.
+
+Weights in 4 bits are unpacked tile by tile, to the numbers that `four_bit` has.
+
+Legend: N tokens, k experts of a token, S rows, E experts, K features that are summed over, M
+features of the result, r rank of an adapter, P and M the sides of an outer product.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.fast.linears.four_bit_kernels import power_of_two, table_of
+from sft_play.models.float8.kernels import on_device_of, program_number
+
+SUMMED_BLOCK = 64  # features that are summed at once, and the most that share a packed scale
+STAGES = 3  # of loads ahead of the products
+MOST_RANKS = 64  # of an adapter that are multiplied at once
+SMALLEST_SIDE = 16  # of a product of Triton
+TILE_ROWS = (128, 64)  # of an expert that has more than half of them on average
+LARGE_SHARED_MEMORY = 160 << 10  # bytes of a multiprocessor, as the A100 and the H100 have
+
+
+@triton.jit
+def _add(one, other):
+    return one + other
+
+
+@triton.jit
+def _larger(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _write_tiles(ends, tiles, experts, most, rows: tl.constexpr, block: tl.constexpr):
+    """The expert and the first row of each tile; expert -1 behind the last one. One program."""
+    expert = tl.arange(0, block)
+    inside = expert < experts
+    end = tl.load(ends + expert, inside, 0)
+    begin = tl.load(ends + expert - 1, inside & (expert > 0), 0)
+    count = tl.where(inside, (end - begin + rows - 1) // rows, 0)
+    place = tl.associative_scan(count, 0, _add) - count
+    for number in range(tl.reduce(count, 0, _larger)):
+        has_tile = number < count
+        tl.store(tiles + place + number, expert, has_tile)
+        tl.store(tiles + most + place + number, begin + number * rows, has_tile)
+    for start in range(tl.reduce(count, 0, _add), most, block):
+        behind = start + tl.arange(0, block)
+        tl.store(tiles + behind, tl.full((block,), -1, tl.int32), behind < most)
+
+
+@triton.jit
+def _unpacked(codes, scale, quant_type: tl.constexpr):
+    """Weights (lines, features) of bytes (lines, features / 2) and scales (lines, blocks)."""
+    lines: tl.constexpr = codes.shape[0]
+    features: tl.constexpr = 2 * codes.shape[1]
+    blocks: tl.constexpr = scale.shape[1]
+    byte = codes.to(tl.int32)
+    if quant_type == "mxfp4":
+        code = tl.join(byte & 15, byte >> 4)
+        scale = power_of_two(scale)
+    else:
+        code = tl.join(byte >> 4, byte & 15)
+    code = tl.reshape(code, [lines * features])
+    number = tl.gather(table_of(quant_type), code, 0).to(tl.float32, bitcast=True)
+    number = tl.reshape(number, [lines, blocks, features // blocks])
+    weight = number * tl.reshape(scale, [lines, blocks, 1])
+    return tl.reshape(weight, [lines, features])
+
+
+@triton.jit
+def _product(
+    x,
+    out,
+    order,
+    place,
+    matrices,
+    term,
+    biases,
+    sizes,
+    of_tokens: tl.constexpr,
+    lines_are_summed: tl.constexpr,
+    quant_type: tl.constexpr,
+    weights_a_scale: tl.constexpr,
+    has_term: tl.constexpr,
+    has_bias: tl.constexpr,
+    rows_block: tl.constexpr,
+    block: tl.constexpr,
+    summed_block: tl.constexpr,
+    ranks_block: tl.constexpr,
+):
+    tiles, most, ends, first_expert, last_expert = place
+    summed, features, choices = sizes
+    column_tiles = (features + block - 1) // block
+    tile = program_number() // column_tiles
+    expert = tl.load(tiles + tile).to(tl.int64)
+    if (expert < first_expert) | (expert >= last_expert):
+        return
+    row = tl.load(tiles + most + tile) + tl.arange(0, rows_block)
+    inside = row < tl.load(ends + expert)
+    row = row.to(tl.int64)
+    source = row
+    if of_tokens:
+        source = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
+    first_column = (program_number() % column_tiles * block).to(tl.int32)
+    column = first_column + tl.arange(0, block)
+    has_column = column < features
+
+    total = tl.full((rows_block, block), 0, tl.float32)
+    if has_term:
+        total = _add_term(total, term, expert, row, inside, column, features, ranks_block)
+    if has_bias:
+        bias = tl.load(biases + expert * features + column, has_column, 0)
+        total += bias.to(tl.float32)[None, :]
+    x_row = x + source[:, None] * summed
+    for start in range(0, summed, summed_block):
+        index = start + tl.arange(0, summed_block)
+        value = tl.load(x_row + index[None, :], inside[:, None] & (index < summed)[None, :], 0)
+        if lines_are_summed:
+            line, lines, first, across, size = index, summed, first_column, column, features
+        else:
+            line, lines, first, across, size = column, features, start, index, summed
+        of_lines = (line, line < lines, first, across, size)
+        found = _weights(matrices, expert - first_expert, of_lines, quant_type, weights_a_scale)
+        found = found.to(value.dtype)
+        total = tl.dot(value, found if lines_are_summed else found.T, total)
+    out += row[:, None] * features + column[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), inside[:, None] & has_column[None, :])
+
+
+@triton.jit
+def _add_term(total, term, expert, row, inside, column, features, ranks_block: tl.constexpr):
+    """A tile with the product of ranks (S, r) and factors (E, r, M) added."""
+    ranks, factors, stride_expert, scale, rank = term
+    for start in range(0, rank, ranks_block):
+        number = start + tl.arange(0, ranks_block)
+        has_rank = number < rank
+        place = ranks + row[:, None] * rank + number[None, :]
+        value = tl.load(place, inside[:, None] & has_rank[None, :], 0)
+        place = factors + expert * stride_expert + number[:, None] * features + column[None, :]
+        factor = tl.load(place, has_rank[:, None] & (column < features)[None, :], 0)
+        total = tl.dot(value, factor.to(value.dtype), total)
+    return total * scale
+
+
+@triton.jit
+def _weights(matrices, matrix, of_lines, quant_type: tl.constexpr, weights_a_scale: tl.constexpr):
+    """Weights (lines, features across) of one matrix, whose lines have `size` features."""
+    line, has_line, first, across, size = of_lines
+    weight, scales, stride_matrix, stride_line = matrices
+    weight += matrix * stride_matrix + line[:, None] * stride_line
+    if quant_type is None:
+        return tl.load(weight + across[None, :], has_line[:, None] & (across < size)[None, :], 0)
+    else:
+        width: tl.constexpr = across.shape[0]
+        byte = first // 2 + tl.arange(0, width // 2)
+        codes = tl.load(weight + byte[None, :], has_line[:, None] & (byte < size // 2)[None, :], 0)
+        blocks = size // weights_a_scale
+        block = first // weights_a_scale + tl.arange(0, width // weights_a_scale)
+        scales += matrix * (2 * stride_matrix // weights_a_scale) + line[:, None] * blocks
+        scale = tl.load(scales + block[None, :], has_line[:, None] & (block < blocks)[None, :], 0)
+        return _unpacked(codes, scale, quant_type)
+
+
+@triton.jit
+def _outer(
+    x,
+    y,
+    order,
+    ends,
+    weights,
+    out,
+    first_side,
+    second_side,
+    choices,
+    stride_expert,
+    stride_first,
+    stride_second,
+    scale,
+    x_of_tokens: tl.constexpr,
+    y_of_tokens: tl.constexpr,
+    has_weights: tl.constexpr,
+    first_block: tl.constexpr,
+    second_block: tl.constexpr,
+    rows_block: tl.constexpr,
+):
+    expert = program_number()
+    first = tl.program_id(2) * first_block + tl.arange(0, first_block)
+    second = tl.program_id(1) * second_block + tl.arange(0, second_block)
+    has_first = first < first_side
+    has_second = second < second_side
+    end = tl.load(ends + expert)
+    begin = tl.load(ends + expert - 1, expert > 0, 0)
+    total = tl.full((first_block, second_block), 0, tl.float32)
+    for start in range(begin, end, rows_block):
+        row = (start + tl.arange(0, rows_block)).to(tl.int64)
+        inside = row < end
+        token = row
+        if x_of_tokens or y_of_tokens:
+            token = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
+        x_row = token if x_of_tokens else row
+        y_row = token if y_of_tokens else row
+        place = x + x_row[None, :] * first_side + first[:, None]
+        left = tl.load(place, has_first[:, None] & inside[None, :], 0)
+        if has_weights:
+            left = (left * tl.load(weights + row, inside, 0)[None, :]).to(x.dtype.element_ty)
+        place = y + y_row[:, None] * second_side + second[None, :]
+        right = tl.load(place, inside[:, None] & has_second[None, :], 0)
+        total = tl.dot(left, right, total)
+    place = out + expert * stride_expert
+    place += first[:, None] * stride_first + second[None, :] * stride_second
+    tl.store(
+        place, (total * scale).to(out.dtype.element_ty), has_first[:, None] & has_second[None, :]
+    )
+
+
+def rows_of_tile(rows: int, experts: int) -> int:
+    """Return the rows that a tile of one expert has, for so many rows of all experts."""
+    found = (tile for tile in TILE_ROWS if 2 * rows > tile * experts)
+    return next(found, SMALLEST_SIDE)
+
+
+def tiles_of(ends: Tensor, rows: int) -> Tensor:
+    """Return the expert of each tile and its first row, (2, tiles) int32; -1 for no expert."""
+    experts = len(ends)
+    tile_rows = rows_of_tile(rows, experts)
+    tiles = torch.empty(2, rows // tile_rows + experts, dtype=torch.int32, device=ends.device)
+    with on_device_of(ends):
+        block = triton.next_power_of_2(experts)
+        _write_tiles[(1,)](ends, tiles, experts, tiles.shape[1], tile_rows, block)
+    return tiles
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    lines_are_summed: bool,
+    packing: tuple[Tensor, int, str] | None,
+    first_expert: int,
+    order: Tensor,
+    ends: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    choices: int | None = None,
+    term: tuple[Tensor, Tensor, float] | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Write the rows of `products.rows_times` to `out` (S, M): those of the experts of `weight`.
+
+    `weight` (experts, lines, ...), from `first_expert` on, has lines one behind the other;
+    lines_are_summed says that they are K and not M. `packing` are the scales of packed weights, the
+    weights of each, and their type. `choices` is k where x are tokens.
+    """
+    summed, features = x.shape[1], out.shape[1]
+    most = tiles.shape[1]
+    scales, weights_a_scale, quant_type = packing or (weight, 1, None)
+    of_term = (x, x, 0, 1.0, 0)
+    if term is not None:
+        ranks, factors, scale = term
+        of_term = (ranks, factors, factors.stride(0), scale, ranks.shape[1])
+    tile_rows = rows_of_tile(len(order), len(ends))
+    block = min(columns_of_tile(x.device, tile_rows, bool(packing)), _side(features, 256))
+    with on_device_of(x):
+        _product[(most * triton.cdiv(features, block),)](
+            *(x, out, order, (tiles, most, ends, first_expert, first_expert + len(weight))),
+            *((weight, scales, weight.stride(0), weight.stride(1)), of_term),
+            *(x if bias is None else bias, (summed, features, choices or 1)),
+            *(choices is not None, lines_are_summed, quant_type, weights_a_scale),
+            *(term is not None, bias is not None),
+            *(tile_rows, block, SUMMED_BLOCK, _side(of_term[-1], MOST_RANKS)),
+            num_warps=8 if tile_rows * block > 64 * 128 else 4,
+            num_stages=STAGES,
+        )
+
+
+def outer(
+    x: Tensor,
+    y: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    scale: float,
+    x_choices: int | None = None,
+    y_choices: int | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """Write the sums of `products.rows_outer` to `out` (E, P, M), which may have any strides.
+
+    `x_choices` is k where x are tokens, and so is `y_choices` for y.
+    """
+    first, second = x.shape[1], y.shape[1]
+    first_block, second_block = _side(first, MOST_RANKS), _side(second, 128)
+    grid = (len(ends), triton.cdiv(second, second_block), triton.cdiv(first, first_block))
+    with on_device_of(x):
+        _outer[grid](
+            *(x, y, order, ends, x if weights is None else weights, out, first, second),
+            *(x_choices or y_choices or 1, *out.stride(), scale),
+            *(x_choices is not None, y_choices is not None, weights is not None),
+            *(first_block, second_block, 64),
+            num_warps=4,
+            num_stages=STAGES,
+        )
+
+
+def _side(features: int, most: int) -> int:
+    """Return a side of a product for so many features."""
+    return min(most, max(SMALLEST_SIDE, triton.next_power_of_2(features)))
+
+
+def columns_of_tile(device: torch.device, tile_rows: int, is_packed: bool) -> int:
+    """Return the columns of a tile: as many as the shared memory of a GPU has room for."""
+    if is_packed or tile_rows < max(TILE_ROWS):
+        return 128
+    return 256 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 128
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor

@@ -1,0 +1,95 @@
+"""Experts in MXFP4, as gpt-oss publishes them: packed again without a loss, and unpacked.
+
+    w = code 2^(exponent - 127),  code one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+
+32 weights along the features that are read share an exponent, and the first of two codes lies in
+the low bits of a byte (OCP Microscaling Formats, version 1.0, 5.3.3). Files are read as numbers
+(`stored_weights`). Those of a block have an exponent with which each is a code: here it is the one
+that makes the largest 4 or 6, which need not be the one in the file.
+
+Legend: E experts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Params4bit
+from torch import Tensor
+
+SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4 = (*SIZES, *(-size for size in SIZES))
+BLOCK = 32
+BIAS = 127  # of an exponent
+LARGEST = 2  # the exponent of 4, in which the largest code is written
+
+
+@dataclass
+class Mxfp4State:
+    """What bitsandbytes' QuantState says of its own formats."""
+
+    absmax: Tensor  # uint8: the exponent of each block
+    shape: torch.Size  # of the weight
+    dtype: torch.dtype
+    is_turned: bool  # stored (E, out, in) of a weight (E, in, out)
+    quant_type = "mxfp4"
+    blocksize = BLOCK
+    nested = False
+    code = offset = state2 = None
+
+    def to(self, device: torch.device) -> "Mxfp4State":
+        """Return the state on a device."""
+        return replace(self, absmax=self.absmax.to(device))
+
+
+def is_turned(state: Any) -> bool:
+    """Return whether a packed weight, of any format, lies in memory with its last sides swapped."""
+    return isinstance(state, Mxfp4State) and state.is_turned
+
+
+def stored_shape(state: Any) -> tuple[int, ...]:
+    """Return the shape of a packed weight, of any format, as it lies in memory."""
+    if not is_turned(state):
+        return tuple(state.shape)
+    experts, first, second = state.shape
+    return experts, second, first
+
+
+def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
+    """Return a 3-D weight in MXFP4, None where not every number of it can be written so."""
+    stored = weight.transpose(1, 2) if is_turned else weight
+    if stored.shape[-1] % BLOCK:
+        return None
+    codes, exponents = [], []
+    for expert in stored:
+        blocks = expert.float().reshape(-1, BLOCK)
+        largest = blocks.abs().amax(1)
+        exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
+        sizes = torch.tensor(SIZES, device=weight.device)
+        scaled = torch.ldexp(blocks, -exponent.unsqueeze(1))
+        code = torch.searchsorted(sizes, scaled.abs()).clamp(max=len(SIZES) - 1)
+        if not torch.equal(sizes[code], scaled.abs()):
+            return None
+        code += len(SIZES) * (scaled < 0)
+        codes.append((code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8))
+        exponents.append((exponent + BIAS).to(torch.uint8))
+    state = Mxfp4State(torch.cat(exponents), weight.shape, weight.dtype, is_turned)
+    return Params4bit(
+        torch.cat(codes).view(-1, 1),
+        requires_grad=False,
+        quant_state=state,
+        blocksize=BLOCK,
+        compress_statistics=False,
+        quant_type=Mxfp4State.quant_type,
+        bnb_quantized=True,
+    )
+
+
+def unpack(packed: Tensor, state: Mxfp4State) -> Tensor:
+    """Return the weight."""
+    numbers = torch.tensor(MXFP4, device=packed.device)
+    flat = packed.view(-1)
+    codes = torch.stack((flat & 15, flat >> 4), dim=-1).view(-1, BLOCK)
+    scales = torch.exp2(state.absmax.float() - BIAS)
+    weight = (numbers[codes.int()] * scales.unsqueeze(1)).to(state.dtype).view(stored_shape(state))
+    return weight.transpose(1, 2) if state.is_turned else weight

@@ -1,0 +1,146 @@
+"""The grouped products of GPUs, as Triton's interpreter runs them."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+from bitsandbytes.nn import Params4bit
+from torch import Tensor
+
+pytest.importorskip("triton", reason="there is no Triton for this system")
+
+from interpreted_kernels import interpreted
+from test_four_bit import interpreted_unpacking
+from test_mxfp4 import numbers_of_mxfp4
+
+from sft_play.models import mxfp4
+from sft_play.models.fast.experts import grouped_kernels, products
+from sft_play.models.fast.experts.products import Routing, Term, sort_by_expert
+
+TOKENS, CHOICES, EXPERTS, RANK = 40, 2, 5, 3
+EXACT = 1e-3  # float16, in which the interpreter multiplies; it cannot in bfloat16
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The kernels, interpreted."""
+    found = interpreted(grouped_kernels)
+    with patch.object(found, "_shared_memory", lambda device: 1 << 20):
+        yield found
+
+
+def routing(kernels: ModuleType, choices: Tensor) -> Routing:
+    found = sort_by_expert(choices, EXPERTS)
+    return found._replace(tiles=kernels.tiles_of(found.ends, len(found.order)))
+
+
+def place_of(by_expert: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    return by_expert.order, by_expert.ends, by_expert.tiles
+
+
+def some_choices(kind: str) -> Tensor:
+    """Return experts of tokens; in every case one of them gets no token."""
+    torch.manual_seed(0)
+    natural = torch.rand(TOKENS, EXPERTS - 1).topk(CHOICES).indices
+    if kind == "elsewhere":
+        natural[::3, 0] = EXPERTS
+    return torch.full_like(natural, 2) if kind == "skewed" else natural
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize("kind", ["natural", "skewed", "elsewhere"])
+@pytest.mark.parametrize("summed, features", [(72, 40), (64, 300)])
+@pytest.mark.parametrize("of_tokens", [True, False])
+def test_a_grouped_product_is_that_of_each_expert(
+    kernels: ModuleType, kind: str, summed: int, features: int, of_tokens: bool
+) -> None:
+    by_expert = routing(kernels, some_choices(kind))
+    rows = int(by_expert.ends[-1])
+    x = torch.randn(TOKENS if of_tokens else TOKENS * CHOICES, summed).half()
+    ranks = torch.randn(TOKENS * CHOICES, RANK).half()
+    term = Term(ranks, torch.randn(EXPERTS, RANK, features), 0.5)
+    bias = torch.randn(EXPERTS, features)
+    by_lines = torch.randn(EXPERTS, features, summed).half().transpose(1, 2)
+    for matrices in (by_lines, torch.randn(EXPERTS, summed, features).half()):
+        for own_term, own_bias in ((None, None), (term, bias)):
+            wanted = products.rows_times(x, matrices, by_expert, own_term, own_bias, of_tokens)
+            lines_are_summed = matrices.stride(2) == 1
+            lines = matrices if lines_are_summed else matrices.transpose(1, 2)
+            found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
+            kernels.product(
+                *(x, lines, lines_are_summed, None, 0, *place_of(by_expert), found),
+                *(CHOICES if of_tokens else None, own_term, own_bias),
+            )
+            assert relative(found[:rows], wanted[:rows]) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["natural", "skewed", "elsewhere"])
+@pytest.mark.parametrize("of_tokens", [True, False])
+def test_an_outer_product_sums_the_rows_of_each_expert(
+    kernels: ModuleType, kind: str, of_tokens: bool
+) -> None:
+    by_expert = routing(kernels, some_choices(kind))
+    x = torch.randn(TOKENS * CHOICES, RANK).half()
+    y = torch.randn(TOKENS if of_tokens else TOKENS * CHOICES, 200).half()
+    weights = torch.rand(TOKENS * CHOICES)
+    wanted = torch.empty(EXPERTS, RANK, 200)
+    arguments = (x.float(), y.float(), by_expert, wanted, 0.25, weights)
+    products.rows_outer(*arguments, y_of_tokens=of_tokens)
+    made = torch.full((200, RANK, EXPERTS), torch.nan)
+    y_choices = CHOICES if of_tokens else None
+    found = made.permute(2, 1, 0)
+    ends = (by_expert.order, by_expert.ends)
+    kernels.outer(x, y, *ends, found, 0.25, None, y_choices, weights)
+    assert relative(found, wanted) < EXACT
+    assert not found[EXPERTS - 1].any()
+
+
+@pytest.mark.parametrize("quant_type, is_nested", [("nf4", False), ("nf4", True), ("fp4", False)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_packed_weights_are_unpacked_tile_by_tile(
+    kernels: ModuleType, quant_type: str, is_nested: bool, is_transposed: bool
+) -> None:
+    weight = torch.randn(EXPERTS, 70, 192).half()
+    packed = Params4bit(
+        weight, requires_grad=False, quant_type=quant_type, compress_statistics=is_nested
+    ).to("cpu")
+    compare_packed(kernels, products.ExpertLinear(packed, None, is_transposed, EXPERTS, 0.0))
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_mxfp4_is_unpacked_tile_by_tile(kernels: ModuleType, is_turned: bool) -> None:
+    packed = mxfp4.pack(numbers_of_mxfp4(EXPERTS, 96, 64, is_turned=is_turned).half(), is_turned)
+    compare_packed(kernels, products.ExpertLinear(packed, None, True, EXPERTS, 0.0))
+
+
+def compare_packed(kernels: ModuleType, linear: products.ExpertLinear) -> None:
+    """Compare products over packed weights, and over their transposes, with those of plain ones."""
+    unpacking = interpreted_unpacking()
+    by_expert = routing(kernels, some_choices("natural"))
+    for matrices in (linear.matrices(torch.half), linear.matrices(torch.half).transpose(1, 2)):
+        x = torch.randn(TOKENS, matrices.shape[1]).half()
+        wanted = products.rows_times(x, matrices, by_expert, of_tokens=True)
+        state = linear.weight.quant_state
+        scales = unpacking.unpack_scales(state)
+        experts, lines, features = matrices.lines.shape
+        codes = linear.weight.detach().view(experts, lines, features // 2)
+        packing = (scales, state.blocksize, state.quant_type)
+        out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
+        kernels.product(
+            *(x, codes, not matrices.is_transposed, packing, 0, *place_of(by_expert), out, CHOICES)
+        )
+        assert relative(out, wanted) < EXACT
+        out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
+        for first in (0, 2, 4):  # of two experts, and of the one that is left
+            own = slice(first, min(first + 2, EXPERTS))
+            some = unpacking.unpack(linear.weight, state, own)
+            kernels.product(
+                *(x, some, not matrices.is_transposed, None, first, *place_of(by_expert), out),
+                CHOICES,
+            )
+        assert relative(out, wanted) < EXACT
