@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
-from tiny_models import TINY, Sizes, tiny_model
+from test_mxfp4 import numbers_of_mxfp4
+from tiny_models import TINY, WHOLE_BLOCKS, Sizes, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from sft_play.models import mxfp4
 from sft_play.models.fast.experts import function as experts_function
 from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import install as experts_module
@@ -28,6 +29,7 @@ from sft_play.models.fast.experts.install import (
     unwrap,
     why_experts_not_fusable,
 )
+from sft_play.models.fast.linears.four_bit import unpack
 
 MODEL_TYPES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "granitemoe"),
@@ -186,28 +188,33 @@ def test_half_precision_is_as_near_to_float32_as_transformers() -> None:
 class Dequantized(nn.Module):
     """What own code reads of a packed parameter."""
 
-    def __init__(self, state: QuantState) -> None:
-        super().__init__()
-        self.state = state
-
-    def forward(self, packed: Tensor) -> Tensor:
-        return dequantize_4bit(packed.view(-1, 1), self.state)
+    def forward(self, packed: Params4bit) -> Tensor:
+        return unpack(packed)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_packed_experts_compute_what_their_dequantised_weights_compute(model_type: str) -> None:
-    experts = some_experts(model_type)
+@pytest.mark.parametrize(
+    ("model_type", "quant_type"), [("qwen3_moe", "nf4"), ("gpt_oss", "nf4"), ("gpt_oss", "mxfp4")]
+)
+def test_packed_experts_compute_what_their_dequantised_weights_compute(
+    model_type: str, quant_type: str
+) -> None:
+    experts = some_experts(model_type, sizes=WHOLE_BLOCKS)
     base = unwrap(experts)[1]
     packed: dict[str, Params4bit] = {}
     for name in ("gate_up_proj", "down_proj"):
-        packed[name] = Params4bit(getattr(base, name).data, quant_type="nf4").to("cpu")
-        dequantised = Dequantized(packed[name].quant_state)(packed[name])
+        weight = getattr(base, name).data
+        if quant_type == "nf4":
+            packed[name] = Params4bit(weight, quant_type="nf4").to("cpu")
+        else:
+            numbers = numbers_of_mxfp4(*weight.shape, is_turned=True).to(weight) / 64
+            packed[name] = mxfp4.pack(numbers, is_turned=True)
+        dequantised = unpack(packed[name])
         setattr(base, name, nn.Parameter(dequantised, requires_grad=False))
     choices = random_choices()
     expected = own(experts, choices)
     for name, weight in packed.items():
         setattr(base, name, weight)
-        reader = Dequantized(weight.quant_state)
+        reader = Dequantized()
         parametrize.register_parametrization(base, name, reader, unsafe=True)
     assert find_experts(nn.ModuleList([experts])) == [experts]
     assert why_experts_not_fusable(experts) is None

@@ -18,6 +18,7 @@ from test_mxfp4 import numbers_of_mxfp4
 from sft_play.models import mxfp4
 from sft_play.models.fast.experts import grouped_kernels, products
 from sft_play.models.fast.experts.products import Routing, Term, sort_by_expert
+from sft_play.models.fast.linears import four_bit
 
 TOKENS, CHOICES, EXPERTS, RANK = 40, 2, 5, 3
 EXACT = 1e-3  # float16, in which the interpreter multiplies; it cannot in bfloat16
@@ -90,12 +91,12 @@ def test_an_outer_product_sums_the_rows_of_each_expert(
     weights = torch.rand(TOKENS * CHOICES)
     wanted = torch.empty(EXPERTS, RANK, 200)
     arguments = (x.float(), y.float(), by_expert, wanted, 0.25, weights)
-    products.rows_outer(*arguments, y_of_tokens=of_tokens)
+    products.rows_outer(*arguments, of_tokens)
     made = torch.full((200, RANK, EXPERTS), torch.nan)
     y_choices = CHOICES if of_tokens else None
     found = made.permute(2, 1, 0)
     ends = (by_expert.order, by_expert.ends)
-    kernels.outer(x, y, *ends, found, 0.25, None, y_choices, weights)
+    kernels.outer(x, y, *ends, found, 0.25, y_choices, weights)
     assert relative(found, wanted) < EXACT
     assert not found[EXPERTS - 1].any()
 
@@ -109,13 +110,19 @@ def test_packed_weights_are_unpacked_tile_by_tile(
     packed = Params4bit(
         weight, requires_grad=False, quant_type=quant_type, compress_statistics=is_nested
     ).to("cpu")
-    compare_packed(kernels, products.ExpertLinear(packed, None, is_transposed, EXPERTS, 0.0))
+    linear = products.ExpertLinear(packed, None, is_transposed, EXPERTS, 0.0)
+    matrices = linear.matrices(torch.half).unpacked(torch.half)
+    unpacked = four_bit.unpack(packed)
+    assert torch.equal(matrices, unpacked if is_transposed else unpacked.transpose(1, 2))
+    compare_packed(kernels, linear)
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_mxfp4_is_unpacked_tile_by_tile(kernels: ModuleType, is_turned: bool) -> None:
-    packed = mxfp4.pack(numbers_of_mxfp4(EXPERTS, 96, 64, is_turned=is_turned).half(), is_turned)
-    compare_packed(kernels, products.ExpertLinear(packed, None, True, EXPERTS, 0.0))
+    weight = numbers_of_mxfp4(EXPERTS, 96, 64, is_turned=is_turned).half()
+    linear = products.ExpertLinear(mxfp4.pack(weight, is_turned), None, True, EXPERTS, 0.0)
+    assert torch.equal(linear.matrices(torch.half).unpacked(torch.half), weight)
+    compare_packed(kernels, linear)
 
 
 def compare_packed(kernels: ModuleType, linear: products.ExpertLinear) -> None:

@@ -112,10 +112,10 @@ def test_rows_of_experts_are_summed_to_matrices(of_tokens: bool) -> None:
     y = torch.randn(300 if of_tokens else 900, 200).bfloat16()
     weights = torch.rand(900)
     wanted = torch.empty(EXPERTS, 12, 200)
-    rows_outer(x.float(), y.float(), rows, wanted, 0.5, weights, y_of_tokens=of_tokens)
+    rows_outer(x.float(), y.float(), rows, wanted, 0.5, weights, of_tokens)
     made = torch.full((200, 12, EXPERTS), torch.nan, device="cuda")
     found = made.permute(2, 1, 0)
-    rows_outer(*to_gpu(x, y), on_gpu, found, 0.5, weights.cuda(), y_of_tokens=of_tokens)
+    rows_outer(*to_gpu(x, y), on_gpu, found, 0.5, weights.cuda(), of_tokens)
     assert (found.cpu() - wanted).norm() / wanted.norm() < 4e-3
 
 

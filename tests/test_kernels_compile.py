@@ -117,7 +117,7 @@ def grouped(dtype: torch.dtype) -> None:
                 grouped_kernels.product(x, codes, is_summed, packing, 0, *routed, out, None, term)
         grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
         made = torch.zeros(2, 16, 256)
-        grouped_kernels.outer(u, x, order, ends, made, 2.0, None, 2, torch.zeros(count))
+        grouped_kernels.outer(u, x, order, ends, made, 2.0, 2, torch.zeros(count))
 
 
 def four_bit(dtype: torch.dtype) -> None:

@@ -4,7 +4,8 @@ Imported only on a GPU. A program computes a tile of rows of one expert times a 
 sums in float32; rows of tokens are read where they lie. Which rows a program has stands in `tiles`,
 so nothing waits for the GPU. Rows behind the last expert belong to none, and are not written.
 
-Weights in 4 bits are unpacked tile by tile, to the numbers that `four_bit` has.
+Weights in 4 bits are unpacked tile by tile, to the numbers that `four_bit` has. A launch may have
+some of the experts, and leaves the rows of the others as they are.
 
 Legend: N tokens, k experts of a token, S rows, E experts, K features that are summed over, M
 features of the result, r rank of an adapter, P and M the sides of an outer product.
@@ -184,8 +185,7 @@ def _outer(
     stride_first,
     stride_second,
     scale,
-    x_of_tokens: tl.constexpr,
-    y_of_tokens: tl.constexpr,
+    of_tokens: tl.constexpr,
     has_weights: tl.constexpr,
     first_block: tl.constexpr,
     second_block: tl.constexpr,
@@ -202,16 +202,14 @@ def _outer(
     for start in range(begin, end, rows_block):
         row = (start + tl.arange(0, rows_block)).to(tl.int64)
         inside = row < end
-        token = row
-        if x_of_tokens or y_of_tokens:
-            token = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
-        x_row = token if x_of_tokens else row
-        y_row = token if y_of_tokens else row
-        place = x + x_row[None, :] * first_side + first[:, None]
+        source = row
+        if of_tokens:
+            source = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
+        place = x + row[None, :] * first_side + first[:, None]
         left = tl.load(place, has_first[:, None] & inside[None, :], 0)
         if has_weights:
             left = (left * tl.load(weights + row, inside, 0)[None, :]).to(x.dtype.element_ty)
-        place = y + y_row[:, None] * second_side + second[None, :]
+        place = y + source[:, None] * second_side + second[None, :]
         right = tl.load(place, inside[:, None] & has_second[None, :], 0)
         total = tl.dot(left, right, total)
     place = out + expert * stride_expert
@@ -287,13 +285,12 @@ def outer(
     ends: Tensor,
     out: Tensor,
     scale: float,
-    x_choices: int | None = None,
-    y_choices: int | None = None,
+    choices: int | None = None,
     weights: Tensor | None = None,
 ) -> None:
     """Write the sums of `products.rows_outer` to `out` (E, P, M), which may have any strides.
 
-    `x_choices` is k where x are tokens, and so is `y_choices` for y.
+    `choices` is k where y are tokens.
     """
     first, second = x.shape[1], y.shape[1]
     first_block, second_block = _side(first, MOST_RANKS), _side(second, 128)
@@ -301,8 +298,8 @@ def outer(
     with on_device_of(x):
         _outer[grid](
             *(x, y, order, ends, x if weights is None else weights, out, first, second),
-            *(x_choices or y_choices or 1, *out.stride(), scale),
-            *(x_choices is not None, y_choices is not None, weights is not None),
+            *(choices or 1, *out.stride(), scale),
+            *(choices is not None, weights is not None),
             *(first_block, second_block, 64),
             num_warps=4,
             num_stages=STAGES,

@@ -9,8 +9,8 @@ products. Those of an adapter that all experts share, (r, in) and (out, r), are 
 each of them, and have the sum of the experts' gradients.
 
 On a GPU one kernel computes y (`grouped_kernels`): it reads the rows of tokens where they lie, adds
-the adapter before it rounds, and unpacks weights in 4 bits tile by tile. Elsewhere each expert has
-products of its own, which is the reference.
+the adapter before it rounds, and unpacks weights in 4 bits tile by tile, or a few experts at a time
+where many rows meet each. Elsewhere each expert has products of its own, which is the reference.
 
 Tokens are sorted by expert, and the results of a token's experts are summed. Nothing here waits
 for the GPU: the number of tokens of an expert stays on the device. A choice of an expert that is
@@ -133,9 +133,10 @@ class ExpertLinear(NamedTuple):
         Otherwise these become a new tensor in `dtype`.
         """
         lines = lines_of(self.weight)
-        found = (
-            dequantize(self.weight, dtype) if lines is None else Packed(self.weight, lines, False)
-        )
+        if lines is None:
+            found = dequantize(self.weight, dtype)
+        else:
+            found = Packed(self.weight, lines, lines.is_turned)
         return found if self.is_transposed else found.transpose(1, 2)
 
 
@@ -209,27 +210,24 @@ def rows_outer(
     out: Tensor,
     scale: float,
     weights: Tensor | None = None,
-    x_of_tokens: bool = False,
-    y_of_tokens: bool = False,
+    of_tokens: bool = False,
 ) -> None:
     """Write the sums over the rows of each expert of s w_i x_i^T y_i to `out` (E, P, M).
 
-    x (S, P), y (S, M), or of the rows' tokens (N, ...); weights (S,). 0 for experts without rows.
+    x (S, P), y (S, M) or of the rows' tokens (N, M), weights (S,). 0 for experts without rows.
     """
     if x.is_cuda:
         from sft_play.models.fast.experts import grouped_kernels
 
-        of = [routing.choices if given else None for given in (x_of_tokens, y_of_tokens)]
-        grouped_kernels.outer(x, y, routing.order, routing.ends, out, scale, *of, weights)
+        choices = routing.choices if of_tokens else None
+        grouped_kernels.outer(x, y, routing.order, routing.ends, out, scale, choices, weights)
         return
-    tokens = routing.order // routing.choices
-    left = x[tokens] if x_of_tokens else x
-    right = y[tokens] if y_of_tokens else y
+    rows = y[routing.order // routing.choices] if of_tokens else y
     if weights is not None:
-        left = left * weights.unsqueeze(-1).to(left.dtype)
+        x = x * weights.unsqueeze(-1).to(x.dtype)
     out.zero_()
     for expert, own in _rows_of_experts(routing):
-        out[expert] = scale * (left[own].t() @ right[own])
+        out[expert] = scale * (x[own].t() @ rows[own])
 
 
 def _on_gpu(
@@ -293,7 +291,7 @@ def gradient_of_a(
     x (S, in), or of the rows' tokens (N, in); weights (S,) of the rows.
     """
     by_expert = torch.empty(adapter.a.shape, dtype=like.dtype, device=like.device)
-    rows_outer(du, x, routing, by_expert, adapter.scale, weights, y_of_tokens=of_tokens)
+    rows_outer(du, x, routing, by_expert, adapter.scale, weights, of_tokens)
     is_shared = len(like) == adapter.a.shape[1]
     return by_expert.sum(0) if is_shared else by_expert.view(like.shape)
 
@@ -314,6 +312,6 @@ def gradient_of_b(
     experts, rank, features = adapter.b.shape
     made = torch.empty(features, rank, experts, dtype=like.dtype, device=like.device)
     by_expert = made.permute(2, 1, 0)
-    rows_outer(xa, dy, routing, by_expert, adapter.scale, weights, y_of_tokens=of_tokens)
+    rows_outer(xa, dy, routing, by_expert, adapter.scale, weights, of_tokens)
     is_shared = like.shape[1] == rank
     return made.sum(2) if is_shared else made.view(like.shape)
