@@ -23,6 +23,7 @@ from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.experts.install import find_experts
 from sft_play.models.load import load_base
+from sft_play.models.merging import Merge, quantised_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
 from sft_play.process import Process
 
@@ -205,6 +206,15 @@ def test_mxfp4_experts_are_dequantised_for_lora_and_stay_as_they_are_for_qlora(
     adapted = lora.add_adapters(packed, config_of(base))
     adapted(input_ids=IDS, labels=IDS).loss.backward()
     assert adapted.base_model.model.is_loaded_in_4bit
+
+
+def test_a_merge_rounds_attention_to_4_bits_and_leaves_mxfp4_experts(tmp_path: Path) -> None:
+    config = config_of(mxfp4(tmp_path))
+    base = load_base(config_of(config.model.name, "lora"), CPU)
+    quantization = bnb.quantization_config(config, torch.float32)
+    rounded = quantised_names(base, Merge(config, tmp_path, quantization=quantization))
+    assert {weight.name for weight in expert_weights(base)}.isdisjoint(rounded)
+    assert any(name.endswith("q_proj.weight") for name in rounded)
 
 
 def test_experts_in_4_bits_are_refused_under_zero3(

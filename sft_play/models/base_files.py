@@ -103,10 +103,14 @@ def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
 
 
 def reading_stored(
-    found: StoredAs, device: torch.device
+    found: StoredAs, device: torch.device, keeps_experts: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which `from_pretrained` reads weights that are stored like that."""
-    logger.info("model: stored as %s, %s", found.name, found.way)
+    """Return the context in which `from_pretrained` reads weights that are stored like that.
+
+    `keeps_experts` says that those of MXFP4 are packed again, without a loss.
+    """
+    way = "as its experts stay" if keeps_experts else found.way
+    logger.info("model: stored as %s, %s", found.name, way)
     if found.way == "packed":
         return contextlib.nullcontext()
     return reading_as_plain(found.block, device if device.type == "cuda" else None)

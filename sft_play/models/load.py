@@ -48,7 +48,7 @@ from sft_play.models.images import keep_towers_in_their_type
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.plan.base_model import require_base
-from sft_play.plan.stored_as import MXFP4, StoredAs
+from sft_play.plan.stored_as import StoredAs, keeps_mxfp4
 from sft_play.process import Process
 from sft_play.runs.model_folder import refuse_unsafe_base
 
@@ -192,7 +192,8 @@ def load_base(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         if found is not None:
-            stack.enter_context(reading_stored(found, process.device))
+            keeps = keeps_mxfp4(config, found)
+            stack.enter_context(reading_stored(found, process.device, keeps))
         stack.enter_context(_reading(config, process, found, is_fsdp, is_expert_parallel))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
@@ -248,7 +249,7 @@ def _reading(
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are quantised or divided as they are read."""
     if config.tuning.mode == "qlora":
-        return packing_experts(are_mxfp4=found is not None and found.name == MXFP4)
+        return packing_experts(keeps_mxfp4(config, found))
     if config.tuning.has_float8_base:
         return quantising_to_float8()
     if is_fsdp:  # quantised weights are read whole first

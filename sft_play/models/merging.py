@@ -39,11 +39,13 @@ from sft_play.models.base_files import (
 )
 from sft_play.models.bnb import pack, packed_names, unpack
 from sft_play.models.expert_adapters import load_adapter
+from sft_play.models.experts import expert_weights
 from sft_play.models.float8.loading import Float8Config, float8_candidates
 from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, loading_options
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored
+from sft_play.plan.stored_as import keeps_mxfp4
 from sft_play.process import Process
 
 Quantization = BitsAndBytesConfig | Float8Config
@@ -87,7 +89,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
     sources = match_tensors(skeleton, tensors)
     packed: set[str] = set()
     if merge.quantization is not None:
-        packed = quantised_names(skeleton.model, merge.quantization)
+        packed = quantised_names(skeleton.model, merge)
         if any(name in skeleton.deltas for name in packed):
             raise CannotStream("experts that were packed in 4 bits are packed together")
     target.mkdir(parents=True, exist_ok=True)
@@ -129,7 +131,7 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     unquantised = merge.config.model_copy(update={"tuning": lora, "model": model})
     base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
     if merge.quantization is not None:
-        for name in quantised_names(base, merge.quantization):
+        for name in quantised_names(base, merge):
             weight = base.get_parameter(name)
             packed = rounded(weight.data.to(merge.base_dtype), merge.quantization)
             weight.data = packed.to(weight.dtype)
@@ -342,13 +344,18 @@ def training_quantization(
     return None
 
 
-def quantised_names(model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Return the names of the parameters that are quantised in a model of this kind.
+def quantised_names(model: PreTrainedModel, merge: Merge) -> set[str]:
+    """Return the names of the parameters that training rounded in a model of this kind.
 
-    The model may have adapters and no weights.
+    Not those of experts in MXFP4, which it left as they are. The model may have adapters and no
+    weights.
     """
-    if isinstance(quantization, BitsAndBytesConfig):
-        return packed_names(model, quantization)
+    if isinstance(merge.quantization, BitsAndBytesConfig):
+        names = packed_names(model, merge.quantization)
+        found = stored_format(merge.config, stored_config(merge.config))
+        if keeps_mxfp4(merge.config, found):
+            names -= {weight.name for weight in expert_weights(empty_twin(model))}
+        return names
     return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantised}
 
 

@@ -94,6 +94,11 @@ def _format(declared: ModelConfigJson) -> StoredAs:
     return StoredAs(f"{name} {bits}-bit" if bits else name or "an unknown format", "refused")
 
 
+def keeps_mxfp4(config: Config, stored: StoredAs | None) -> bool:
+    """Return whether experts that are stored in MXFP4 are trained as they are."""
+    return config.tuning.mode == "qlora" and stored is not None and stored.name == MXFP4
+
+
 def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
     """Raise ConfigError for a format that this mode does not train, with what to set."""
     if stored is None or stored.way == "dequantised":
