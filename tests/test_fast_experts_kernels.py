@@ -24,6 +24,9 @@ TOKENS, CHOICES, EXPERTS, RANK = 40, 2, 5, 3
 EXACT = 1e-3  # float16, in which the interpreter multiplies; it cannot in bfloat16
 
 
+PLAIN_SCALES = (("nf4", False), ("fp4", False))
+
+
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
     """The kernels, interpreted."""
@@ -54,7 +57,9 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-@pytest.mark.parametrize("kind", ["natural", "skewed", "elsewhere"])
+@pytest.mark.parametrize(
+    "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("summed, features", [(72, 40), (64, 300)])
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_a_grouped_product_is_that_of_each_expert(
@@ -80,7 +85,9 @@ def test_a_grouped_product_is_that_of_each_expert(
             assert relative(found[:rows], wanted[:rows]) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["natural", "skewed", "elsewhere"])
+@pytest.mark.parametrize(
+    "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_an_outer_product_sums_the_rows_of_each_expert(
     kernels: ModuleType, kind: str, of_tokens: bool
@@ -101,7 +108,10 @@ def test_an_outer_product_sums_the_rows_of_each_expert(
     assert not found[EXPERTS - 1].any()
 
 
-@pytest.mark.parametrize("quant_type, is_nested", [("nf4", False), ("nf4", True), ("fp4", False)])
+@pytest.mark.parametrize(
+    "quant_type, is_nested",
+    [("nf4", True), *(pytest.param(*each, marks=pytest.mark.long) for each in PLAIN_SCALES)],
+)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_packed_weights_are_unpacked_tile_by_tile(
     kernels: ModuleType, quant_type: str, is_nested: bool, is_transposed: bool

@@ -113,8 +113,9 @@ def grouped(dtype: torch.dtype) -> None:
         mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
         for is_summed in (False, True):
             grouped_kernels.product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
-            for packing in (nf4, mxfp4):
-                grouped_kernels.product(x, codes, is_summed, packing, 0, *routed, out, None, term)
+        for packing in (nf4, mxfp4):
+            grouped_kernels.product(x, codes, False, packing, 0, *routed, out, None, term)
+        grouped_kernels.product(x, codes, True, nf4, 0, *routed, out, None, term)
         grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
         made = torch.zeros(2, 16, 256)
         grouped_kernels.outer(u, x, order, ends, made, 2.0, 2, torch.zeros(count))
