@@ -8,7 +8,7 @@ parameters, so the state of an optimizer can go through them as well.
 Every rank must call each of these functions.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,14 +63,7 @@ def parts_of(model: nn.Module) -> dict[str, ExpertPart]:
 
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of a model's parameters in the shapes of an adapter's file."""
-    published = dict(tensors)
-    for name, part in parts_of(model).items():
-        if name in published:
-            published[name] = part.whole(published[name])
-    for name, factor, wrapper in _shared_factors(model):
-        if name in published:
-            published[name] = wrapper.for_every_expert(factor, published[name])
-    return published
+    return _reshaped(model, tensors, ExpertPart.whole, SharedParamWrapper.for_every_expert)
 
 
 def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,14 +71,23 @@ def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
     Raises: ConfigError where the model shares an adapter among experts that have their own.
     """
-    kept = dict(tensors)
+    return _reshaped(model, tensors, ExpertPart.cut, SharedParamWrapper.for_all_experts)
+
+
+def _reshaped(
+    model: PeftModel,
+    tensors: Mapping[str, Tensor],
+    of_part: Callable[[ExpertPart, Tensor], Tensor],
+    of_shared: Callable[[SharedParamWrapper, str, Tensor], Tensor],
+) -> dict[str, Tensor]:
+    found = dict(tensors)
     for name, part in parts_of(model).items():
-        if name in kept:
-            kept[name] = part.cut(kept[name])
+        if name in found:
+            found[name] = of_part(part, found[name])
     for name, factor, wrapper in _shared_factors(model):
-        if name in kept:
-            kept[name] = wrapper.for_all_experts(factor, kept[name])
-    return kept
+        if name in found:
+            found[name] = of_shared(wrapper, factor, found[name])
+    return found
 
 
 def _shared_factors(model: PeftModel) -> Iterator[tuple[str, str, SharedParamWrapper]]:

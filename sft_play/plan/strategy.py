@@ -82,9 +82,10 @@ class AskedStrategy:
         why_not = why_not_ep if self.name == "ep" else why_not_fsdp
         reason = why_not(config, is_float16)
         if ranks.world_size == 1:
+            offload = "" if self.name == "ep" else " and TRAIN_FSDP_OFFLOAD=false"
             reason = (
                 "processes share the model, and this run has one; set NUM_GPUS=2 or more (without "
-                "a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto and TRAIN_FSDP_OFFLOAD=false"
+                f"a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto{offload}"
             )
         if reason:
             raise ConfigError(f"{self.described}: {reason}")

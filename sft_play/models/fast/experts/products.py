@@ -89,7 +89,7 @@ def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None)
 
 # Rows of an expert, on average, up to which its codes are unpacked tile by tile, in each tile of
 # rows again. Above, a few experts are unpacked at a time: an H100 took 1.2 ms for 512 rows of each
-# of 128 experts in place of 1.5.
+# of 128 experts in place of 2.5.
 FEW_ROWS = 128
 UNPACKED_BYTES = 256 << 20  # of the experts that are unpacked at a time
 

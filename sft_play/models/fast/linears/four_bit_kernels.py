@@ -21,8 +21,6 @@ from sft_play.models.mxfp4 import MXFP4, stored_shape
 CODES_A_WORD = 8  # of 4 bytes
 TILE = 1024  # words of a program: 64 weights a thread
 WARPS = 4
-
-
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
