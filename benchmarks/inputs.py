@@ -12,8 +12,11 @@ import argparse
 import json
 import math
 import random
+import re
+import shutil
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,13 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sft_play.plan.model_shape import known_models
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 ARCHITECTURES = Path(__file__).with_name("architectures.json")  # transformers configs by name
 CORPUS = TINY.parent / "corpus" / "town.txt"
 ALPACA_INPUTS = 0.4  # share of Alpaca's rows that have an input
-SHARD = "4GB"
+LAYER = re.compile(r"\.layers\.(\d+)\.")  # in the name of a weight
+MXFP4_BLOCK = 32  # weights that share an exponent
+MXFP4_EXPONENT = 120  # of two from -127: random codes then have the deviation 0.023
 MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
 
 
@@ -74,27 +80,112 @@ def model_settings(
 
 
 def random_model(
-    shape: str, folder: Path, layers: int | None = None, as_published: bool = False
+    shape: str,
+    folder: Path,
+    layers: int | None = None,
+    as_published: bool = False,
+    in_mxfp4: bool = False,
 ) -> None:
     """Save an architecture with random bfloat16 weights and the tiny model's tokenizer.
 
-    The weights are drawn on the GPU where there is one, and pass through host memory by the shard.
+    Layers are drawn, on the GPU where there is one, until their kinds recur; later ones have the
+    same weights. With `in_mxfp4` experts are written as gpt-oss publishes them.
     """
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoTokenizer
 
     from sft_play.models.architecture import auto_class_of
 
-    settings = model_settings(shape, layers, as_published)
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    settings.get("text_config", settings).update(tokens)
-    config = AutoConfig.for_model(**settings)
+
+    def make_config(layers: int | None) -> PreTrainedConfig:
+        settings = model_settings(shape, layers, as_published)
+        settings.get("text_config", settings).update(tokens)
+        return AutoConfig.for_model(**settings)
+
+    config = make_config(layers)
+    text = config.get_text_config()
+    drawn = _layers_until_kinds_recur(text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
-        model = auto_class_of(config).from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size=SHARD)
+        drawn_config = make_config(drawn)
+        model = auto_class_of(config).from_config(drawn_config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1000GB")
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+    if in_mxfp4:
+        config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    config.save_pretrained(folder)
+
+    whole = folder / "model.safetensors"
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, weight in load_file(whole).items():
+        found = LAYER.search(name)
+        file = "rest.safetensors" if found is None else _file_of_layer(int(found[1]))
+        files.setdefault(file, {})[name] = weight
+    whole.unlink()
+    weight_map = {}
+    for file, weights in files.items():
+        if in_mxfp4:
+            weights = _experts_in_mxfp4(weights)
+        save_file(weights, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(weights, file)
+    for name in list(weight_map):
+        found = LAYER.search(name)
+        if found is not None:
+            for layer in range(int(found[1]) + drawn, text.num_hidden_layers, drawn):
+                weight_map[_of_layer(name, layer)] = _file_of_layer(layer)
+    with ThreadPoolExecutor() as threads:
+        copies = range(drawn, text.num_hidden_layers)
+        list(threads.map(lambda layer: _repeat_layer(folder, layer % drawn, layer), copies))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+
+
+def _layers_until_kinds_recur(text: PreTrainedConfig) -> int:
+    """Return how many layers make the first of each kind, such as 4 where each fourth differs."""
+    kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
+    lengths = range(1, len(kinds) + 1)
+    return next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+
+
+def _file_of_layer(layer: int) -> str:
+    return f"layer-{layer}.safetensors"
+
+
+def _of_layer(names: str, layer: int) -> str:
+    """Return names of weights with the number of another layer."""
+    return LAYER.sub(f".layers.{layer}.", names)
+
+
+def _repeat_layer(folder: Path, first: int, layer: int) -> None:
+    """Write the weights of a layer once more, under the names of another one."""
+    with (folder / _file_of_layer(first)).open("rb") as source:
+        size = int.from_bytes(source.read(8), "little")
+        header = _of_layer(source.read(size).decode(), layer).strip()
+        header += " " * (-len(header) % 8)
+        with (folder / _file_of_layer(layer)).open("wb") as copy:
+            copy.write(len(header).to_bytes(8, "little") + header.encode())
+            shutil.copyfileobj(source, copy, 1 << 24)
+
+
+def _experts_in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights with random codes of 4 bits in place of experts (E, inputs, outputs)."""
+    import torch
+
+    found = {}
+    for name, weight in weights.items():
+        if weight.ndim != 3 or not name.endswith(("gate_up_proj", "down_proj")):
+            found[name] = weight
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = experts, outputs, inputs // MXFP4_BLOCK
+        codes = torch.randint(0, 256, (*blocks, MXFP4_BLOCK // 2), dtype=torch.uint8)
+        found[f"{name}_blocks"] = codes
+        found[f"{name}_scales"] = torch.full(blocks, MXFP4_EXPONENT, dtype=torch.uint8)
+    return found
 
 
 def fixed_rows(path: Path, tokens: int, rows: int, seed: int = 0) -> None:
@@ -212,11 +303,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for model/ and rows.jsonl")
     parser.add_argument("--layers", type=int, help="how many of the architecture's; default all")
     parser.add_argument("--as-published", action="store_true", help="with the model's towers")
+    parser.add_argument(
+        "--mxfp4", action="store_true", help="experts in 4 bits, as gpt-oss has them"
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=700)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    random_model(args.shape, args.out / "model", args.layers, args.as_published)
+    model = args.out / "model"
+    random_model(args.shape, model, args.layers, args.as_published, args.mxfp4)
     fixed_rows(args.out / "rows.jsonl", args.tokens, args.rows)
     print(
         f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl "

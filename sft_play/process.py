@@ -68,7 +68,7 @@ class Process:
         """Return the least of all ranks' numbers. Every rank must call it."""
         return self._reduced(number, ReduceOp.MIN)
 
-    def max(self, number: int) -> int:
+    def max(self, number: Number) -> Number:
         """Return the largest of all ranks' numbers. Every rank must call it."""
         return self._reduced(number, ReduceOp.MAX)
 

@@ -37,7 +37,7 @@ def test_a_machine_of_the_guide_runs_the_numbers_of_its_shipped_config_and_fits(
     assert (train.batch_size, train.grad_accum) == (case.batch_size, case.grad_accum)
     plan = plan_of(case, case.gpus)
     assert plan.fits
-    assert plan.layout.rows_per_step == case.rows_per_step
+    assert plan.layout.rows_per_step == case.step_rows
     assert plan.memory.predicted_peak < case.promise.gigabytes * 1e9
 
 
@@ -63,7 +63,7 @@ def test_a_run_takes_its_memory_first_and_then_what_the_guide_says(tmp_path: Pat
     assert not [word for word in alone if word.startswith(("NUM_GPUS", "TRAIN_STRATEGY"))]
     llama = CASES["llama-70b-h200"].on(gpus=None, grad_accum=1)
     assert make_command(llama, 4, tmp_path, tmp_path, tmp_path, steps=6)[0] == "make"
-    assert llama.rows_per_step == 64
+    assert llama.step_rows == 64
 
 
 def test_rows_that_score_a_run_are_none_that_it_trains_on(tmp_path: Path) -> None:

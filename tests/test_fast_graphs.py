@@ -19,6 +19,7 @@ from sft_play.data import packing
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.graphs import decoder as graphs_of_decoder
 from sft_play.models.fast.graphs.decoder import (
     GraphCounts,
     GraphedDecoder,
@@ -26,14 +27,17 @@ from sft_play.models.fast.graphs.decoder import (
     graph_setup,
 )
 from sft_play.models.fast.graphs.recorded import (
+    Computed,
     DecoderCall,
     RecordedPass,
     Shape,
     StaticGradients,
     StaticInputs,
+    common_shape,
 )
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.plan.fast import why_not_recorded
+from sft_play.process import Process
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS, collate_for_step
 
 MICRO_BATCHES = 3  # of a step
@@ -80,9 +84,9 @@ def trained(model: Any, batches: list[Batch]) -> list[tuple[float, list[torch.Te
     return steps
 
 
-def graphed(model: Any, **options: int) -> GraphedDecoder:
+def graphed(model: Any, **options: Any) -> GraphedDecoder:
     base = model.get_base_model().get_decoder()
-    base.forward = GraphedDecoder(model, again, **options)
+    base.forward = GraphedDecoder(model, lambda: again, **options)
     return base.forward
 
 
@@ -145,16 +149,63 @@ def test_layers_that_are_recomputed_are_replayed_and_so_are_experts(
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
 
 
-def test_what_the_layers_left_in_torchs_cache_is_freed_once_for_each_recording() -> None:
+def test_layers_have_run_and_freed_their_memory_before_a_recording_takes_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = plain_model("llama")
     make(model)
     decoder = graphed(model)
-    freed_at: list[int] = []
-    decoder.free_cache = lambda: freed_at.append(decoder.counts.replayed)
-    trained(model, list(micro_batches(45, True)))
-    used = [each for each in decoder.recorded.values() if not each.is_first_run]
-    assert decoder.counts.replayed > len(freed_at) == len(used) >= 1
-    assert freed_at[0] == 1  # the layers' own activations are gone by then
+    events: list[str] = []
+    decoder.free_cache = lambda: events.append("freed")
+    own = decoder.forward
+    decoder.forward = lambda *args, **kwargs: events.append("layers") or own(*args, **kwargs)
+    record = RecordedPass.__init__
+    monkeypatch.setattr(
+        RecordedPass, "__init__", lambda *args: events.append("recorded") or record(*args)
+    )
+    batch = next(micro_batches(1, True))
+    trained(model, [batch] * 4)
+    assert decoder.counts.replayed == 3
+    proof = ["layers", "layers", "freed", "recorded"]  # of it `again` runs the layers once more
+    assert [event for event in events if event != "layers"] == ["freed", "recorded"]
+    assert events[:4] == proof
+
+
+def test_recordings_give_their_memory_back_where_layers_run_by_themselves() -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+    pools: list[None] = []
+    decoder.new_record = lambda: pools.append(None) or again
+    one, *others = micro_batches(20, False)
+    other = next(each for each in others if each["input_ids"].shape != one["input_ids"].shape)
+    trained(model, [one] * 3)
+    assert len(decoder.recorded) == 1
+    trained(model, [other])
+    assert (len(decoder.recorded), len(pools)) == (0, 1)
+    trained(model, [one, other, one, other])
+    assert (len(decoder.recorded), len(pools)) == (2, 2), "one is recorded anew without the layers"
+    assert (decoder.counts.launched, decoder.counts.replayed) == (2, 6)
+    with torch.no_grad():
+        model.eval()(**{name: one[name] for name in INPUTS if name in one})
+    model.train()
+    assert not decoder.recorded
+    trained(model, [one, other])
+    assert (decoder.counts.launched, decoder.counts.replayed) == (2, 8)
+
+
+def test_nothing_is_recorded_where_shapes_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_of_decoder, "MOST_RECORDINGS", 1)
+    model = plain_model("llama")
+    make(model)
+    batches = list(micro_batches(24, False))
+    expected = trained(model, batches)
+    decoder = graphed(model)
+    found = trained(model, batches)
+    assert decoder.counts.stopped == "micro-batches have more than 1 shapes"
+    assert not decoder.recorded and decoder.counts.launched > 12
+    for (_, gradients), (_, expected_gradients) in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_runs_the_layers_themselves() -> None:
@@ -250,7 +301,7 @@ def test_rounding_of_other_kernels_is_allowed_for_rows_that_are_filled_up_alone(
         assert decoder.counts.stopped.endswith("differs by 5.0e-02")
 
 
-def rounded_otherwise(self: RecordedPass, call: DecoderCall, hidden: torch.Tensor) -> float:
+def rounded_otherwise(self: RecordedPass, call: DecoderCall, computed: Computed) -> float:
     """Stand for a difference of 5e-2 of padded rows, and of rows in one that are filled up."""
     self.inputs.fill(call)
     return 5e-2 if self.is_filled_up or call.documents is None else 0.0
@@ -293,6 +344,7 @@ def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureF
     def refuses(launch: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing\nat line 7")
 
+    decoder.new_record = lambda: refuses
     decoder.record = refuses
     trained(model, list(micro_batches(9, False)))
     assert decoder.counts.replayed == 0
@@ -317,6 +369,15 @@ def test_documents_are_padded_to_few_shapes() -> None:
     assert shape_of([3000, 2500], rows=1) == Shape(1, 5632, 64, 4096)
     assert shape_of([512] * 63, rows=1) == Shape(1, 32768, 64, 2048)
     assert shape_of([512] * 64, rows=1) == Shape(1, 32768, 128, 2048), "one more for the padding"
+
+
+def test_ranks_that_compute_together_agree_on_a_shape() -> None:
+    short, long = Shape(1, 1152, 64, 2048), Shape(1, 1280, 128, 1024)
+    assert common_shape([short, long]) == Shape(1, 1280, 128, 2048), "a single row is filled up"
+    assert common_shape([Shape(2, 64, 0, 64)] * 2) == Shape(2, 64, 0, 64)
+    assert common_shape([Shape(2, 64, 0, 64), Shape(2, 72, 0, 72)]) is None, "rows of two lengths"
+    assert common_shape([short, Shape(2, 1152, 64, 2048)]) is None, "not as many rows"
+    assert common_shape([short, None]) is None
 
 
 def test_no_recording_is_larger_than_a_micro_batch_of_the_run() -> None:
@@ -381,6 +442,8 @@ def test_what_the_plan_has_said_of_graphs_is_not_said_again(
     plan = plan_for(CPU_ONLY, "train.cuda_graphs=true").plan
     (sentence,) = (each for each in plan.warnings if "cuda_graphs" in each)
     config = settings(cuda_graphs=True)
-    assert graph_layers(model, config, plan if is_said else replace(plan, warnings=())) is None
+    known = plan if is_said else replace(plan, warnings=())
+    alone = Process.alone(torch.device("cpu"))
+    assert graph_layers(model, config, known, alone) is None
     said = [record.message for record in caplog.records if "cuda_graphs" in record.message]
     assert said == ([] if is_said else [f"warning: {sentence}"])

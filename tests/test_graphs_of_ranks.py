@@ -41,11 +41,27 @@ def replay_on_cpu() -> None:
     decoder.record_on_gpu = lambda: again
 
 
-@pytest.mark.long
-def test_two_ranks_that_replay_train_as_under_ddp(plan_run: Callable, taught_base: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "model_type", "packing"),
+    [
+        pytest.param("ddp", None, False, marks=pytest.mark.long),
+        pytest.param("ep", "qwen3_moe", False, marks=pytest.mark.long),
+        ("ep", "qwen3_moe", True),
+    ],
+)
+def test_two_ranks_that_replay_train_as_those_that_do_not(
+    plan_run: Callable,
+    taught_base: Path,
+    base_of: Callable[..., Path],
+    strategy: str,
+    model_type: str | None,
+    packing: bool,
+) -> None:
+    base = base_of(model_type) if model_type else taught_base
+    settings = {**SETTINGS, "model.name": base, "train.strategy": strategy}
     found = {}
     for graphs in (False, True):
-        changes = {**SETTINGS, "model.name": taught_base, "train.cuda_graphs": graphs}
+        changes = {**settings, "train.packing": packing, "train.cuda_graphs": graphs}
         folder = plan_run(changes, num_gpus=2)
         exits = run_two_workers(folder, replay_on_cpu)
         assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
@@ -54,7 +70,7 @@ def test_two_ranks_that_replay_train_as_under_ddp(plan_run: Callable, taught_bas
         log = (found[True].logs / f"rank-{rank}.log").read_text()
         assert "differs by" not in log and "cannot be recorded" not in log
     log = (found[True].logs / "rank-0.log").read_text()
-    (replayed,) = re.findall(r"cuda graphs: (\d+) of 24 micro-batches replayed, which", log)
+    (replayed,) = re.findall(r"cuda graphs: (\d+) of \d+ micro-batches replayed, which", log)
     assert int(replayed) >= 6
     losses = [[entry["loss"] for entry in run_json(found[graphs])["loss"]] for graphs in found]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)

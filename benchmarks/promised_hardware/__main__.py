@@ -8,7 +8,8 @@ python -m benchmarks.promised_hardware --report FILE         the tables of resul
 
 Cases: qwen-7b-4090, gemma-27b-h100 and llama-70b-h200 are rows of the guide's table, trained as the
 shipped configs of these machines say. 8b-lora-17-gib is too large for one GPU,
-8b-qlora-7.7-gib just fits on one, and both are trained on two.
+8b-qlora-7.7-gib just fits on one, and both are trained on two. The others are mixtures of experts
+on one: 30b-a3b-lora-72-gib, 30b-a3b-qlora-20.4-gib, gpt-oss-20b-qlora-16.4-gib, gpt-oss-120b-qlora.
 """
 
 from __future__ import annotations
@@ -183,11 +184,11 @@ def runs_of(case: Case) -> list[int]:
 
 def make_files(case: Case, folder: Path) -> tuple[Path, Path]:
     """Return the model and the folder of rows of a case, made unless they exist."""
-    model = make_model(case.shape, folder)
-    rows = folder / f"{case.name}-{case.rows_per_step}"
+    model = make_model(case.shape, folder, in_mxfp4=case.in_mxfp4)
+    rows = folder / f"{case.name}-{case.step_rows}"
     if not (rows / "held-out.jsonl").exists():
         rows.mkdir(parents=True, exist_ok=True)
-        fixed_rows(rows / "rows.jsonl", case.tokens, DRAWN_STEPS * case.rows_per_step)
+        fixed_rows(rows / "rows.jsonl", case.tokens, DRAWN_STEPS * case.step_rows)
         fixed_rows(rows / "held-out.jsonl", case.tokens, HELD_OUT_ROWS, seed=1)
     return model, rows
 

@@ -32,15 +32,17 @@ class Case:
     card: str | None = None  # that has so much, a key of CARDS
     batch_size: int | None = None  # rows of a micro-batch on each GPU; None: the plan's choice
     grad_accum: int | None = None
+    rows_per_step: int | None = None  # where the plan chooses; None: two on each GPU
+    in_mxfp4: bool = False  # experts are published in 4 bits
     variables: tuple[Variable, ...] = ()
     alone: tuple[Variable, ...] | None = None  # the variables on one GPU, where that is tried too
     promise: Promise | None = None
 
     @property
-    def rows_per_step(self) -> int:
+    def step_rows(self) -> int:
         """Rows of an optimizer step on all GPUs."""
         if self.batch_size is None or self.grad_accum is None:
-            return 2 * self.gpus
+            return self.rows_per_step or 2 * self.gpus
         return self.batch_size * self.grad_accum * self.gpus
 
     @property
@@ -64,7 +66,7 @@ class Case:
             "TRAIN_EPOCHS": 1,
         }
         if self.batch_size is None or self.grad_accum is None:
-            found["TRAIN_EFFECTIVE_BATCH_SIZE"] = self.rows_per_step
+            found["TRAIN_EFFECTIVE_BATCH_SIZE"] = self.step_rows
         else:
             found |= {"TRAIN_BATCH_SIZE": self.batch_size, "TRAIN_GRAD_ACCUM": self.grad_accum}
         found |= dict(self.alone or () if gpus == 1 and self.alone is not None else self.variables)

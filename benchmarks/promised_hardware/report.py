@@ -53,7 +53,7 @@ def markdown(results: PromisedResults) -> str:
         lines += ["", "## What a guide promises", "", table(results, promised)]
     small = [case for case in CASES.values() if not case.promise and results.of(case.name)]
     if small:
-        lines += ["", "## Too large for one GPU", "", table(results, small)]
+        lines += ["", "## Less memory than usual", "", table(results, small)]
     lines += ["", "## Commands", "", *commands(results)]
     return "\n".join(lines) + "\n"
 

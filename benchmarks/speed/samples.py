@@ -85,7 +85,7 @@ class Samples:
         return TokenCount(end - begin, int(self.trained[begin:end].sum()))
 
 
-def make_model(shape: str, folder: Path, layers: int | None = None) -> Path:
+def make_model(shape: str, folder: Path, layers: int | None = None, in_mxfp4: bool = False) -> Path:
     """Return the folder of a model with random weights, made in a process of its own."""
     if shape == TOY:
         return TINY
@@ -94,6 +94,9 @@ def make_model(shape: str, folder: Path, layers: int | None = None) -> Path:
     if layers is not None:
         name += f"-{layers}-layers"
         options += ["--layers", str(layers)]
+    if in_mxfp4:
+        name += "-mxfp4"
+        options.append("--mxfp4")
     model = folder / "models" / name / "model"
     if not (model / "tokenizer.json").exists():  # written last
         command = [sys.executable, ROOT / "benchmarks" / "inputs.py", "--rows", "0"]
@@ -104,7 +107,7 @@ def make_model(shape: str, folder: Path, layers: int | None = None) -> Path:
 
 def make_inputs(workload: Workload, steps: int, folder: Path) -> Inputs:
     """Return the files for WARM_UP + `steps` optimizer steps, made unless they exist."""
-    model = make_model(workload.shape, folder, workload.layers)
+    model = make_model(workload.shape, folder, workload.layers, workload.in_mxfp4)
     inputs = Inputs(folder / f"{workload.name}-{steps}", model)
     if not inputs.samples.exists():
         inputs.folder.mkdir(parents=True, exist_ok=True)

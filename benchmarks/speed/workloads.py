@@ -47,6 +47,7 @@ class Workload:
     # Rows of a micro-batch that tuned arms try, until one fits without activation checkpointing.
     padded_rows: tuple[int, ...] = (4, 2, 1)
     layers: int | None = None  # how many of the model's; None: all
+    in_mxfp4: bool = False  # experts are published in 4 bits
     recipe: tuple[Variable, ...] = ()  # what a guide to several GPUs sets for its rows
     recipe_strategy: str = "ddp"
 

@@ -42,7 +42,7 @@ class PhaseBytes:
     buckets: int = 0
     context: int = 0
     gathered: int = 0  # full layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
-    graphs: int = 0  # activations in the memory of recorded layers, on top of those of the layers
+    graphs: int = 0  # what recorded layers hold, on top of what the layers do
     measured_beyond: int = 0  # by a probe, beyond the components above
 
     @property
@@ -117,8 +117,8 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
-    for name in PHASES[1:]:
-        phases[name] = replace(phases[name], graphs=graph_bytes(step, layout))
+    for name, graphs in graph_bytes(step, layout).items():
+        phases[name] = replace(phases[name], graphs=graphs)
     return StepBytes(phases)
 
 

@@ -173,7 +173,7 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
     it is. The peak is no less.
     """
     memory = MeasuredFit(step, point, point).memory(layout)
-    missing = used_bytes + graph_bytes(step, layout) - memory.predicted_peak
+    missing = used_bytes + _graphs_of_step(step, layout) - memory.predicted_peak
     if missing <= 0:
         return memory
     peak = memory.peak
@@ -188,7 +188,11 @@ def context_bytes(step: StepSpec, layout: Layout) -> int:
 
 def unmeasured_bytes(step: StepSpec, layout: Layout) -> int:
     """Return what a step takes beyond a point: the context, and CUDA graphs recorded later."""
-    return context_bytes(step, layout) + graph_bytes(step, layout)
+    return context_bytes(step, layout) + _graphs_of_step(step, layout)
+
+
+def _graphs_of_step(step: StepSpec, layout: Layout) -> int:
+    return graph_bytes(step, layout).get("backward", 0)
 
 
 def budget_bytes(step: StepSpec, layout: Layout, allocatable_bytes: int) -> int:

@@ -84,7 +84,8 @@ def build_trainer(
         gradients=GradientWatch(context.process, config.train.on_untrained),
         callbacks=[speed],
     )
-    if config.train.cuda_graphs and context.process.is_gpu and context.plan.ranks.strategy == "ddp":
+    is_wrapped = context.plan.ranks.strategy in ("ddp", "ep")
+    if config.train.cuda_graphs and context.process.is_gpu and is_wrapped:
         trainer.accumulators = accumulators_for_recordings(model)  # for DDP to find
     trainer.remove_callback(PrinterCallback)
     trainer.best_metric = metric_of(config.train)

@@ -291,10 +291,10 @@ def _ends_of_long_row(
     first, second = text[:begin], text[begin:]
 
     def last(*documents: np.ndarray) -> Tensor:
-        end = sum(map(len, documents))
-        kept = torch.arange(end - LENGTHS[1], end)  # on the host: the head may be on another GPU
         batch = _inputs([documents], collator, device)
-        return model(**batch, logits_to_keep=kept).logits[0].float()
+        padding = batch["input_ids"].shape[1] - sum(map(len, documents))
+        kept = LENGTHS[1] + padding  # a number: the head may be on another GPU
+        return model(**batch, logits_to_keep=kept).logits[0, : LENGTHS[1]].float()
 
     return [(last(first, second), last(second))]
 

@@ -230,7 +230,7 @@ def before_first_step(
     # last: a probe's steps do not count
     if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)
-    trainer.graphs = graph_layers(trainer.model, context.config, context.plan)
+    trainer.graphs = graph_layers(trainer.model, context.config, context.plan, context.process)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 

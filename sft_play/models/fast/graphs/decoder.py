@@ -12,6 +12,13 @@ of two.
 Before it is used a recording proves itself: recorded with the first micro-batch of its shape, its
 output and gradients for the second are compared with those of the layers.
 
+Nothing else can use the memory of recordings. So they give it back before layers run by
+themselves, for an evaluation or a shape that is new, and are made anew when their shape comes
+again.
+
+Ranks that share experts compute together. They record and replay together too, in a shape that
+they agree upon.
+
 Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
 
@@ -22,18 +29,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from sft_play.config.schema import Config
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.graphs.recorded import (
+    Computed,
     DecoderCall,
     Record,
     RecordedPass,
     Shape,
     StaticGradients,
+    StaticHidden,
+    common_shape,
     readable_call,
     record_on_gpu,
 )
@@ -48,6 +58,7 @@ from sft_play.plan.fast import (
 )
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import RunPlan
+from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
@@ -87,21 +98,26 @@ class GraphedDecoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        record: Record,
+        new_record: Callable[[], Record],
         free_cache: Callable[[], None] = lambda: None,
         ranks: int = 1,
         most_tokens: int | None = None,
+        sharing: Process | None = None,
     ):
         self.decoder = decoder = decoder_of(base_model_of(model))
-        self.record = record
+        self.new_record = new_record
+        self.record = new_record()  # a replay of one micro-batch overwrites what others left
         self.free_cache = free_cache  # of memory that the layers themselves no longer need
         self.ranks = ranks
         self.most_tokens = most_tokens  # of a micro-batch: the plan has no memory for more
+        self.sharing = sharing  # its experts with other ranks
         self.forward = decoder.forward
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
+        self.hidden = StaticHidden(most_tokens)
         self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
         self.first: dict[Shape, DecoderCall] = {}  # micro-batch of each shape
+        self.proven: set[Shape] = set()
         self.recorded: dict[Shape, RecordedPass] = {}  # those that have proved themselves
         self.counts = GraphCounts()
 
@@ -110,26 +126,18 @@ class GraphedDecoder:
     ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """Return the decoder's output; in training its hidden states alone."""
         if not is_training(self.decoder):
-            return self.forward(*args, **kwargs)
-        if self.ranks > 1:
-            self.gradients.use_static_buffers()
-        call = readable_call(args, kwargs, self.most_tokens)
-        if call is None or self.counts.stopped:
+            return self._launch(*args, **kwargs)
+        self.gradients.use_static_buffers()
+        recorded = None
+        call = self._agreed(readable_call(args, kwargs, self.most_tokens))
+        if call is not None and not self.counts.stopped:
+            recorded = self.recorded.get(call.shape) or self._record_what_comes_again(call, kwargs)
+        if recorded is None:
             self.counts.launched += 1
-            return self.forward(*args, **kwargs)
-        recorded = self.recorded.get(call.shape)
-        if recorded is not None:
-            self.counts.replayed += 1
-            if recorded.is_first_run:
-                self.free_cache()
-            # of a mixture the head looks for the routers' numbers, too
-            return MoeModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
-        self.counts.launched += 1
-        recorded = self._record_what_comes_again(call)
-        output = self.forward(*args, **kwargs)
-        if recorded is not None:
-            self._prove(recorded, call, output.last_hidden_state)
-        return output
+            return self._launch(*args, **kwargs)
+        self.counts.replayed += 1
+        # of a mixture the head looks for the routers' numbers, too
+        return MoeModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
 
     @contextlib.contextmanager
     def in_place_of_ddp(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
@@ -142,25 +150,65 @@ class GraphedDecoder:
         if is_last:
             self.gradients.average(self.ranks)
 
-    def _record_what_comes_again(self, call: DecoderCall) -> RecordedPass | None:
+    def _launch(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Return what the layers compute by themselves."""
+        if self.recorded:
+            self.recorded.clear()
+            self.record = self.new_record()
+            self.free_cache()
+        return self.forward(*args, **kwargs)
+
+    def _agreed(self, call: DecoderCall | None) -> DecoderCall | None:
+        """Return the call in the shape of all ranks that share experts, None where it has none."""
+        if self.sharing is None:
+            return call
+        shape = common_shape(self.sharing.gather(None if call is None else call.shape))
+        return None if call is None or shape is None else call._replace(agreed=shape)
+
+    def _largest(self, number: float) -> float:
+        return number if self.sharing is None else self.sharing.max(number)
+
+    def _record_what_comes_again(
+        self, call: DecoderCall, kwargs: dict[str, Any]
+    ) -> RecordedPass | None:
         """Return a recording where the shape of a call was seen before."""
         first = self.first.setdefault(call.shape, call)
-        if first is call or len(self.recorded) == MOST_RECORDINGS:
+        if len(self.first) > MOST_RECORDINGS:
+            self._stop(f"micro-batches have more than {MOST_RECORDINGS} shapes")
+        if first is call:
             return None
+        computed = None if call.shape in self.proven else self._compute(kwargs)
+        hidden = self.hidden.parts(call.shape, computed and computed.hidden)
+        self.free_cache()
+        recorded, failure = None, "on another rank"
         try:
             packed = self.decoder.packed_documents
-            return RecordedPass(self.forward, packed, first, self.gradients, self.record)
+            recorded = RecordedPass(
+                self.forward, packed, first, self.gradients, hidden, self.record
+            )
         except RuntimeError as error:  # what waits for the GPU cannot be recorded
-            self._stop(f"the layers cannot be recorded: {str(error).splitlines()[0]}")
+            failure = str(error).splitlines()[0]
+        if self._largest(float(recorded is None)):
+            self._stop(f"the layers cannot be recorded: {failure}")
             return None
+        if computed is not None and not self._is_equal(recorded, call, computed):
+            return None
+        self.recorded[call.shape] = recorded
+        return recorded
 
-    def _prove(self, recorded: RecordedPass, call: DecoderCall, hidden: Tensor) -> None:
-        found = recorded.difference(call, hidden)
+    def _compute(self, kwargs: dict[str, Any]) -> Computed:
+        """Return what the layers compute of a call: before a recording of it takes memory."""
+        hidden = self._launch(**kwargs).last_hidden_state
+        return Computed.by_layers(hidden, self.gradients.parameters)
+
+    def _is_equal(self, recorded: RecordedPass, call: DecoderCall, computed: Computed) -> bool:
+        found = self._largest(recorded.difference(call, computed))
         if found <= (MAX_DIFFERENCE_FILLED if recorded.is_filled_up else MAX_DIFFERENCE):
-            self.recorded[call.shape] = recorded
+            self.proven.add(call.shape)
             self.counts.difference = max(self.counts.difference, found)
-        else:  # NaN, too
-            self._stop(f"a replay of {recorded.inputs.shape} differs by {found:.1e}")
+            return True
+        self._stop(f"a replay of {recorded.inputs.shape} differs by {found:.1e}")  # NaN, too
+        return False
 
     def _stop(self, reason: str) -> None:
         self.counts.stopped = reason
@@ -168,7 +216,9 @@ class GraphedDecoder:
         logger.warning("cuda graphs: %s; training goes on without them", reason)
 
 
-def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> GraphedDecoder | None:
+def graph_layers(
+    model: PreTrainedModel, config: Config, plan: RunPlan, process: Process
+) -> GraphedDecoder | None:
     """Record the layers of a model from here on where train.cuda_graphs asks for it.
 
     Call it before the first step, when the micro-batches are those of the run. Where layers cannot
@@ -183,7 +233,12 @@ def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> Graph
             logger.warning("warning: %s", sentence)
         return None
     graphed = GraphedDecoder(
-        model, record_on_gpu(), torch.cuda.empty_cache, ranks.world_size, plan.layout.tokens
+        model,
+        record_on_gpu,
+        torch.cuda.empty_cache,
+        ranks.world_size,
+        plan.layout.tokens,
+        sharing=process if ranks.strategy == "ep" else None,
     )
     graphed.decoder.forward = graphed
     return graphed

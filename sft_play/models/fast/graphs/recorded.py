@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.data.packing import padded_width
+from sft_play.models.adapter_state import part_of
 from sft_play.models.fast.documents import (
     BOUNDARIES,
     UNMASKED,
@@ -43,6 +44,20 @@ class Shape(NamedTuple):
     longest: int  # tokens of a document, at most
 
 
+def common_shape(shapes: Sequence[Shape | None]) -> Shape | None:
+    """Return the shape in which ranks compute their calls together, None where there is none.
+
+    Rows of one call have one length, and a single row is filled up to any.
+    """
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes) or len({shape.rows for shape in known}) > 1:
+        return None
+    rows, *largest = map(max, zip(*known, strict=True))
+    if rows > 1 and len({shape.tokens for shape in known}) > 1:
+        return None
+    return Shape(rows, *largest)
+
+
 class DecoderCall(NamedTuple):
     """A call of a decoder that can be recorded."""
 
@@ -50,6 +65,7 @@ class DecoderCall(NamedTuple):
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
     most_tokens: int | None = None  # that a micro-batch of the run has, where it is known
+    agreed: Shape | None = None  # among ranks that compute together
 
     @property
     def shape(self) -> Shape:
@@ -58,6 +74,8 @@ class DecoderCall(NamedTuple):
         Documents in one row have another number of tokens each time: it is rounded up, but not
         beyond what a micro-batch of the run has at most.
         """
+        if self.agreed is not None:
+            return self.agreed
         rows, tokens = self.input_ids.shape
         if self.documents is None:
             return Shape(rows, tokens, 0, tokens)
@@ -146,19 +164,24 @@ class StaticInputs:
 
 
 class StaticGradients:
-    """The gradients of trained parameters in static buffers: one tensor for each type."""
+    """The gradients of trained parameters in static buffers.
+
+    One tensor has all of a type, and another one those of experts that are on this rank alone.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in self.parameters:
-            by_type.setdefault(parameter.dtype, []).append(parameter)
-        self.wholes: list[Tensor] = []
+            kind = parameter.dtype, part_of(parameter) is not None
+            by_kind.setdefault(kind, []).append(parameter)
+        self.of_all_ranks: list[Tensor] = []
         parts: dict[nn.Parameter, Tensor] = {}
-        for dtype, alike in by_type.items():
+        for (dtype, is_of_one_rank), alike in by_kind.items():
             sizes = [parameter.numel() for parameter in alike]
             whole = torch.zeros(sum(sizes), dtype=dtype, device=alike[0].device)
-            self.wholes.append(whole)
+            if not is_of_one_rank:
+                self.of_all_ranks.append(whole)
             for parameter, part in zip(alike, whole.split(sizes), strict=True):
                 parts[parameter] = part.view_as(parameter)
         self.buffers = [parts[parameter] for parameter in self.parameters]
@@ -182,7 +205,7 @@ class StaticGradients:
 
     def average(self, ranks: int) -> None:
         """Average the gradients over all ranks. Every rank must call it."""
-        for whole in self.wholes:
+        for whole in self.of_all_ranks:
             torch.distributed.all_reduce(whole)
             whole /= ranks
 
@@ -198,6 +221,43 @@ class StaticGradients:
             torch._foreach_add_(list(buffers), list(found))
 
 
+class StaticHidden:
+    """The hidden states of the last replay and their gradient, in memory of all recordings."""
+
+    def __init__(self, most_tokens: int | None):
+        self.most_tokens = most_tokens or 0  # of a micro-batch
+        self.whole: Tensor | None = None  # (2, tokens, H)
+
+    def parts(self, shape: Shape, computed: Tensor) -> tuple[Tensor, ...]:
+        """Return both (B, T, H) for a shape, in the type of what layers have computed."""
+        tokens = shape.rows * shape.tokens
+        if self.whole is None or self.whole.shape[1] < tokens:
+            most = max(tokens, self.most_tokens)
+            self.whole = computed.new_zeros(2, most, computed.shape[-1])
+        return self.whole[:, :tokens].view(2, shape.rows, shape.tokens, -1).unbind()
+
+
+class Computed(NamedTuple):
+    """What layers compute of a call."""
+
+    hidden: Tensor  # (B, T, H), detached
+    gradients: list[Tensor]  # of the trained parameters, in the memory of the host
+
+    @classmethod
+    def by_layers(cls, hidden: Tensor, parameters: Sequence[nn.Parameter]) -> "Computed":
+        """Return what is computed of hidden states (B, T, H), whose graph is freed."""
+        gradient = _gradient_of_proof(hidden)
+        found = torch.autograd.grad(hidden, parameters, gradient, materialize_grads=True)
+        return cls(hidden.detach(), [each.cpu() for each in found])
+
+
+def _gradient_of_proof(hidden: Tensor) -> Tensor:
+    """Return the same random gradient (B, T, H) each time: kernels may write over it."""
+    generator = torch.Generator(hidden.device).manual_seed(0)
+    size = hidden.shape
+    return torch.randn(size, dtype=hidden.dtype, device=hidden.device, generator=generator)
+
+
 class RecordedPass:
     """Forward and backward pass of a decoder for one shape."""
 
@@ -207,27 +267,29 @@ class RecordedPass:
         packed: PackedDocuments,
         call: DecoderCall,
         gradients: StaticGradients,
+        hidden: tuple[Tensor, ...],
         record: Record,
     ):
         self.decoder = decoder
         self.packed = packed  # what the modules of the decoder read
         self.inputs = StaticInputs(call)
         self.gradients = gradients
-        self.hidden: Tensor  # (B, T, H), of the last replay
+        self.hidden, self.grad_hidden = hidden  # (B, T, H), of the last replay
+        self.output: Tensor | None = None  # the same with its graph, until the backward pass
         self.replay_forward = record(self._forward)
-        self.grad_hidden = torch.zeros_like(self.hidden)
+        self.grad_hidden.zero_()
         self.replay_backward = record(self._backward)
-        self.is_first_run = True
 
     def _forward(self) -> None:
         device = self.inputs.input_ids.device
         with _without_cast_cache(device), self.packed.showing(self.inputs.batch):
-            output = self.decoder(**self.inputs.arguments)
-        self.hidden = output.last_hidden_state
+            self.output = self.decoder(**self.inputs.arguments).last_hidden_state
+        self.hidden.copy_(self.output.detach())
 
     def _backward(self) -> None:
         parameters = self.gradients.parameters
-        found = torch.autograd.grad(self.hidden, parameters, self.grad_hidden, allow_unused=True)
+        output, self.output = self.output, None
+        found = torch.autograd.grad(output, parameters, self.grad_hidden, allow_unused=True)
         self.gradients.add(found)
 
     @property
@@ -238,7 +300,7 @@ class RecordedPass:
     @property
     def computed(self) -> Tensor:
         """The hidden states (B, T, H) of the last call, without those of the padding."""
-        return self.hidden.detach()[:, : self.inputs.tokens]
+        return self.hidden[:, : self.inputs.tokens]
 
     def fill_gradient(self, grad: Tensor) -> None:
         """Copy the gradient of `computed`; that of the padding is zero."""
@@ -247,44 +309,30 @@ class RecordedPass:
 
     def run(self, call: DecoderCall, anchor: Tensor) -> Tensor:
         """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
-        self.is_first_run = False
         self.inputs.fill(call)
         self.gradients.use_static_buffers()
         return _Replayed.apply(anchor, self)
 
-    def difference(self, call: DecoderCall, hidden: Tensor) -> float:
-        """Return the largest relative difference of a replay from what the layers compute.
-
-        `hidden` (B, T, H) is what they returned for the call, with its graph.
-        """
+    def difference(self, call: DecoderCall, computed: Computed) -> float:
+        """Return the largest relative difference of a replay from what the layers compute."""
         self.inputs.fill(call)
-        generator = torch.Generator(hidden.device).manual_seed(0)
-        grad = torch.randn(
-            hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator
-        )
-        parameters = self.gradients.parameters
-        expected = torch.autograd.grad(
-            hidden,
-            parameters,
-            grad.clone(),  # the kernel of the last norm overwrites it
-            retain_graph=True,
-            materialize_grads=True,
-        )
-        kept = [buffer.clone() for buffer in self.gradients.buffers]
-        torch._foreach_zero_(self.gradients.buffers)
+        buffers = self.gradients.buffers
+        kept = [buffer.to("cpu", copy=True) for buffer in buffers]
+        torch._foreach_zero_(buffers)
         self.replay_forward()
-        self.fill_gradient(grad)
+        self.fill_gradient(_gradient_of_proof(computed.hidden))
         self.replay_backward()
-        pairs = zip(self.gradients.buffers, expected, strict=True)
-        pairs = [(self.computed, hidden.detach()), *pairs]
+        pairs = zip(buffers, computed.gradients, strict=True)
+        pairs = [(self.computed, computed.hidden), *pairs]
         largest = max(float(_relative_difference(*pair)) for pair in pairs)
-        torch._foreach_copy_(self.gradients.buffers, kept)
+        for buffer, before in zip(buffers, kept, strict=True):
+            buffer.copy_(before)
         return largest
 
 
 def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
     """Return |found - expected| / |expected|; 0 where both are 0."""
-    wide = expected.float()
+    wide = expected.to(found.device).float()
     size = wide.norm()
     return (found.float() - wide).norm() / torch.where(size == 0, 1.0, size)
 
