@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    freeze()
+    gc.freeze()  # without a look at a million objects, of which nothing could be freed
     gc.enable()
     gc.set_threshold(10_000)  # a tiny model has some thousand objects, and few cycles
 
