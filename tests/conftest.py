@@ -1,12 +1,13 @@
 """What several test modules share: a tiny model, rows, and runs of the real worker in-process."""
 
+import contextlib
 import gc
 import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    freeze()
+    gc.freeze()  # without a look at a million objects, of which nothing could be freed
     gc.enable()
     gc.set_threshold(10_000)  # a tiny model has some thousand objects, and few cycles
 
@@ -407,8 +408,8 @@ def counting_run(plan_run, run_worker, taught_base):
     return folder
 
 
-@pytest.fixture(scope="module")
-def opens_here():
+@contextlib.contextmanager
+def opening_here() -> Iterator[None]:
     """Open saved weights in this process: one that imports transformers anew takes seconds."""
     from sft_play.evaluation import plain, reopened
 
@@ -417,4 +418,11 @@ def opens_here():
 
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(reopened, "_run_script", run)
+        yield
+
+
+@pytest.fixture(scope="module")
+def opens_here():
+    """Open saved weights of all tests of a module in this process."""
+    with opening_here():
         yield

@@ -113,13 +113,19 @@ def start_rank(
     return process
 
 
-def start_command(words: Sequence[str], environ: Mapping[str, str], output: Path) -> BaseProcess:
+def start_command(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    output: Path,
+    prepare: Target | None = None,
+) -> BaseProcess:
     """Start `python -m sft_play`, in a session of its own, with these words and no other variables.
 
     But that of tokenizers, whose threads no fork has. What it prints, on both streams, goes to the
-    file `output`.
+    file `output`. `prepare()` comes first.
     """
-    process = FORKS.Process(target=_be_command, args=(tuple(words), dict(environ), output))
+    arguments = (tuple(words), dict(environ), output, prepare)
+    process = FORKS.Process(target=_be_command, args=arguments)
     with patch.dict(os.environ, QUIET | ON_CPU):
         process.start()
     return process
@@ -168,7 +174,9 @@ def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments
     return run_two(work, folder.path, prepare, *arguments, output=folder.path / "output.txt")
 
 
-def _be_command(words: tuple[str, ...], environ: dict[str, str], output: Path) -> None:
+def _be_command(
+    words: tuple[str, ...], environ: dict[str, str], output: Path, prepare: Target | None
+) -> None:
     from sft_play import cli
 
     os.setsid()
@@ -180,6 +188,8 @@ def _be_command(words: tuple[str, ...], environ: dict[str, str], output: Path) -
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if prepare is not None:
+        prepare()
     sys.argv = ["sft_play", *words]
     cli.main()
 

@@ -80,6 +80,10 @@ def test_a_port_that_another_program_uses_is_named() -> None:
             meet(Wait(0, 2, "127.0.0.1", port, 1, print))
 
 
+def say_soon() -> None:
+    nodes.SAY_SECONDS = 0.3
+
+
 def lone_machine(tmp_path, settings_of, **variables: str) -> BaseProcess:
     """Start one of two machines as make does; the other one never comes."""
     settings = settings_of({"train.output_dir": tmp_path, "train.predict_with_generate": False})
@@ -87,7 +91,8 @@ def lone_machine(tmp_path, settings_of, **variables: str) -> BaseProcess:
     environ = {**os.environ, **words, "CONFIG": "tests/fixtures/empty.yaml", "RUN": "run"}
     environ |= {"DEVICE": "cpu", "NUM_GPUS": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **variables}
-    return start_command(("train", "--distributed"), environ, tmp_path / "output.txt")
+    output = tmp_path / "output.txt"
+    return start_command(("train", "--distributed"), environ, output, say_soon)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

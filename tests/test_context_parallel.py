@@ -168,19 +168,26 @@ def gap_of(one: Step, two: Step) -> Gap:
     )
 
 
+def run_both(folder: Path) -> None:
+    """Be both ranks: one is a fork of this interpreter, which has imported all that they need."""
+    child = os.fork()
+    os.environ["RANK"] = "1" if child == 0 else "0"
+    if child == 0:
+        sys.exit(run(folder, 2))
+    run(folder, 2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.fixture(scope="module")
 def gaps(tmp_path_factory) -> dict[str, Gap]:
-    """The gaps of two ranks, in interpreters of their own."""
-    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
-    code = f"from pathlib import Path; import {__name__} as t; t.run(Path({str(folder)!r}), 2)"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    place["PYTHONPATH"] = str(ROOT)
-    ranks = []
-    for rank in "01":
-        environ = {**os.environ, **QUIET, **ON_CPU, **place, "RANK": rank}
-        command = [sys.executable, "-c", code]
-        ranks.append(subprocess.Popen(command, cwd=Path(__file__).parent, env=environ))
-    assert [rank.wait(SECONDS) for rank in ranks] == [0, 0]
+    """The gaps of two ranks, in an interpreter of their own."""
+    folder = tmp_path_factory.mktemp("ranks")
+    code = f"from pathlib import Path; import {__name__} as t; t.run_both(Path({str(folder)!r}))"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environ = {**os.environ, **QUIET, **ON_CPU, **place, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    ranks = subprocess.Popen(command, cwd=Path(__file__).parent, env=environ)
+    assert ranks.wait(SECONDS) == 0
     found = json.loads((folder / "2.json").read_text())
     return {name: Gap(**values) for name, values in found.items()}
 

@@ -375,10 +375,10 @@ def test_a_killed_launcher_leaves_no_rank_behind(launch):
 # Signals to ranks without a launcher, whose own signals end ranks too
 
 
-def start_two(folder: RunFolder) -> list[BaseProcess]:
-    """Start two ranks and return them once the second step is done."""
+def start_two(folder: RunFolder, prepare: Callable[[], None] | None = None) -> list[BaseProcess]:
+    """Start two ranks and return them once the second step is done; `prepare()` comes first."""
     port = free_port()
-    arguments = (folder.path,)
+    arguments = (folder.path, prepare)
     ranks = [start_rank(work, arguments, rank, port, folder.path / "output.txt") for rank in (0, 1)]
     log = folder.logs / "rank-0.log"
     deadline = time.monotonic() + SECONDS
@@ -398,9 +398,15 @@ def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(plan_run):
     assert (folder.checkpoints / f"checkpoint-{step}" / "stamp.json").is_file()
 
 
+def give_up_soon() -> None:
+    from sft_play.training import ranks
+
+    ranks.TICK_SECONDS, ranks.GONE_SECONDS = 0.2, 0.6
+
+
 def test_the_rank_that_is_left_of_two_says_that_the_other_is_gone(plan_run):
     folder = plan_run(LONG, num_gpus=2)
-    ranks = start_two(folder)
+    ranks = start_two(folder, give_up_soon)
     ranks[1].kill()
     assert [wait_for(rank) for rank in ranks] == [17, -signal.SIGKILL]
     report = run_json(folder)

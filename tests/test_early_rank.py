@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch_variables import SECONDS, start
+from rank_processes import start_command, wait_for
+from test_launch_variables import SECONDS, start, variables_of
 
 from sft_play import timeline
 from sft_play.errors import ExitClass
@@ -112,14 +113,18 @@ def test_what_fails_is_in_the_timeline_too() -> None:
 def test_a_rank_saves_a_checkpoint_when_its_relay_is_stopped_or_killed(
     settings_of, tmp_path, number
 ) -> None:
-    run = start(settings_of, tmp_path, (), TRAIN_MAX_STEPS="100000")
-    report = tmp_path / "run" / "run.json"
-    for line in run.stdout:
-        if line.startswith("step 1/"):
-            break
-    rank = psutil.Process(json.loads(report.read_text())["pid"])
-    run.send_signal(number)
-    run.communicate(timeout=SECONDS)
+    environ = variables_of(settings_of, tmp_path, TRAIN_MAX_STEPS="100000")
+    output, report = tmp_path / "output.txt", tmp_path / "run" / "run.json"
+    run = start_command(("train",), environ, output)
+    until = time.monotonic() + SECONDS
+    while not (output.exists() and "\nstep 1/" in output.read_text()):
+        assert run.is_alive() and time.monotonic() < until, output.read_text()[-3000:]
+        time.sleep(0.05)
+    launched = json.loads(report.read_text())
+    assert launched["launcher_pid"] == run.pid
+    rank = psutil.Process(launched["pid"])
+    os.kill(run.pid, number)
+    wait_for(run)
     rank.wait(SECONDS)
     ended = json.loads(report.read_text())
     assert ended["exit_class"] == ExitClass.STOPPED

@@ -295,7 +295,14 @@ def test_control_characters_of_names_are_made_visible(sft_play, tmp_path: Path) 
     assert "unknown setting 'tra\\x1b[31min\\x07\\u202e'" in done.stderr
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
+# tests/test_data_bad_files.py tells each kind; here it is what a command does
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("null", "of another shape")))
+        for name in BAD_ROWS
+    ],
+)
 def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_its_folder(
     sft_play, tmp_path: Path, name: str
 ) -> None:

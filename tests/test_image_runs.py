@@ -1,10 +1,12 @@
 """Whole runs on rows with images: alone, on two ranks of every strategy, resumed, in every mode."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import opening_here
 from image_models import draw_image, write_image_model
 from rank_processes import run_two_workers
 from run_files import run_json
@@ -182,8 +184,13 @@ def test_what_cannot_train_them_is_refused(place, plan_run, changes, words: str)
         plan_run(settings, num_gpus=ranks, may_trace=False)
 
 
+@pytest.mark.parametrize(
+    "opening",
+    [opening_here, pytest.param(contextlib.nullcontext, marks=LONG)],
+    ids=["here", "in a process of its own"],
+)
 def test_towers_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(
-    place, tokenizer, plan_run, run_worker, tmp_path
+    place, tokenizer, plan_run, run_worker, tmp_path, opening
 ) -> None:
     base = write_image_model("qwen3_vl", tmp_path / "base", tokenizer, WHOLE_BLOCKS)
     changes = {
@@ -196,5 +203,6 @@ def test_towers_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(
         "train.reopen_saved": True,
     }
     folder = plan_run(changes, may_trace=False)
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    with opening():
+        assert run_worker(folder) == 0, run_json(folder)["cause"]
     assert "KL=" in (folder.path / "logs/rank-0.log").read_text()  # beyond its bound the run fails

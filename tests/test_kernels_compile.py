@@ -98,27 +98,31 @@ def mixture(dtype: torch.dtype) -> None:
     experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0, ends)
 
 
-def grouped(dtype: torch.dtype) -> None:
-    """The tiles that large and small models have, over plain and packed weights."""
-    for count in (ROWS, 80 * 2 * ROWS):
-        order = torch.zeros(count, dtype=torch.int64)
-        ends = torch.full((2,), count, dtype=torch.int32)
-        routed = (order, ends, grouped_kernels.tiles_of(ends, count))
-        x, u = rows(dtype, 256, count), rows(dtype, 16, count)
-        term, bias = (u, torch.zeros(2, 16, 256), 2.0), torch.zeros(2, 256)
-        weight = torch.zeros(2, 256, 256, dtype=dtype)
-        out, thin = rows(dtype, 256, count), rows(dtype, 16, count)
-        codes = torch.zeros(2, 256, 128, dtype=torch.uint8)
-        nf4 = (torch.zeros(2, 256, 4), 64, "nf4")
-        mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
-        for is_summed in (False, True):
-            grouped_kernels.product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
-        for packing in (nf4, mxfp4):
-            grouped_kernels.product(x, codes, False, packing, 0, *routed, out, None, term)
-        grouped_kernels.product(x, codes, True, nf4, 0, *routed, out, None, term)
-        grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
-        made = torch.zeros(2, 16, 256)
-        grouped_kernels.outer(u, x, order, ends, made, 2.0, 2, torch.zeros(count))
+def grouped(dtype: torch.dtype, count: int = 80 * 2 * ROWS) -> None:
+    """The tiles of many rows, over plain and packed weights."""
+    order = torch.zeros(count, dtype=torch.int64)
+    ends = torch.full((2,), count, dtype=torch.int32)
+    routed = (order, ends, grouped_kernels.tiles_of(ends, count))
+    x, u = rows(dtype, 256, count), rows(dtype, 16, count)
+    term, bias = (u, torch.zeros(2, 16, 256), 2.0), torch.zeros(2, 256)
+    weight = torch.zeros(2, 256, 256, dtype=dtype)
+    out, thin = rows(dtype, 256, count), rows(dtype, 16, count)
+    codes = torch.zeros(2, 256, 128, dtype=torch.uint8)
+    nf4 = (torch.zeros(2, 256, 4), 64, "nf4")
+    mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
+    for is_summed in (False, True):
+        grouped_kernels.product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
+    for packing in (nf4, mxfp4):
+        grouped_kernels.product(x, codes, False, packing, 0, *routed, out, None, term)
+    grouped_kernels.product(x, codes, True, nf4, 0, *routed, out, None, term)
+    grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
+    made = torch.zeros(2, 16, 256)
+    grouped_kernels.outer(u, x, order, ends, made, 2.0, 2, torch.zeros(count))
+
+
+def grouped_few(dtype: torch.dtype) -> None:
+    """The tiles of few rows."""
+    grouped(dtype, ROWS)
 
 
 def four_bit(dtype: torch.dtype) -> None:
@@ -150,7 +154,11 @@ def adapters(dtype: torch.dtype) -> None:
 # bytes of shared memory that a program has on GPUs of a capability
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
-LAUNCHES = [glu, cross_entropy, norms, mixture, grouped, float8, four_bit, adapters]
+LAUNCHES = [
+    *(glu, cross_entropy, norms, mixture, grouped, float8, four_bit, adapters),
+    # small tiles of the kernels whose large ones are compiled in `make test`
+    pytest.param(grouped_few, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
@@ -161,7 +169,7 @@ def test_a_kernel_compiles(
 ) -> None:
     if launch is float8 and capability < 89:
         pytest.skip("a GPU without float8")
-    if launch in (adapters, grouped) and dtype == torch.float32:
+    if launch in (adapters, grouped, grouped_few) and dtype == torch.float32:
         pytest.skip("kernels of 16 bits")
     most = SHARED_MEMORY[capability]
     with (

@@ -16,8 +16,8 @@ SECONDS = 240
 pytestmark = pytest.mark.faults
 
 
-def start(settings_of, folder: Path, words: tuple[str, ...], **variables: str) -> subprocess.Popen:
-    """Start `python -m sft_play train` with two steps of the tiny model."""
+def variables_of(settings_of, folder: Path, **variables: str) -> dict[str, str]:
+    """Return the variables of a run of the tiny model with two steps."""
     settings = settings_of(
         {
             "train.output_dir": folder,
@@ -28,10 +28,15 @@ def start(settings_of, folder: Path, words: tuple[str, ...], **variables: str) -
     )
     given = {name.upper().replace(".", "_"): str(value) for name, value in settings.items()}
     given |= {"CONFIG": "tests/fixtures/empty.yaml", "DEVICE": "cpu", "RUN": "run"}
+    return {**os.environ, **given, "OMP_NUM_THREADS": "1", **variables}
+
+
+def start(settings_of, folder: Path, words: tuple[str, ...], **variables: str) -> subprocess.Popen:
+    """Start `python -m sft_play train` with two steps of the tiny model."""
     return subprocess.Popen(
         [sys.executable, "-m", "sft_play", "train", *words],
         cwd=ROOT,
-        env={**os.environ, **given, "OMP_NUM_THREADS": "1", **variables},
+        env=variables_of(settings_of, folder, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

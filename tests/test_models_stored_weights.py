@@ -220,7 +220,7 @@ def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, f
         "train.learning_rate": 0.0001,
         "train.reopen_saved": True,
     }
-    folder = plan_run(changes)
+    folder = plan_run(changes, may_trace=False)
     assert run_worker(folder) == 0, run_json(folder)["cause"]
     saved = folder.weights(mode)
     if mode != "full":

@@ -145,7 +145,10 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     assert {"torch", "transformers", "peft"} <= report["versions"].keys()
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param("linear", marks=pytest.mark.long), "cosine", "constant", "inverse_sqrt"],
+)
 def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
     folder = plan_run({**changes, "train.predict_with_generate": False})
@@ -157,7 +160,7 @@ def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     assert rates[4] == pytest.approx(0.01) and rates[5] <= rates[4]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", [pytest.param("linear", marks=pytest.mark.long), "cosine"])
 def test_a_run_of_one_step_trains(plan_run, run_worker, schedule):
     folder = plan_run(
         {
@@ -239,8 +242,15 @@ def test_a_loss_that_is_no_number_ends_the_run_as_diverged(plan_run, run_worker)
     )
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("strategy", ["no", "steps"])
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("no", "lora"),
+        ("steps", "full"),
+        pytest.param("no", "full", marks=pytest.mark.long),
+        pytest.param("steps", "lora", marks=pytest.mark.long),
+    ],
+)
 def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pass(
     plan_run, run_worker, mode, strategy
 ):

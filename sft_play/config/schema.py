@@ -6,6 +6,9 @@ docs/configuration.md and error messages are made from their sentences.
 
 import types
 import typing
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic.fields import FieldInfo
@@ -41,7 +44,8 @@ class Config(Section):
     data: DataSection = DataSection()
 
 
-def settings(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+@cache
+def settings(section: type[Section] = Config, prefix: str = "") -> Mapping[str, FieldInfo]:
     """Return every setting as `{"train.batch_size": FieldInfo}`, in the order of the schema."""
     fields: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
@@ -50,7 +54,7 @@ def settings(section: type[Section] = Config, prefix: str = "") -> dict[str, Fie
             fields.update(settings(field.annotation, f"{path}."))
         else:
             fields[path] = field
-    return fields
+    return MappingProxyType(fields)
 
 
 def sections() -> list[str]:

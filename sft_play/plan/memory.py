@@ -7,7 +7,7 @@ elsewhere. Choose with a reserve.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
@@ -47,7 +47,7 @@ class PhaseBytes:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
     def components(self) -> dict[str, int]:
         """Return the bytes by component.
@@ -55,7 +55,7 @@ class PhaseBytes:
         Of the last three, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, and a
         probe alone brings the third.
         """
-        found = asdict(self)
+        found = dict(vars(self))
         for name in ("gathered", "graphs", "measured_beyond"):
             if not found[name]:
                 del found[name]
