@@ -59,7 +59,7 @@ def test_a_captured_step_is_one_that_was_not(
     steps = batches(60, is_packed, in_one_row)
     expected = [gradients_of(model, batch) for batch in steps]
     base = model.get_base_model().get_decoder()
-    decoder = base.forward = GraphedDecoder(model, record_on_gpu())
+    decoder = base.forward = GraphedDecoder(model, record_on_gpu)
     held = []
     for batch, wanted in zip(steps, expected, strict=True):
         found = gradients_of(model, batch)

@@ -86,10 +86,13 @@ def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
 
 
 def unpack(packed: Tensor, state: Mxfp4State) -> Tensor:
-    """Return the weight."""
-    numbers = torch.tensor(MXFP4, device=packed.device)
-    flat = packed.view(-1)
-    codes = torch.stack((flat & 15, flat >> 4), dim=-1).view(-1, BLOCK)
-    scales = torch.exp2(state.absmax.float() - BIAS)
-    weight = (numbers[codes.int()] * scales.unsqueeze(1)).to(state.dtype).view(stored_shape(state))
+    """Return the weight, expert by expert: an index takes 16 times the bytes of its codes."""
+    numbers = torch.tensor(MXFP4, dtype=state.dtype, device=packed.device)
+    shape = stored_shape(state)
+    weight = numbers.new_empty(shape)
+    of_experts = zip(packed.view(shape[0], -1), state.absmax.view(shape[0], -1), strict=True)
+    for expert, (flat, exponents) in zip(weight, of_experts, strict=True):
+        codes = torch.stack((flat & 15, flat >> 4), dim=-1).view(-1, BLOCK)
+        scales = torch.exp2(exponents.float() - BIAS).to(state.dtype)
+        expert.copy_((numbers[codes.int()] * scales.unsqueeze(1)).view_as(expert))
     return weight.transpose(1, 2) if state.is_turned else weight
