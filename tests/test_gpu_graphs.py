@@ -15,7 +15,7 @@ from test_gpu_stops import losses_of
 
 from sft_play.data import packing
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
-from sft_play.models.fast.graphs.recorded import record_on_gpu
+from sft_play.models.fast.graphs.recorded import accumulators_for_recordings, record_on_gpu
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS
 
@@ -56,6 +56,7 @@ def test_a_captured_step_is_one_that_was_not(
     monkeypatch.setattr(packing, "ROW_STEP", 8)
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
+    accumulators = accumulators_for_recordings(model)
     steps = batches(60, is_packed, in_one_row)
     expected = [gradients_of(model, batch) for batch in steps]
     base = model.get_base_model().get_decoder()
@@ -71,6 +72,7 @@ def test_a_captured_step_is_one_that_was_not(
     assert decoder.counts.replayed >= 10
     recorded = {memory for replayed, memory in held if replayed == decoder.counts.replayed}
     assert len(recorded) == 1, "a replay allocates nothing that stays"
+    del accumulators
 
 
 @pytest.mark.parametrize(

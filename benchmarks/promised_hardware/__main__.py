@@ -32,7 +32,7 @@ from benchmarks.promised_hardware.cases import CASES, Case
 from benchmarks.promised_hardware.report import markdown
 from benchmarks.promised_hardware.results import Outcome, PromisedResults, read_outcome
 from benchmarks.speed.runner import log
-from benchmarks.speed.samples import make_model
+from benchmarks.speed.samples import make_model, model_folder
 from benchmarks.speed.workloads import TOY
 from sft_play.commands import call as calls
 from sft_play.plan import devices
@@ -41,6 +41,7 @@ from sft_play.plan.run_plan import RunPlan
 
 TOY_CASE = "toy"
 LOG_LINES = 30  # of a run that failed
+MXFP4_BYTES = 0.66  # of a weight, where some are in bfloat16
 DRAWN_STEPS = 2  # whose rows are made; later steps train on the same again
 
 
@@ -134,11 +135,11 @@ def check_gpus(cases: Sequence[Case]) -> None:
 
 def check_room(cases: Sequence[Case], folder: Path) -> None:
     """Exit with words where the disk has no room for the models that are not made yet."""
-    needed_bytes = 0
-    for shape in dict.fromkeys(case.shape for case in cases if case.shape != TOY):
-        case = next(case for case in cases if case.shape == shape)
-        if not (folder / "models" / shape.rpartition("/")[2] / "model").exists():
-            needed_bytes += 2 * plan_of(case, case.gpus).step.model.parameters  # bfloat16
+    needed_bytes = 0.0
+    for case in {case.shape: case for case in cases if case.shape != TOY}.values():
+        if not model_folder(case.shape, folder, in_mxfp4=case.in_mxfp4).exists():
+            size = MXFP4_BYTES if case.in_mxfp4 else 2  # bfloat16
+            needed_bytes += size * plan_of(case, case.gpus).step.model.parameters
     folder.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:

@@ -85,22 +85,30 @@ class Samples:
         return TokenCount(end - begin, int(self.trained[begin:end].sum()))
 
 
+def model_folder(
+    shape: str, folder: Path, layers: int | None = None, in_mxfp4: bool = False
+) -> Path:
+    """Return where the random weights of a model lie, or will."""
+    name = shape.rpartition("/")[2]
+    if layers is not None:
+        name += f"-{layers}-layers"
+    if in_mxfp4:
+        name += "-mxfp4"
+    return folder / "models" / name / "model"
+
+
 def make_model(shape: str, folder: Path, layers: int | None = None, in_mxfp4: bool = False) -> Path:
     """Return the folder of a model with random weights, made in a process of its own."""
     if shape == TOY:
         return TINY
-    name = shape.rpartition("/")[2]
-    options = ["--shape", shape]
-    if layers is not None:
-        name += f"-{layers}-layers"
-        options += ["--layers", str(layers)]
-    if in_mxfp4:
-        name += "-mxfp4"
-        options.append("--mxfp4")
-    model = folder / "models" / name / "model"
+    model = model_folder(shape, folder, layers, in_mxfp4)
     if not (model / "tokenizer.json").exists():  # written last
         command = [sys.executable, ROOT / "benchmarks" / "inputs.py", "--rows", "0"]
-        command += [*options, "--out", model.parent]
+        command += ["--shape", shape, "--out", model.parent]
+        if layers is not None:
+            command += ["--layers", str(layers)]
+        if in_mxfp4:
+            command.append("--mxfp4")
         subprocess.run(command, check=True, cwd=ROOT)
     return model
 

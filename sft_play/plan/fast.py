@@ -191,6 +191,7 @@ def has_liger() -> bool:
 # Fused parts without which nothing is recorded, and those that no recording can have
 NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"}
 HINDERING = {"mixers": "mixers begin anew at each document"}
+RECORDING_STRATEGIES = ("single", "ddp", "ep")
 MOST_RECORDINGS = 16  # shapes of micro-batches
 HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its gradient
 
@@ -230,7 +231,7 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
     reasons = {
         "the model is not on a GPU": ranks.device != "cuda",
         f"strategy={ranks.strategy}, and layers are recorded on one GPU, under ddp and under ep": (
-            ranks.strategy not in ("single", "ddp", "ep")
+            ranks.strategy not in RECORDING_STRATEGIES
         ),
         "the model is on several GPUs": ranks.gpus_per_process > 1,
         "tuning.mode=full": tuning.mode == "full",

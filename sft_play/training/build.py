@@ -21,6 +21,7 @@ from sft_play.models.fast.graphs.recorded import accumulators_for_recordings
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
+from sft_play.plan.fast import RECORDING_STRATEGIES
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import step_flops
@@ -84,9 +85,9 @@ def build_trainer(
         gradients=GradientWatch(context.process, config.train.on_untrained),
         callbacks=[speed],
     )
-    is_wrapped = context.plan.ranks.strategy in ("ddp", "ep")
-    if config.train.cuda_graphs and context.process.is_gpu and is_wrapped:
-        trainer.accumulators = accumulators_for_recordings(model)  # for DDP to find
+    is_recording = context.plan.ranks.strategy in RECORDING_STRATEGIES
+    if config.train.cuda_graphs and context.process.is_gpu and is_recording:
+        trainer.accumulators = accumulators_for_recordings(model)
     trainer.remove_callback(PrinterCallback)
     trainer.best_metric = metric_of(config.train)
     patience = config.train.early_stopping_patience

@@ -45,6 +45,7 @@ from sft_play.models.fast.graphs.recorded import (
     StaticGradients,
     StaticHidden,
     common_shape,
+    free_gpu_memory,
     readable_call,
     record_on_gpu,
 )
@@ -67,8 +68,8 @@ logger = logging.getLogger(__name__)
 # 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
 MAX_DIFFERENCE = 2e-2
 # A row that is filled up is multiplied by other kernels, which round otherwise: gradients of a 1B
-# in bfloat16 differed by 4e-2. Rounding chooses experts, too: those of gpt-oss-20b differed by 2e-2.
-# A recording that joins two documents is still found.
+# in bfloat16 differed by 4e-2. Rounding chooses experts, too: gpt-oss-20b differed by 2e-2. A
+# recording that joins two documents is still found.
 MAX_DIFFERENCE_ROUNDED = 1e-1
 
 
@@ -239,7 +240,7 @@ def graph_layers(
     graphed = GraphedDecoder(
         model,
         record_on_gpu,
-        torch.cuda.empty_cache,
+        free_gpu_memory,
         ranks.world_size,
         plan.layout.tokens,
         sharing=process if ranks.strategy == "ep" else None,

@@ -7,6 +7,7 @@ Legend: B rows, T tokens of a row, N documents, H hidden features.
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -368,12 +369,18 @@ class _Replayed(torch.autograd.Function):
 def accumulators_for_recordings(model: nn.Module) -> list[GradientEdge]:
     """Return the nodes of autograd that accumulate gradients, made on the recording stream.
 
-    A node keeps the stream on which it was made, and no recording may wait for the default stream,
-    on which DDP would make them. It takes those that it finds: hold these until it has.
+    A node keeps the stream on which it was made, and no recording may wait for the default stream.
+    Passes of the layers and DDP take the nodes that they find: hold these.
     """
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     with torch.cuda.stream(recording_stream()):
         return [get_gradient_edge(each) for each in model.parameters() if each.requires_grad]
+
+
+def free_gpu_memory() -> None:
+    """Free what earlier passes have left, in cycles of Python objects too, before a recording."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def record_on_gpu() -> Record:
