@@ -51,9 +51,9 @@ OF_PATH = {
 }
 # Of these an error without a path is one of a socket, or of a wrong call
 NEEDS_PATH = {number for number, said in OF_PATH.items() if said in (OTHER_DISK, UNREACHABLE)}
-# RuntimeErrors of torch's allocators, and of CUDA outside of them
+# RuntimeErrors of torch's allocators, and of CUDA and its libraries outside of them
 NO_HOST_MEMORY = re.compile(r"can't allocate memory", re.IGNORECASE)
-NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
+NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|out of memory|_ALLOC_FAILED", re.IGNORECASE)
 SHARED_MEMORY = Path("/dev/shm")
 # of torch's data loader and of NCCL; Triton's "shared memory" is a GPU's
 NO_SHARED_MEMORY = re.compile(r"shared memory ?\(shm\)|out of shared memory|/dev/shm")

@@ -21,7 +21,7 @@ from run_files import run_json
 
 from sft_play.commands import call as calls
 from sft_play.config import invocation
-from sft_play.errors import ExitClass, OutOfMemory
+from sft_play.errors import ExitClass, OutOfMemory, is_out_of_memory
 from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import StepBytes
@@ -197,10 +197,12 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
         (CUDA_WORDS, int(2.25 * GIB), 416 * 2**20),
         (CPU_WORDS, 4096, None),
         ("CUDA error: out of memory", None, None),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", None, None),
     ],
 )
 def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
     error = RuntimeError(words)
+    assert is_out_of_memory(error)
     assert (parse_bytes(ASKED, error), parse_bytes(FREE, error)) == (asked, free)
 
 

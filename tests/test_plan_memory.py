@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak
+from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak, plan_for
 
 from sft_play.config.deepspeed_json import Fetching
 from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, TILE_TOKENS, offloaded_bytes
@@ -410,3 +410,18 @@ def test_packed_rows_need_the_bytes_of_the_sequences_that_they_fill() -> None:
     three_of_three = EXAMPLE.changed(batch_size=3, grad_accum=3).memory.phases
     for name in ("forward", "backward", "optimizer"):
         assert packed[name] == three_of_three[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "experts", "measured_gib"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "lora", "per_expert", 61.74),
+        ("openai/gpt-oss-120b", "qlora", "shared", 71.46),
+    ],
+)
+def test_fused_experts_are_proven_beside_their_own_code(
+    name: str, mode: str, experts: str, measured_gib: float
+) -> None:
+    choice = (f"model.name={name}", f"tuning.mode={mode}", f"tuning.lora.experts={experts}")
+    loading = plan_for("1xH200", *choice).plan.memory.phases["load"]
+    assert loading.total / GIB == pytest.approx(measured_gib, rel=0.02)

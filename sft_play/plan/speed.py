@@ -88,12 +88,14 @@ OVERHEAD_TOKENS = 300
 #                      + recurrent layers x hidden x 2 bytes x RECURRENT_PASSES / bandwidth.
 # The first term is the matrix products, the second all passes over the activations between them,
 # adapters included. Fitted to 8B and 1B; qlora unfused was not measured. The third is that of fused
-# experts: sorting, gathering and their many small products. Fitted to 12 layers of Qwen3-30B-A3B
-# and 8 of gpt-oss-20b, and 7 and 9 % off. The last is that of a gated delta rule and its
-# convolution in kernels of flash-linear-attention. Fitted to Qwen3.5 4B, whose recurrent layers mix
-# 4.8 features for each hidden one.
+# experts: sorting them and their many small products. Those in 4 bits are unpacked in each pass of
+# a micro-batch: UNPACKED_BYTES of each weight are read and written. Both are fitted to recorded
+# layers of Qwen3-30B-A3B and gpt-oss-120b on an H200, and 7 % off. The last is that of a gated
+# delta rule and its convolution in kernels of flash-linear-attention. Fitted to Qwen3.5 4B, whose
+# recurrent layers mix 4.8 features for each hidden one.
 PRODUCTS = 0.88
-EXPERT_PASSES = 29
+EXPERT_PASSES = 15
+UNPACKED_BYTES = 6
 RECURRENT_PASSES = 500
 FUSED_PASSES = {"lora": 42, "qlora": 46, "full": 36}
 UNFUSED_PASSES = {"lora": 185, "qlora": 190, "full": 106}
@@ -247,7 +249,16 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
     if step.keeps_attention:
         recomputed /= 1 + layout.pair_cost * work.row_tokens
     gpu_seconds = seconds * overhead * (1 + recomputed * again)
+    gpu_seconds += work.micro_batches * (2 + again) * _unpacking_seconds(step, card)
     return max(gpu_seconds, work.micro_batches * _host_seconds(step, again))
+
+
+def _unpacking_seconds(step: StepSpec, card: Card) -> float:
+    """Return the seconds of a pass in which all experts in 4 bits are unpacked."""
+    if not step.is_quantised:
+        return 0.0
+    experts = [kind for kind in step.model.matrices if kind.is_stacked and kind.is_quantised]
+    return UNPACKED_BYTES * sum(kind.weights for kind in experts) / card.bandwidth
 
 
 def _passed_bytes(step: StepSpec) -> int:

@@ -39,16 +39,14 @@ from sft_play.models.fast.experts.install import find_experts
 from sft_play.models.fast.graphs.recorded import (
     Computed,
     DecoderCall,
-    Record,
     RecordedPass,
     Shape,
     StaticGradients,
     StaticHidden,
     common_shape,
-    free_gpu_memory,
     readable_call,
-    record_on_gpu,
 )
+from sft_play.models.fast.graphs.recording import Record, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.fast import (
@@ -240,7 +238,6 @@ def graph_layers(
     graphed = GraphedDecoder(
         model,
         record_on_gpu,
-        free_gpu_memory,
         ranks.world_size,
         plan.layout.tokens,
         sharing=process if ranks.strategy == "ep" else None,
