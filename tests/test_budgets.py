@@ -38,12 +38,12 @@ TOKENS = {
     "models": 110_000,
     "monitor": 8_750,
     "notebooks": 15_050,
-    "plan": 48_600,
+    "plan": 48_800,
     "reporting": 12_350,
     "runs": 14_500,
     "training": 46_100,
 }
-FILES = 341
+FILES = 342
 FUNCTIONS = 4_070
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890

@@ -88,9 +88,24 @@ def test_a_plan_says_why_nothing_is_recorded_and_counts_no_graphs(setting: str) 
     assert "graphs" not in plan.memory.peak.components()
 
 
-def test_a_plan_says_nothing_of_graphs_that_are_not_asked_for_or_may_be_recorded() -> None:
+def test_a_plan_says_nothing_of_graphs_that_may_be_recorded() -> None:
     unknown = "its modules are known once it is loaded"
     setup = GraphSetup(plan_for("1xH200", *LLAMA).config, ONE_B_PLAN.ranks, None)
-    assert graph_warnings(setup, is_offloaded=False) == [] and not records_graphs(setup), unknown
-    assert not any("graphs" in warning for warning in ONE_B_PLAN.warnings)
-    assert not ONE_B_PLAN.step.records_graphs
+    assert graph_warnings(setup, False, 1.0) == [] and not records_graphs(setup), unknown
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "is_said"),
+    [
+        ("meta-llama/Llama-3.2-1B-Instruct", ["train.effective_batch_size=4"], True),
+        ("Qwen/Qwen3-30B-A3B", ["train.effective_batch_size=4"], True),
+        ("meta-llama/Llama-3.2-1B-Instruct", ["tuning.mode=full"], False),
+        ("meta-llama/Llama-3.1-8B-Instruct", ["train.effective_batch_size=4"], False),
+    ],
+)
+def test_a_plan_says_where_graphs_would_help(
+    model: str, settings: list[str], is_said: bool
+) -> None:
+    plan = plan_for("1xH200", f"model.name={model}", "tuning.mode=lora", *settings).plan
+    assert not plan.step.records_graphs
+    assert any("TRAIN_CUDA_GRAPHS=true" in warning for warning in plan.warnings) == is_said

@@ -39,6 +39,7 @@ from benchmarks.speed.workloads import (
 
 DEFAULT_WORKS = ("8b-lora-2048", "8b-ragged", "1b-lora-2048", "8b-qlora-2048", "8b-full-2048")
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+NAMED = ("ep",)  # run where they are named: for mixtures of experts
 PEER = "unsloth-best"  # under torchrun, as DDP
 TOY_WORK = "toy-fixed"
 
@@ -87,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--results", type=Path, help="default benchmarks/results/scaling-CARD.json")
     add("--docs", type=Path, help="folder of tables and plot; by default that of the results")
     args = parser.parse_args()
-    for given, known in ((args.works, WORKLOADS), (args.strategies, STRATEGIES)):
+    for given, known in ((args.works, WORKLOADS), (args.strategies, (*STRATEGIES, *NAMED))):
         unknown = [name for name in given if name not in known]
         if unknown:
             parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")

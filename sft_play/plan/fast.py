@@ -191,6 +191,7 @@ def has_liger() -> bool:
 # Fused parts without which nothing is recorded, and those that no recording can have
 NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"}
 HINDERING = {"mixers": "mixers begin anew at each document"}
+HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was measured takes as long
 RECORDING_STRATEGIES = ("single", "ddp", "ep")
 MOST_RECORDINGS = 16  # shapes of micro-batches
 HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its gradient
@@ -218,10 +219,20 @@ def without_effect(setup: GraphSetup) -> str | None:
     return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
 
 
-def graph_warnings(setup: GraphSetup, is_offloaded: bool) -> list[str]:
-    """Return what a plan says of train.cuda_graphs where nothing will be recorded."""
+def graph_warnings(setup: GraphSetup, is_offloaded: bool, host_share: float) -> list[str]:
+    """Return what a plan says of train.cuda_graphs: why it records nothing, or that it would help.
+
+    `host_share` is the time in which the CPU launches a micro-batch, in that of the GPU for it.
+    """
     setup = replace(setup, is_offloaded=is_offloaded)
     sentence = without_effect(setup)
+    is_asked = setup.config.train.cuda_graphs
+    can_record = setup.kernels is not None and why_not_recorded(setup) is None
+    if not is_asked and can_record and host_share >= HOST_SETS_PACE:
+        sentence = (
+            f"the CPU takes about {host_share:.1f} times as long to launch a micro-batch as the "
+            "GPU to compute it; TRAIN_CUDA_GRAPHS=true launches all layers at once"
+        )
     return [] if sentence is None else [sentence]
 
 

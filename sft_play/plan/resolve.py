@@ -205,7 +205,8 @@ def _machine_warnings(
     warnings = strategy.map_sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
     warnings += recurrent_warnings(inputs.model, hardware) + faster_than_zero3(inputs, layout)
     warnings += offloading_warnings(inputs, layout)
-    warnings += graph_warnings(inputs.graph_setup, offloads(inputs.step, layout))
+    host_share = inputs.request.host_tokens / layout.mean_tokens
+    warnings += graph_warnings(inputs.graph_setup, offloads(inputs.step, layout), host_share)
     return warnings + needs.switch_warnings(inputs.config, inputs.ranks, environ)
 
 
