@@ -353,6 +353,24 @@ def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureF
     assert decoder.counts.line() == f"cuda graphs: 0 of 9 micro-batches replayed; {words}"
 
 
+def test_a_gradient_that_is_no_number_is_found_whichever_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+    replay = RecordedPass._backward
+
+    def backward(self: RecordedPass) -> None:
+        replay(self)
+        self.gradients.buffers[-1].fill_(torch.nan)
+
+    monkeypatch.setattr(RecordedPass, "_backward", backward)
+    batch = next(micro_batches(1, False))
+    trained(model, [batch] * 3)
+    assert decoder.counts.stopped.endswith("differs by inf") and not decoder.recorded
+
+
 def test_documents_are_padded_to_few_shapes() -> None:
     def shape_of(lengths: list[int], rows: int = 2, most_tokens: int | None = None) -> Shape:
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)

@@ -187,8 +187,8 @@ class TrainSection(Section):
     )
     cuda_graphs: bool = Field(
         False,
-        description="Replay the layers of adapter runs, on one GPU or under ddp or ep, as CUDA graphs: "
-        "where the CPU is slower than the GPU, and for mixtures of experts (docs/fast.md).",
+        description="Replay the layers of adapter runs, on one GPU or under ddp or ep, as CUDA "
+        "graphs: for a CPU that is slower than the GPU, and for mixtures (docs/fast.md).",
     )
     profile_steps: int = Field(
         0,

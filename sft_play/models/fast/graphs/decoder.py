@@ -46,7 +46,7 @@ from sft_play.models.fast.graphs.recorded import (
     common_shape,
     readable_call,
 )
-from sft_play.models.fast.graphs.recording import Record, record_on_gpu
+from sft_play.models.fast.graphs.recording import Record, free_gpu_memory, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.fast import (
@@ -210,7 +210,7 @@ class GraphedDecoder:
             self.proven.add(call.shape)
             self.counts.difference = max(self.counts.difference, found)
             return True
-        self._stop(f"a replay of {recorded.inputs.shape} differs by {found:.1e}")  # NaN, too
+        self._stop(f"a replay of {recorded.inputs.shape} differs by {found:.1e}")
         return False
 
     def _stop(self, reason: str) -> None:
@@ -238,6 +238,7 @@ def graph_layers(
     graphed = GraphedDecoder(
         model,
         record_on_gpu,
+        free_gpu_memory,
         ranks.world_size,
         plan.layout.tokens,
         sharing=process if ranks.strategy == "ep" else None,

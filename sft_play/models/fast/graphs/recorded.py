@@ -327,10 +327,11 @@ class RecordedPass:
 
 
 def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
-    """Return |found - expected| / |expected|; 0 where both are 0."""
+    """Return |found - expected| / |expected|; 0 where both are 0, infinite for NaN."""
     wide = expected.to(found.device).float()
     size = wide.norm()
-    return (found.float() - wide).norm() / torch.where(size == 0, 1.0, size)
+    difference = (found.float() - wide).norm() / torch.where(size == 0, 1.0, size)
+    return difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _without_cast_cache(device: torch.device) -> contextlib.AbstractContextManager[Any]:
