@@ -247,7 +247,7 @@ def trained(plan_run, run_worker, base_of) -> Trained:
                 "train.strategy": strategy,
                 "train.grad_accum": 4 // ranks,  # of 2 rows
             }
-            folder = plan_run({**SETTINGS, **settings, **changes}, num_gpus=ranks)
+            folder = plan_run({**SETTINGS, **settings, **changes}, num_gpus=ranks, may_trace=False)
             exits = run_two_workers(folder) if ranks == 2 else [run_worker(folder)]
             assert set(exits) == {0}, (folder.path / "output.txt").read_text()[-3000:]
             runs[key] = folder
