@@ -28,6 +28,7 @@ from sft_play.plan.step import LONG_ROW, AdapterOptions, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TOY_PARAMETERS = 3e8  # a smaller model trains in minutes, whoever sets the pace
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class PlanInputs:
         if isinstance(self.trace, TracedStep):
             return step.with_trace(self.trace)
         return replace(step, untraced=self.trace)
+
+    def host_share(self, layout: Layout) -> float:
+        """Return how long the CPU launches a micro-batch, in the GPU's time for it; 0 for toys."""
+        is_toy = self.model.parameters < TOY_PARAMETERS
+        return 0.0 if is_toy else self.request.host_tokens / layout.mean_tokens
 
     @property
     def graph_setup(self) -> GraphSetup:

@@ -43,7 +43,6 @@ from sft_play.plan.strategy import (
 from sft_play.runs import stamp
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
-TOY_PARAMETERS = 3e8  # a smaller model trains in minutes, whoever sets the pace
 NCCL_SECONDS = 1800
 # accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -206,9 +205,8 @@ def _machine_warnings(
     warnings = strategy.map_sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
     warnings += recurrent_warnings(inputs.model, hardware) + faster_than_zero3(inputs, layout)
     warnings += offloading_warnings(inputs, layout)
-    is_toy = inputs.model.parameters < TOY_PARAMETERS
-    host_share = 0.0 if is_toy else inputs.request.host_tokens / layout.mean_tokens
-    warnings += graph_warnings(inputs.graph_setup, offloads(inputs.step, layout), host_share)
+    is_offloaded = offloads(inputs.step, layout)
+    warnings += graph_warnings(inputs.graph_setup, is_offloaded, inputs.host_share(layout))
     return warnings + needs.switch_warnings(inputs.config, inputs.ranks, environ)
 
 
