@@ -425,6 +425,21 @@ def test_linears_are_bound_again_once_they_have_changed(name: str) -> None:
     torch.testing.assert_close(fused(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters() -> None:
+    modules = Case().modules()
+    x = torch.randn(3, IN)
+    expected = plainly(x, modules)
+    weights = [each for module in modules for each in module.parameters() if each.requires_grad]
+    whole = [weight.data for weight in weights]
+    for weight in weights:
+        weight.data = torch.empty(0)  # as DeepSpeed leaves it
+    group = LinearGroup(*modules)
+    assert group.bind() is not None
+    for weight, data in zip(weights, whole, strict=True):
+        weight.data = data
+    torch.testing.assert_close(group.fused(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
     module = Case().modules()[0]
     assert why_not_fusable(module) is None and why_not_fusable(module.base_layer) is None

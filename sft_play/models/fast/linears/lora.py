@@ -231,12 +231,11 @@ def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
     adapters: list[Tensor | None] = []
     end = 0  # of the columns of x A^T
     for module, base in zip(modules, bases, strict=True):
-        a, b, scale = None, None, 0.0
+        a, b, scale, rank = None, None, 0.0, 0
         if isinstance(module, LoraLayer):
             for name in active_adapters(module):  # one at most, as was checked
                 a, b = module.lora_A[name].weight, module.lora_B[name].weight
-                scale = module.scaling[name]
-        rank = 0 if a is None else len(a)
+                scale, rank = module.scaling[name], module.r[name]  # ZeRO-3 may have freed `a`
         linears.append(
             FrozenLinear(
                 base.weight,
