@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_forms
 import torch
 from peft import PeftModel
 from rank_processes import run_two, run_two_workers
@@ -152,6 +153,7 @@ LONG_CASES = {
     "natural": ("natural", {}, 0),
     "one rank": ("one rank", {}, 2),
     "skewed, own code": ("skewed", OWN_CODE, 2),
+    "mxfp4": ("mxfp4", {"tuning.mode": "qlora"}, 1),
     "qlora, own code": ("qwen3_moe", {"tuning.mode": "qlora", **OWN_CODE}, 0),
     "plain scales": (
         "qwen3_moe",
@@ -174,6 +176,8 @@ def compared(base_of, tmp_path_factory) -> Compared:
     seen: dict[str, list[dict[str, Any]]] = {}
 
     def base(name: str, mode: str) -> Path:
+        if name == "mxfp4":
+            return stored_forms.mxfp4(folder / name)
         if name not in ROUTERS:
             return base_of(name, mode)
         return routed(base_of("gpt_oss"), folder / name, ROUTERS[name])
