@@ -89,10 +89,10 @@ def random_model(
     """Save an architecture with random bfloat16 weights and the tiny model's tokenizer.
 
     Layers are drawn, on the GPU where there is one, until their kinds recur; later ones have the
-    same weights. With `in_mxfp4` experts are written as gpt-oss publishes them.
+    same weights. Beside towers all are drawn. With `in_mxfp4` experts are written as gpt-oss
+    publishes them.
     """
     import torch
-    from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoTokenizer
 
     from sft_play.models.architecture import auto_class_of
@@ -106,7 +106,7 @@ def random_model(
 
     config = make_config(layers)
     text = config.get_text_config()
-    drawn = _layers_until_kinds_recur(text)
+    drawn = text.num_hidden_layers if as_published else _layers_until_kinds_recur(text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
@@ -117,6 +117,13 @@ def random_model(
     if in_mxfp4:
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     config.save_pretrained(folder)
+    _write_by_layer(folder, drawn, text.num_hidden_layers, in_mxfp4)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+
+
+def _write_by_layer(folder: Path, drawn: int, layers: int, in_mxfp4: bool) -> None:
+    """Cut the file of a model into those of its layers, and repeat the `drawn` first ones."""
+    from safetensors.torch import load_file, save_file
 
     whole = folder / "model.safetensors"
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -134,14 +141,13 @@ def random_model(
     for name in list(weight_map):
         found = LAYER.search(name)
         if found is not None:
-            for layer in range(int(found[1]) + drawn, text.num_hidden_layers, drawn):
+            for layer in range(int(found[1]) + drawn, layers, drawn):
                 weight_map[_of_layer(name, layer)] = _file_of_layer(layer)
     with ThreadPoolExecutor() as threads:
-        copies = range(drawn, text.num_hidden_layers)
+        copies = range(drawn, layers)
         list(threads.map(lambda layer: _repeat_layer(folder, layer % drawn, layer), copies))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
 
 
 def _layers_until_kinds_recur(text: PreTrainedConfig) -> int:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record_files import read_rows
 
-from benchmarks import smaller_gpus
+from benchmarks import inputs, smaller_gpus
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
 from benchmarks.machine import ROOT
 from benchmarks.processes import busy_cores, clean_environment, run_limited
@@ -404,3 +405,24 @@ def test_no_busy_core_outlives_a_benchmark_that_is_killed() -> None:
         one.kill()
     assert len(loops) == len(os.sched_getaffinity(0))
     assert not psutil.wait_procs(loops, timeout=10)[1]
+
+
+@pytest.mark.parametrize("in_mxfp4", [False, True])
+def test_a_random_model_repeats_its_layers_and_loads_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_mxfp4: bool
+) -> None:
+    def tiny(shape: str, layers: int | None = None, as_published: bool = False) -> dict:
+        sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "vocab_size": 2048}
+        counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+        return {"model_type": "gpt_oss", "num_hidden_layers": layers or 5, **sizes, **counts}
+
+    monkeypatch.setattr(inputs, "model_settings", tiny)
+    inputs.random_model("gpt-oss", tmp_path, in_mxfp4=in_mxfp4)
+    assert len(list(tmp_path.glob("layer-*.safetensors"))) == 5
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    kinds = ["sliding_attention", "full_attention"]
+    assert model.config.layer_types == [*kinds, *kinds, kinds[0]]
+    weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
+    assert torch.equal(weights[4], weights[0]) and torch.equal(weights[3], weights[1])
+    assert not torch.equal(weights[0], weights[1]) and weights[0].float().std() > 0.01

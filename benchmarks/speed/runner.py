@@ -47,6 +47,7 @@ from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.speed import step_flops
 from sft_play.plan.step import AdapterOptions
 
+WEIGHTS = "layers repeated"  # how inputs.py draws them: losses of others are of other models
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
 
 
@@ -142,7 +143,12 @@ class Benchmark:
         if workload.layers is None:
             del described["layers"]
         machine = self.results.machine
-        return {"work": described, "device": machine.device, "torch": machine.versions["torch"]}
+        return {
+            "work": described,
+            "weights": WEIGHTS,
+            "device": machine.device,
+            "torch": machine.versions["torch"],
+        }
 
     def run_arm(self, workload: Workload, arm: Arm, inputs: Inputs, steps: int) -> ArmRun:
         """Run an arm; the first attempt that does not run out of memory is its run."""
