@@ -9,12 +9,12 @@ A recording reads `recorded.StaticInputs` and adds to `recorded.StaticGradients`
 rows have few widths (`packing.padded_width`), and documents are padded with empty ones to a power
 of two.
 
-Before it is used a recording proves itself: recorded with the first micro-batch of its shape, its
-output and gradients for the second are compared with those of the layers.
+Before it is used the first recording of a shape proves itself: recorded with the first micro-batch,
+its output and gradients for the second are compared with those of the layers.
 
 Nothing else can use the memory of recordings. So they give it back before layers run by
 themselves, for an evaluation or a shape that is new, and are made anew when their shape comes
-again.
+again. Those are not proven again: the layers would take the memory of all others for it.
 
 Ranks that share experts compute together. They record and replay together too, in a shape that
 they agree upon.
@@ -107,7 +107,7 @@ class GraphedDecoder:
     ):
         self.decoder = decoder = decoder_of(base_model_of(model))
         self.new_record = new_record
-        self.record = new_record()  # a replay of one micro-batch overwrites what others left
+        self.record = new_record()  # in memory that all recordings share
         self.free_cache = free_cache  # of memory that the layers themselves no longer need
         self.ranks = ranks
         self.most_tokens = most_tokens  # of a micro-batch: the plan has no memory for more
@@ -155,10 +155,14 @@ class GraphedDecoder:
     def _launch(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         """Return what the layers compute by themselves."""
         if self.recorded:
-            self.recorded.clear()
-            self.record = self.new_record()
-            self.free_cache()
+            self._give_back()
         return self.forward(*args, **kwargs)
+
+    def _give_back(self) -> None:
+        """Free the memory of all recordings."""
+        self.recorded.clear()
+        self.record = self.new_record()
+        self.free_cache()
 
     def _agreed(self, call: DecoderCall | None) -> DecoderCall | None:
         """Return the call in the shape of all ranks that share experts, None where it has none."""
@@ -215,7 +219,7 @@ class GraphedDecoder:
 
     def _stop(self, reason: str) -> None:
         self.counts.stopped = reason
-        self.recorded.clear()
+        self._give_back()
         logger.warning("cuda graphs: %s; training goes on without them", reason)
 
 

@@ -224,8 +224,11 @@ class StaticHidden:
         self.most_tokens = most_tokens or 0  # of a micro-batch
         self.whole: Tensor | None = None  # (2, tokens, H)
 
-    def parts(self, shape: Shape, computed: Tensor) -> tuple[Tensor, ...]:
-        """Return both (B, T, H) for a shape, in the type of what layers have computed."""
+    def parts(self, shape: Shape, computed: Tensor | None) -> tuple[Tensor, ...]:
+        """Return both (B, T, H) for a shape, in the type of what layers have `computed` of it.
+
+        None where that shape was asked for before.
+        """
         tokens = shape.rows * shape.tokens
         if self.whole is None or self.whole.shape[1] < tokens:
             most = max(tokens, self.most_tokens)
@@ -304,9 +307,8 @@ class RecordedPass:
         self.grad_hidden[:, self.inputs.tokens :] = 0
 
     def run(self, call: DecoderCall, anchor: Tensor) -> Tensor:
-        """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
+        """Return the hidden states (B, T, H); their backward pass adds to the static gradients."""
         self.inputs.fill(call)
-        self.gradients.use_static_buffers()
         return _Replayed.apply(anchor, self)
 
     def difference(self, call: DecoderCall, computed: Computed) -> float:
