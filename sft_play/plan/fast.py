@@ -209,8 +209,11 @@ class GraphSetup:
 
 def records_graphs(setup: GraphSetup) -> bool:
     """Return whether layers are recorded; not where too little is known of the model."""
-    is_asked = setup.config.train.cuda_graphs
-    return is_asked and setup.kernels is not None and why_not_recorded(setup) is None
+    return setup.config.train.cuda_graphs and _can_record(setup)
+
+
+def _can_record(setup: GraphSetup) -> bool:
+    return setup.kernels is not None and why_not_recorded(setup) is None
 
 
 def without_effect(setup: GraphSetup) -> str | None:
@@ -227,8 +230,7 @@ def graph_warnings(setup: GraphSetup, is_offloaded: bool, host_share: float) -> 
     setup = replace(setup, is_offloaded=is_offloaded)
     sentence = without_effect(setup)
     is_asked = setup.config.train.cuda_graphs
-    can_record = setup.kernels is not None and why_not_recorded(setup) is None
-    if not is_asked and can_record and host_share >= HOST_SETS_PACE:
+    if not is_asked and _can_record(setup) and host_share >= HOST_SETS_PACE:
         sentence = (
             f"the CPU takes about {host_share:.1f} times as long to launch a micro-batch as the "
             "GPU to compute it; TRAIN_CUDA_GRAPHS=true launches all layers at once"

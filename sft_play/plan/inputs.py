@@ -167,7 +167,7 @@ class PlanInputs:
 
     @property
     def graph_setup(self) -> GraphSetup:
-        """What is known of recording the layers, where none is recomputed."""
+        """What is known of recording the layers, where none is offloaded."""
         return GraphSetup(self.config, self.ranks, self.kernels)
 
     @property

@@ -202,7 +202,7 @@ def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
         adapters = 4 * step.adapter_weights
     proof = 0
     if step.is_fast and step.is_gpu and not step.is_full:
-        stacked = [kind for kind in step.model.matrices if kind.is_stacked]
+        stacked = [kind for kind in step.of_rank().model.matrices if kind.is_stacked]
         of_layer = max((kind.weights // kind.count for kind in stacked), default=0)
         proof = PROOF_COPIES * of_layer * step.compute_bytes
     return PhaseBytes(weights, adapters, activations=proof, context=held.context)

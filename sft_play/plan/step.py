@@ -244,7 +244,7 @@ class StepSpec:
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
-    records_graphs: bool = False  # layers are CUDA graphs where none is recomputed: plan.graphs
+    records_graphs: bool = False  # layers are CUDA graphs: plan.fast
 
     def with_trace(self, traced: TracedStep) -> "StepSpec":
         """Return the step with what a trace found of it."""
