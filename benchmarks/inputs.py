@@ -34,7 +34,7 @@ CORPUS = TINY.parent / "corpus" / "town.txt"
 ALPACA_INPUTS = 0.4  # share of Alpaca's rows that have an input
 LAYER = re.compile(r"\.layers\.(\d+)\.")  # in the name of a weight
 MXFP4_BLOCK = 32  # weights that share an exponent
-MXFP4_EXPONENT = 120  # of two from -127: random codes then have the deviation 0.023
+MXFP4_EXPONENTS = (118, 122)  # of two from -127: random codes then deviate by 0.026
 MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
 
 
@@ -135,7 +135,7 @@ def _write_by_layer(folder: Path, drawn: int, layers: int, in_mxfp4: bool) -> No
     weight_map = {}
     for file, weights in files.items():
         if in_mxfp4:
-            weights = _experts_in_mxfp4(weights)
+            weights = experts_in_mxfp4(weights)
         save_file(weights, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(weights, file)
     for name in list(weight_map):
@@ -177,7 +177,7 @@ def _repeat_layer(folder: Path, first: int, layer: int) -> None:
             shutil.copyfileobj(source, copy, 1 << 24)
 
 
-def _experts_in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def experts_in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights with random codes of 4 bits in place of experts (E, inputs, outputs)."""
     import torch
 
@@ -190,7 +190,7 @@ def _experts_in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         blocks = experts, outputs, inputs // MXFP4_BLOCK
         codes = torch.randint(0, 256, (*blocks, MXFP4_BLOCK // 2), dtype=torch.uint8)
         found[f"{name}_blocks"] = codes
-        found[f"{name}_scales"] = torch.full(blocks, MXFP4_EXPONENT, dtype=torch.uint8)
+        found[f"{name}_scales"] = torch.randint(*MXFP4_EXPONENTS, blocks, dtype=torch.uint8)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.inputs import experts_in_mxfp4
 
 TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny_llama"
 E4M3_MAX = 448.0
@@ -157,21 +162,9 @@ def mxfp4(folder: Path) -> Path:
     model.generation_config.bos_token_id = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-
-    def change(weights: Tensors) -> Tensors:
-        for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-            experts, inputs, outputs = weights.pop(name).shape
-            blocks = (experts, outputs, inputs // 32)
-            weights[f"{name}_blocks"] = torch.randint(
-                0, 256, (*blocks, 16), dtype=torch.uint8, generator=generator
-            )
-            weights[f"{name}_scales"] = torch.randint(
-                118, 122, blocks, dtype=torch.uint8, generator=generator
-            )
-        return weights
-
-    change_tensors(folder, change)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        change_tensors(folder, experts_in_mxfp4)
     change_config(
         folder,
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},

@@ -77,6 +77,17 @@ def test_every_case_comes_after_those_that_it_is_compared_with(
     assert Case(WORK, "unsloth-best", "ddp", 2, 2) in cases
 
 
+def test_recorded_layers_are_scaled_from_one_gpu_that_records_them_and_have_its_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["--works", WORK, "--weak", "--no-peer", "--graphs", "--strategies", "ep"]
+    monkeypatch.setattr(sys, "argv", ["scaling", *words])
+    recorded = Case(WORK, "ours-graphs", "ep", 2, 2)
+    expected = [recorded.baseline, recorded.reference, recorded]
+    assert list(choose_cases(parse_arguments(), [2])) == expected
+    assert (recorded.baseline.arm, recorded.reference.arm) == ("ours-graphs", "ours-bnb")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

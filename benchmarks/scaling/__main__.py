@@ -40,6 +40,7 @@ from benchmarks.speed.workloads import (
 DEFAULT_WORKS = ("8b-lora-2048", "8b-ragged", "1b-lora-2048", "8b-qlora-2048", "8b-full-2048")
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
 NAMED = ("ep",)  # run where they are named: for mixtures of experts
+GRAPHS_ARM = "ours-graphs"
 PEER = "unsloth-best"  # under torchrun, as DDP
 TOY_WORK = "toy-fixed"
 
@@ -81,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=float(variable("SECONDS", "600")), help="of one case")
     add("--weak", action="store_true", help="leave strong scaling out")
     add("--no-peer", action="store_true", help="ours alone")
+    add("--graphs", action="store_true", help="ours with TRAIN_CUDA_GRAPHS=true")
     add("--toy", action="store_true", help="the tiny model, two processes on the CPU")
     add("--keep", action="store_true", help="leave out cases that have a result that counts")
     add("--report", type=Path, metavar="FILE", help="run nothing")
@@ -142,7 +144,8 @@ def cases_of(work: str, gpus: int, args: argparse.Namespace) -> Sequence[Case]:
     all_times = [gpus] if args.weak or WORKLOADS[work].rows_per_step < gpus else [gpus, 1]
     found = []
     for times in all_times:
-        found += [Case(work, REFERENCE_ARM, strategy, gpus, times) for strategy in strategies]
+        arm = GRAPHS_ARM if args.graphs else REFERENCE_ARM
+        found += [Case(work, arm, strategy, gpus, times) for strategy in strategies]
         workload = WORKLOADS[work]
         if workload.recipe and times == gpus:  # which cuts the rows of each GPU
             found.append(Case(work, RECIPE_ARM, workload.recipe_strategy, gpus, times))
