@@ -38,7 +38,7 @@ TOKENS = {
     "models": 110_050,
     "monitor": 8_750,
     "notebooks": 15_050,
-    "plan": 48_850,
+    "plan": 48_950,
     "reporting": 12_350,
     "runs": 14_500,
     "training": 46_100,

@@ -14,6 +14,7 @@ LLAMA_3B = "meta-llama/Llama-3.2-3B-Instruct"
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 QWEN_32B = "Qwen/Qwen2.5-32B-Instruct"
+QWEN_30B_A3B = "Qwen/Qwen3-30B-A3B"
 # Hardware, model and settings of runs that do not fit
 EXPLICIT_70B = (
     "tuning.mode=qlora",
@@ -27,6 +28,7 @@ EXPLICIT_8B = ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpo
 SHORT = [
     ("1x4090", LLAMA_8B, ("tuning.mode=full",)),
     ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
+    ("1x4090", QWEN_30B_A3B, ("tuning.mode=qlora", "model.max_seq_len=512")),
     pytest.param("4x4090", QWEN_32B, ("tuning.mode=lora",), marks=pytest.mark.long),
     pytest.param("8xH200", LLAMA_70B, ("tuning.mode=full",), marks=pytest.mark.long),
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
