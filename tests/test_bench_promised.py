@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.inputs import fixed_rows
 from benchmarks.machine import ROOT, Machine
 from benchmarks.promised_hardware.__main__ import (
-    check_gpus,
     make_command,
+    on_these_gpus,
     parse_arguments,
     plan_of,
     runs_of,
@@ -124,7 +124,17 @@ def test_gpus_that_are_too_few_or_too_full_are_refused_before_anything_runs(
     plant(*cards)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(SystemExit, match=said):
-        check_gpus(cases)
+        on_these_gpus(cases)
+
+
+@pytest.mark.parametrize(("gibibytes", "left"), [(80, None), (141, 79.1)])
+def test_nothing_is_held_of_gpus_that_are_such_cards(
+    plant, monkeypatch: pytest.MonkeyPatch, gibibytes: int, left: float | None
+) -> None:
+    plant(*(card(name, total=gibibytes * GIB) for name in "ab"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (case,) = on_these_gpus([CASES["gemma-27b-h100"]])
+    assert case.leave_gib == left
 
 
 def trained(**changed) -> Trained:

@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.inputs import fixed_rows
@@ -36,6 +37,7 @@ from benchmarks.speed.samples import make_model, model_folder
 from benchmarks.speed.workloads import TOY
 from sft_play.commands import call as calls
 from sft_play.plan import devices
+from sft_play.plan.devices import Gpu
 from sft_play.plan.ranks import visible_entries
 from sft_play.plan.run_plan import RunPlan
 
@@ -61,7 +63,7 @@ def main() -> None:
     folder = args.folder.resolve()
     check_room(cases, folder)
     if not args.toy:
-        check_gpus(cases)
+        cases = on_these_gpus(cases)
     results = PromisedResults.on_this_machine(args.results, args.toy, "promised")
     for case in cases:
         run_case(case, results, folder, args)
@@ -114,8 +116,11 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
     return [CASES[name].on(args.gpus, args.grad_accum) for name in names]
 
 
-def check_gpus(cases: Sequence[Case]) -> None:
-    """Exit with words where a case takes more GPUs than are visible, before anything runs."""
+def on_these_gpus(cases: Sequence[Case]) -> list[Case]:
+    """Return the cases, with nothing held where a GPU is such a card itself.
+
+    Exits with words where a case takes more GPUs than are visible, or more of their memory.
+    """
     gpus = devices.detect("auto", os.environ).gpus
     lacking = [f"{case.name} takes {case.gpus}" for case in cases if case.gpus > len(gpus)]
     if lacking:
@@ -124,13 +129,23 @@ def check_gpus(cases: Sequence[Case]) -> None:
         sys.exit(
             f"visible GPUs: {len(gpus)}; {', '.join(lacking)}{others}; --gpus takes another number"
         )
-    for case in cases:
+    found = [
+        replace(case, leave_gib=None) if is_on_such_cards(case, gpus) else case for case in cases
+    ]
+    for case in found:
         for gpu in gpus[: case.gpus]:
             if case.free_gib is not None and gpu.free_bytes < case.free_gib * GIB:
                 sys.exit(
                     f"{case.name} is to find {case.free_gib:.2f} GiB free, and GPU {gpu.index} has "
                     f"{gpu.free_bytes / GIB:.1f}; end what runs there, or take larger GPUs"
                 )
+    return found
+
+
+def is_on_such_cards(case: Case, gpus: Sequence[Gpu]) -> bool:
+    """Return whether the GPUs have what a case leaves of larger ones, to 1 GiB."""
+    leave_bytes = (case.leave_gib or 0) * GIB
+    return all(abs(gpu.total_bytes - leave_bytes) < GIB for gpu in gpus[: case.gpus])
 
 
 def check_room(cases: Sequence[Case], folder: Path) -> None:
