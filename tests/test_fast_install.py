@@ -321,6 +321,21 @@ def test_evaluation_and_generation_are_the_same_to_the_bit(name: str) -> None:
         assert torch.equal(logits, now)
 
 
+def test_all_layers_are_run_on_few_tokens_where_they_keep_activations() -> None:
+    """Gemma 3 27B has windows of 1,024 tokens: 77 GiB of activations, of a card of 79."""
+    model = plain_model("gemma3", sliding_window=500)
+    kept: list[int] = []
+    inner = model.get_base_model().model
+    inner.register_forward_hook(
+        lambda module, args, kwargs, output: kept.append(
+            output.last_hidden_state.requires_grad * kwargs["input_ids"].numel()
+        ),
+        with_kwargs=True,
+    )
+    assert "attention" in make(model).on
+    assert 0 < max(kept) < 50
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_are_kept_apart_by_fast_attention(name: str) -> None:
     model = plain_model(name)
