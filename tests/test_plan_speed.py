@@ -21,7 +21,16 @@ from sft_play.models.structure import count_structure
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of, parse
 from sft_play.plan.model_shape import ModelShape, known_models, load_shape, shape_of
-from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, host_tokens, predict
+from sft_play.plan.speed import (
+    LABELLED,
+    OVERHEAD_TOKENS,
+    Speed,
+    StepWork,
+    full_rows,
+    host_tokens,
+    overhead_tokens,
+    predict,
+)
 from sft_play.plan.step import AdapterOptions, Layout
 
 ONE_B = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
@@ -109,21 +118,40 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "mode", "recomputed", "tokens_per_second"),
-    [  # recorded layers, one micro-batch of 8,192 tokens, by the runs' logs
-        ("Qwen/Qwen3-30B-A3B", "lora", 0, 25.4e3),
-        ("Qwen/Qwen3-30B-A3B", "lora", 44, 19.2e3),
-        ("Qwen/Qwen3-30B-A3B", "qlora", 0, 22.3e3),
-        ("openai/gpt-oss-120b", "qlora", 0, 11.6e3),
+    ("shape", "mode", "rows", "recomputed", "tokens_per_second"),
+    [  # recorded layers, four rows a step in micro-batches of so many, by the runs' logs
+        ("Qwen/Qwen3-30B-A3B", "lora", 4, 0, 25.4e3),
+        ("Qwen/Qwen3-30B-A3B", "lora", 4, 44, 19.2e3),
+        ("Qwen/Qwen3-30B-A3B", "lora", 2, 0, 23.0e3),
+        ("Qwen/Qwen3-30B-A3B", "lora", 1, 0, 19.7e3),
+        ("Qwen/Qwen3-30B-A3B", "qlora", 4, 0, 22.3e3),
+        ("Qwen/Qwen3-30B-A3B", "qlora", 1, 0, 12.8e3),
+        ("openai/gpt-oss-20b", "qlora", 2, 0, 20.7e3),
+        ("openai/gpt-oss-120b", "qlora", 4, 0, 11.6e3),
     ],
 )
 def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
-    shape: str, mode: str, recomputed: int, tokens_per_second: float
+    shape: str, mode: str, rows: int, recomputed: int, tokens_per_second: float
 ) -> None:
     recorded = {"records_graphs": True, "adapter_options": AdapterOptions(experts="shared")}
     model = load_shape(shape, None, {})
-    found = speed(model=model, mode=mode, checkpointed_layers=recomputed, **recorded)
+    layout = {"batch_size": rows, "grad_accum": 4 // rows, "checkpointed_layers": recomputed}
+    found = speed(model=model, mode=mode, **layout, **recorded)
     assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens"),  # 2,048 in 104 ms, 4,096 in 178 and 8,192 in 322; 160, 223 and 367
+    [("lora", 32 / 36 * 1e3), ("qlora", 97 / 34 * 1e3)],
+)
+def test_a_micro_batch_of_a_mixture_costs_the_reading_of_its_experts(
+    mode: str, tokens: float
+) -> None:
+    mixture = load_shape("Qwen/Qwen3-30B-A3B", None, {})
+    step, _ = EXAMPLE.changed(model=mixture, mode=mode)
+    assert overhead_tokens(step, 2048, CARDS["H200"]) == pytest.approx(tokens, rel=0.15)
+    dense, _ = EXAMPLE.changed(mode=mode)
+    assert overhead_tokens(dense, 2048, CARDS["H200"]) == OVERHEAD_TOKENS
 
 
 @pytest.mark.parametrize(

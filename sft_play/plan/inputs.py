@@ -58,13 +58,14 @@ class PlanInputs:
     def request(self) -> BatchRequest:
         """What the config says of batch, accumulation and checkpointing."""
         train = self.config.train
+        row_tokens = self.config.model.max_seq_len
         return BatchRequest(
             batch_size=train.batch_size,
             grad_accum=train.grad_accum,
             effective_batch=train.effective_batch_size,
             is_effective_set=self.is_effective_set,
             gradient_checkpointing=train.gradient_checkpointing,
-            max_seq_len=self.config.model.max_seq_len,
+            max_seq_len=row_tokens,
             world_size=self.ranks.world_size,
             layers=self.model.layers,
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
@@ -72,8 +73,8 @@ class PlanInputs:
             pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy in ("fsdp", "ep"),
             context_parallel=self.context_parallel,
-            overhead_tokens=speed.overhead_tokens(self.model),
-            host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
+            overhead_tokens=speed.overhead_tokens(self.step, row_tokens, self.card),
+            host_tokens=speed.host_tokens(self.step, row_tokens, self.card),
         )
 
     @property
