@@ -34,7 +34,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.expert_adapters import _without_gradient
 from sft_play.models.experts import packed_weight
 from sft_play.models.fast.install import base_model_of, fused_kernels_of
-from sft_play.training.checks import check_cross_document
+from sft_play.training.isolation import check_cross_document
 
 pytestmark = pytest.mark.architectures
 

@@ -27,7 +27,7 @@ from sft_play.models.fast.norms.residual import Reference
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA, NormKind
 from sft_play.models.losses import summed_nll
 from sft_play.process import Process
-from sft_play.training.checks import measure_cross_document
+from sft_play.training.isolation import measure_cross_document
 
 pytestmark = [
     pytest.mark.gpu,

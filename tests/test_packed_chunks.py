@@ -13,7 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.training.checks import check_cross_document
+from sft_play.training.isolation import check_cross_document
 
 ROW = 64  # tokens; the documents have 19, 27 and 9
 PUBLISHED_FLOOR = 8192

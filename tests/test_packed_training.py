@@ -32,8 +32,8 @@ from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.checks import check_cross_document, measure_cross_document
 from sft_play.training.guards import GradientWatch, StepGuard
+from sft_play.training.isolation import check_cross_document, measure_cross_document
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer

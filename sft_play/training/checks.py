@@ -2,34 +2,24 @@
 
 The engine: libraries fall back to another wrapper without a message. Causality: an encoder, or a
 model that reads its prompt in both directions, would learn to copy what it is to predict.
-Packing: documents are isolated by a convention between position ids, attention and cache, which a
-model's code, a patched kernel or a new version can break silently. Ranks: gradients are summed
-over them, weights are not, so what one rank alone does to its weights stays.
+Ranks: gradients are summed over them, weights are not, so what one rank alone does to its weights
+stays. That packed documents are kept apart is checked in `isolation`.
 
-Legend: T tokens of a document, V vocabulary.
+Legend: T tokens of a text, V vocabulary.
 """
 
 import contextlib
-import inspect
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sft_play.data.collate import PackCollator, TokenSequence
-from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
 from sft_play.models.adapter_state import part_of
 from sft_play.models.delivered import rounds_inputs
 from sft_play.models.experts import expert_weights, ranks_of_experts
-from sft_play.models.fast.attention.ulysses import ContextGroup
-from sft_play.models.fast.documents import CONTEXT, Documents
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import is_divided, own_part
@@ -49,23 +39,6 @@ TEXT_TOKENS = 24
 # 55 of 56 model types give the same bits. BERT with random weights moves them by 2e-3.
 MAX_MOVED = 1e-4
 MAX_MOVED_COARSE = 0.05  # experts multiply the tokens that are sent to them together, in 16 bits
-LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
-# Of a long row, which shows chunks and blocks that a model cuts by the place in the row
-FIRST_PART = 0.38  # no chunk of the second document begins where one of the row does
-LONG_ROW = 1024  # tokens; on a GPU past twice a length that the model's config names
-CUT_BY_PLACE = "chunk|block|floor"  # in the names of such lengths; a window is a distance
-# The limits are fractions of the change of a document's logits when it does attend to the one
-# before it. A batch with other tokens in the other document runs the same kernels, so its logits
-# are the same bits where documents are isolated.
-MAX_SEEN = 0.01
-# A document by itself runs other kernels; their rounding in half precision adds up over many
-# layers.
-MAX_ROUNDED = 0.25
-# Rounding also sends tokens of a mixture of experts to other experts, and they take along those
-# that attend to them: 8 layers of gpt-oss with random weights changed by 0.26 in bfloat16 on an
-# H200. Rounding to float8 makes a step of 6 % of a difference in the last bit: Llama 3.1 8B with
-# random weights changed by 0.28.
-MAX_ROUNDED_COARSE = 0.5
 # A view of the same bytes as integers
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUMMED_AT_ONCE = 1 << 24  # elements: a CPU copies them to int64
@@ -146,186 +119,6 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(0)
         return model(input_ids=ids, use_cache=False).logits[0].float()
-
-
-@dataclass(frozen=True)
-class CrossDocumentEffect:
-    """Largest absolute differences of a document's logits."""
-
-    seen: float  # when the tokens of the other document change
-    apart: float  # between packed and by itself; where rounding is coarse the median over tokens
-    joined: float  # between continuing the other document and by itself: without any isolation
-    is_coarse: bool = False  # rounding chooses experts, or steps of float8
-
-    @property
-    def holds(self) -> bool:
-        is_unseen = self.seen <= MAX_SEEN * self.joined
-        limit = MAX_ROUNDED_COARSE if self.is_coarse else MAX_ROUNDED
-        return is_unseen and self.apart <= limit * self.joined
-
-
-def check_cross_document(
-    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
-) -> None:
-    """Raise ConfigError unless the model isolates the documents of a packed batch.
-
-    `model` is the wrapped model (DDP, ZeRO), after the trainer has turned the cache off. Every rank
-    must call it.
-    """
-    found = measure_cross_document(model, collator, vocabulary, device)
-    if math.isnan(found.joined):
-        return  # the model computes NaN, packed or not: the first evaluation reports it
-    if not found.holds:
-        raise ConfigError(
-            "train.packing: packed documents are not kept apart by "
-            f"{type(getattr(model, 'module', model)).__name__}: its logits change by "
-            f"{found.seen:.2g} with the tokens of another document and by {found.apart:.2g} "
-            f"against the document by itself, of {found.joined:.2g} for one text; "
-            "set TRAIN_PACKING=false"
-        )
-
-
-def check_context(
-    model: nn.Module, context: ContextGroup, vocabulary: int, process: Process
-) -> None:
-    """Raise ConfigError unless ranks that share a row compute what one of them computes by itself.
-
-    `model` is the wrapped model. Every rank must call it.
-    """
-    ids = np.random.default_rng(0).integers(vocabulary, size=sum(LENGTHS))
-    documents = np.split(ids, [LENGTHS[0]])
-    collator = PackCollator(0, len(ids), varlen=True)
-    whole = _inputs([documents], collator, process.device)
-    part = context.part.cut(whole)
-    tokens = part["input_ids"].shape[1]
-    ends = torch.tensor([0, tokens], dtype=torch.int32, device=process.device)
-    cut_off = {**part, **Documents(ends, tokens).arguments}  # sees no token of another part
-    with modes_restored(model), torch.no_grad():
-        model.eval()
-        expected, shared, without = (
-            model(**inputs).logits[0].float()
-            for inputs in (whole, {**part, CONTEXT: context}, cut_off)
-        )
-    expected = expected[context.rank * tokens :][:tokens]
-    real = len(expected)  # the last part may end with padding
-    rounded = _median if rounds_coarsely(model) else _difference
-    found = process.gather(
-        (rounded(shared[:real], expected), _difference(without[:real], expected))
-    )
-    apart, moved = map(max, zip(*found, strict=True))
-    if not apart <= MAX_ROUNDED * moved:
-        name = type(base_model_of(getattr(model, "module", model))).__name__
-        raise ConfigError(
-            f"train.context_parallel={context.size}: logits of {name} change by {apart:.2g} where "
-            f"ranks share a row, and by {moved:.2g} where its parts do not see each other; set "
-            "TRAIN_CONTEXT_PARALLEL=1"
-        )
-
-
-def measure_cross_document(
-    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
-) -> CrossDocumentEffect:
-    """Return how much the documents of a batch affect each other, without dropout.
-
-    The batch has two sequences of the same two documents, in either order, as rows or in one row.
-    Of a document in a long row only the last logits are compared.
-    """
-    generator = np.random.default_rng(0)  # the same on all ranks
-    first = generator.integers(vocabulary, size=LENGTHS[0])
-    other = generator.integers(vocabulary, size=LENGTHS[0])
-    second = generator.integers(vocabulary, size=LENGTHS[1])
-
-    def packed(*sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Return the logits (T, V) of the documents of each of two sequences."""
-        inputs = _inputs(sequences, collator, device)
-        logits = model(**inputs).logits.float()  # (2, T, V), or (1, T, V) in one row
-        tokens = sum(LENGTHS)
-        one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
-        return one[:tokens], other[:tokens]
-
-    def alone(ids: np.ndarray) -> Tensor:
-        return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)
-
-    with modes_restored(model), torch.no_grad():
-        model.eval()
-        behind, before = packed((first, second), (second, first))
-        behind_other, before_other = packed((other, second), (second, other))
-        by_itself = alone(second)
-        after_first = alone(np.concatenate([first, second]))
-        ends = _ends_of_long_row(model, collator, vocabulary, device)
-    begin, length = LENGTHS
-    behind = behind[begin : begin + length]
-    behind_other = behind_other[begin : begin + length]
-    before = before[:length]
-    before_other = before_other[:length]
-    pairs = [(behind, by_itself), (before, by_itself), *ends]
-    is_coarse = rounds_coarsely(model)
-    rounded = _median if is_coarse else _difference
-    return CrossDocumentEffect(
-        seen=max(_difference(behind, behind_other), _difference(before, before_other)),
-        apart=max(rounded(*pair) for pair in pairs),
-        joined=_difference(after_first[begin:], by_itself),
-        is_coarse=is_coarse,
-    )
-
-
-def _ends_of_long_row(
-    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and alone.
-
-    Empty where rows are short, and where the model's class cannot leave out the other logits.
-    """
-    base = base_model_of(getattr(model, "module", model))
-    tokens = LONG_ROW
-    if device.type != "cpu":  # there it would take minutes
-        lengths = vars(base.config.get_text_config()).items()
-        named = [value for name, value in lengths if re.search(CUT_BY_PLACE, name)]
-        tokens = max([tokens, *(2 * value for value in named if isinstance(value, int))])
-    tokens = min(tokens, collator.max_seq_len)
-    begin = int(FIRST_PART * tokens)
-    is_partial = "logits_to_keep" in inspect.signature(type(base).forward).parameters
-    if begin <= LENGTHS[0] or not is_partial:
-        return []
-    text = np.random.default_rng(0).integers(vocabulary, size=tokens)
-    first, second = text[:begin], text[begin:]
-
-    def last(*documents: np.ndarray) -> Tensor:
-        batch = _inputs([documents], collator, device)
-        padding = batch["input_ids"].shape[1] - sum(map(len, documents))
-        kept = LENGTHS[1] + padding  # a number: the head may be on another GPU
-        return model(**batch, logits_to_keep=kept).logits[0, : LENGTHS[1]].float()
-
-    return [(last(first, second), last(second))]
-
-
-def _inputs(
-    sequences: Sequence[Sequence[np.ndarray]], collator: PackCollator, device: torch.device
-) -> dict[str, Any]:
-    """Return what a model gets of sequences of documents."""
-    batch = collator([_sequence(documents) for documents in sequences])
-    del batch["labels"]
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            batch[name] = value.to(device)
-    return batch
-
-
-def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
-    ids = np.concatenate(documents)
-    labels = np.full(len(ids), IGNORE_INDEX)
-    lengths = tuple(len(document) for document in documents)
-    return TokenSequence(ids, labels, lengths, len(ids))
-
-
-def _difference(one: Tensor, two: Tensor) -> float:
-    """Return the largest absolute difference, or NaN where either tensor has one."""
-    return (one - two).abs().max().item()
-
-
-def _median(one: Tensor, two: Tensor) -> float:
-    """Return the median over tokens of the largest absolute difference, NaN as above."""
-    return (one - two).abs().amax(-1).median().item()
 
 
 @contextlib.contextmanager

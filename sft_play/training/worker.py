@@ -35,8 +35,6 @@ from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
 from sft_play.training.checkpoints import save_now, take_best
 from sft_play.training.checks import (
     check_causality,
-    check_context,
-    check_cross_document,
     check_engine,
     check_equal_ranks,
     has_equal_copies,
@@ -44,6 +42,7 @@ from sft_play.training.checks import (
 from sft_play.training.context import RunContext
 from sft_play.training.experts import ExpertUse, experts_report, log_experts
 from sft_play.training.held_out import HeldOutEvaluation, summary_lines
+from sft_play.training.isolation import check_context, check_cross_document
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
 from sft_play.training.observers import Observers
