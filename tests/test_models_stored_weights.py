@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from stored_forms import TINY_LLAMA, change_config, change_tensors, copy_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.inference.merge import merge_run
+from sft_play.models import stored_weights
 from sft_play.models.load import load_base
 from sft_play.models.stored_weights import dequantised
 from sft_play.process import Process
@@ -198,6 +200,21 @@ def test_scales_may_be_exponents_zero_points_and_of_each_expert():
     assert (dequantised(stored, torch.tensor([1.0, 2.0]))[1] == 6).all()
     assert (dequantised(stored[0], torch.tensor([[129]], dtype=torch.uint8)) == 12).all()
     assert (dequantised(stored[0], torch.tensor(2.0), torch.tensor([1])) == 4).all()
+
+
+def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    codes = torch.randint(0, 256, (5, 6, 2, 16), dtype=torch.uint8)
+    exponents = torch.randint(110, 130, (5, 6, 2), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(codes, exponents)
+    read: list[int] = []
+
+    def convert(few: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        read.append(len(few))
+        return convert_moe_packed_tensors(few, scales)
+
+    monkeypatch.setattr(stored_weights, "convert_moe_packed_tensors", convert)
+    assert torch.equal(dequantised(codes, exponents=exponents), expected)
+    assert read == [2, 2, 1]
 
 
 @pytest.mark.usefixtures("opens_here")

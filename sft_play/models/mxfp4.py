@@ -20,6 +20,7 @@ from torch import Tensor
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4 = (*SIZES, *(-size for size in SIZES))
 BLOCK = 32
+BLOCKS_AT_ONCE = 1 << 17  # that are written: each number takes some 30 bytes meanwhile
 BIAS = 127  # of an exponent
 LARGEST = 2  # the exponent of 4, in which the largest code is written
 
@@ -62,17 +63,12 @@ def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
         return None
     codes, exponents = [], []
     for expert in stored:
-        blocks = expert.float().reshape(-1, BLOCK)
-        largest = blocks.abs().amax(1)
-        exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
-        sizes = torch.tensor(SIZES, device=weight.device)
-        scaled = torch.ldexp(blocks, -exponent.unsqueeze(1))
-        code = torch.searchsorted(sizes, scaled.abs()).clamp(max=len(SIZES) - 1)
-        if not torch.equal(sizes[code], scaled.abs()):
-            return None
-        code += len(SIZES) * (scaled < 0)
-        codes.append((code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8))
-        exponents.append((exponent + BIAS).to(torch.uint8))
+        for blocks in expert.reshape(-1, BLOCK).split(BLOCKS_AT_ONCE):
+            found = _written(blocks.float())
+            if found is None:
+                return None
+            codes.append(found[0])
+            exponents.append(found[1])
     state = Mxfp4State(torch.cat(exponents), weight.shape, weight.dtype, is_turned)
     return Params4bit(
         torch.cat(codes).view(-1, 1),
@@ -83,6 +79,20 @@ def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
         quant_type=Mxfp4State.quant_type,
         bnb_quantized=True,
     )
+
+
+def _written(blocks: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return codes, two a byte, and exponents of blocks (N, 32), None where one is not exact."""
+    largest = blocks.abs().amax(1)
+    exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
+    sizes = torch.tensor(SIZES, device=blocks.device)
+    scaled = torch.ldexp(blocks, -exponent.unsqueeze(1))
+    code = torch.searchsorted(sizes, scaled.abs(), out_int32=True).clamp(max=len(SIZES) - 1)
+    if not torch.equal(sizes[code], scaled.abs()):
+        return None
+    code += len(SIZES) * (scaled < 0).int()
+    packed = (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8)
+    return packed, (exponent + BIAS).to(torch.uint8)
 
 
 def unpack(packed: Tensor, state: Mxfp4State) -> Tensor:
