@@ -17,10 +17,11 @@ from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import bind_attention, unmasked_call
 from sft_play.models.fast.capture import Call
+from sft_play.models.fast.differences import Result, difference
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import mlp as linear_install
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.proof import Result, Trial, difference, own_code, prove
+from sft_play.models.fast.proof import Trial, own_code, prove
 from sft_play.models.fast.recognise import (
     AttentionKind,
     attention_kind_of,

@@ -10,7 +10,6 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.bnb import in_float32
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.float8 import quantise as products
 from sft_play.models.float8.format import FLOAT8, LARGEST
@@ -18,6 +17,7 @@ from sft_play.models.float8.linear import Float8Linear, hand_over, is_float8, ta
 from sft_play.models.float8.loading import float8_config
 from sft_play.models.float8.quantise import quantise, quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, load_model
+from sft_play.models.unpacked import in_float32
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))

@@ -21,10 +21,11 @@ from sft_play.models.architecture import towers_of
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
 from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.experts.install import find_experts
+from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge, quantised_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
+from sft_play.models.unpacked import in_float32
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
@@ -106,7 +107,8 @@ def test_a_copy_in_float32_has_the_unpacked_values_and_the_adapters(tmp_path: Pa
     plain = with_adapters(plain_copy(packed, base), config_of(base, "lora"))
     adapted = with_adapters(packed, config_of(base))
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    copied = bnb.in_float32(adapted)
+    logits = adapted(input_ids=IDS).logits
+    copied = in_float32(adapted)
     weights = [parameter for parameter in copied.parameters() if not parameter.requires_grad]
     assert {weight.dtype for weight in weights} == {torch.float32}
     outputs = [model(input_ids=IDS, labels=IDS) for model in (copied, plain)]
@@ -117,6 +119,7 @@ def test_a_copy_in_float32_has_the_unpacked_values_and_the_adapters(tmp_path: Pa
     assert all(adapted.get_parameter(name).grad is None for name in trained)
     for name, tensor in adapted.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+    assert torch.equal(adapted(input_ids=IDS).logits, logits)
 
 
 def test_layers_of_packed_experts_are_of_one_kind(tmp_path: Path) -> None:

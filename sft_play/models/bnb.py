@@ -43,7 +43,6 @@ from sft_play.models.experts import (
     packed_weight,
     unquantised_linears,
 )
-from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.mxfp4 import Mxfp4State
 from sft_play.models.parameters import dtype_name, log_packed
 from sft_play.models.sharding import run_within
@@ -335,34 +334,6 @@ def unpack_with_adapter(wrapper: ParamWrapper) -> None:
     wrapper._activate_lora = MethodType(_activate_lora, wrapper)
     for hook in vars(experts).pop(CACHE_HOOKS, ()):
         hook.remove()  # the wrapper has a cache of its own, and hooks would keep it from fusing
-
-
-@torch.no_grad()
-def in_float32(module: nn.Module) -> nn.Module:
-    """Return a copy of a module, which may have adapters, with every weight in float32.
-
-    4-bit weights are unpacked: those of experts, and those of linear layers. So are float8 ones.
-    """
-    copied = copy.deepcopy(module)
-    for child in list(copied.modules()):
-        for name in list(getattr(child, "parametrizations", ())):
-            if packed_weight(child, name) is not None:
-                weight = getattr(child, name).float()
-                parametrize.remove_parametrizations(child, name, leave_parametrized=False)
-                child._parameters[name] = nn.Parameter(weight, requires_grad=False)
-        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
-        for name, linear in child.named_children():
-            if isinstance(linear, Linear4bit):
-                weight = unpack(linear.weight).float()
-            elif isinstance(linear, Float8Linear):
-                weight = linear.dequantised_weight(torch.float32)
-            else:
-                continue
-            plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
-            plain.weight = nn.Parameter(weight, requires_grad=False)
-            plain.bias = linear.bias
-            setattr(child, name, plain)
-    return copied.float()
 
 
 @contextlib.contextmanager

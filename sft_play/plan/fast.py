@@ -193,6 +193,7 @@ NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"
 HINDERING = {"mixers": "mixers begin anew at each document"}
 HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was measured takes as long
 RECORDING_STRATEGIES = ("single", "ddp", "ep")
+PROVEN_EXPERTS = 4  # of a module, whose own code a proof runs
 MOST_RECORDINGS = 16  # shapes of micro-batches
 HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its gradient
 

@@ -15,7 +15,7 @@ from sft_play.plan.activations import (
     working_bytes,
 )
 from sft_play.plan.devices import GIB
-from sft_play.plan.fast import graph_bytes
+from sft_play.plan.fast import PROVEN_EXPERTS, graph_bytes
 from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 
@@ -25,7 +25,11 @@ GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, outside the a
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
-PROOF_COPIES = 3  # gpt-oss-120b took 12.8 GiB of 3.95 beyond its weights, Qwen3-30B-A3B 1.7 of 0.75
+# In the compute dtype: of the largest matrix of all experts of a layer, while it is read and packed
+LOADED_COPIES = 2
+# of it and the other one, in a proof: gpt-oss-120b took 12.8 GiB of 3.95, Qwen3-30B-A3B 1.7 of 0.75
+PROOF_COPIES = 3
+PART_COPIES = 8  # of the part that is PROVEN_EXPERTS, with its copy in float32
 GATHERED_LAYERS = 3  # of FSDP: one computes, the next one's pieces arrive and are put together
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
@@ -185,7 +189,7 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Weights as they are read: below stage 3 ZeRO reads them in full, then converts their type.
 
-    Fused experts are proven beside their own code, which holds three matrices of a layer's experts.
+    Fused experts are proven beside their own code, of PROVEN_EXPERTS where a rank has them whole.
     """
     weights = held.weights
     if step.is_fsdp and not step.is_quantised:  # each rank reads its own part
@@ -200,12 +204,23 @@ def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     adapters = held.adapters
     if step.expert_ranks > 1:  # added for all experts first
         adapters = 4 * step.adapter_weights
-    proof = 0
-    if step.is_fast and step.is_gpu and not step.is_full:
-        stacked = [kind for kind in step.of_rank().model.matrices if kind.is_stacked]
-        of_layer = max((kind.weights // kind.count for kind in stacked), default=0)
-        proof = PROOF_COPIES * of_layer * step.compute_bytes
-    return PhaseBytes(weights, adapters, activations=proof, context=held.context)
+    activations = _loading_experts(step) if step.is_gpu else 0
+    return PhaseBytes(weights, adapters, activations=activations, context=held.context)
+
+
+def _loading_experts(step: StepSpec) -> int:
+    """Return the most that is there of a layer's experts in the compute dtype, read or proven."""
+    model = step.of_rank().model
+    stacked = [kind for kind in model.matrices if kind.is_stacked]
+    largest = max(stacked, key=lambda kind: kind.weights // kind.count, default=None)
+    if largest is None:
+        return 0
+    copies = LOADED_COPIES
+    if step.is_fast and not step.is_full:
+        is_divided = step.is_fsdp or step.zero_stage == 3 or step.expert_ranks > 1
+        part = PART_COPIES * PROVEN_EXPERTS / largest.experts
+        copies = max(copies, PROOF_COPIES if is_divided else min(part, PROOF_COPIES))
+    return int(copies * step.compute_bytes * (largest.weights // largest.count))
 
 
 def _gradient_copies(step: StepSpec) -> int:

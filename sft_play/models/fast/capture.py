@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sft_play.models.architecture import decoder_of
 from sft_play.models.experts import true_shape
 from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.sharding import device_of
 from sft_play.process import Process
 
@@ -158,7 +159,7 @@ def capture(
     for name, inputs in batches.items():
         with _recording(decoder, kinds, samples, name), as_it_was(decoder, device):
             decoder.eval()
-            with torch.no_grad(), process.autocast():
+            with torch.no_grad(), process.autocast(), _passing_experts(decoder):
                 decoder(**inputs, use_cache=False)
     return ProofInputs(samples, kinds, documents, repr([*numbers]))
 
@@ -219,6 +220,21 @@ def _recording(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _passing_experts(decoder: nn.Module) -> Iterator[None]:
+    """Let experts return their input: their own code unpacks and adapts all of a layer's."""
+    before = {module: vars(module).get("forward") for module in find_experts(decoder)}
+    for module in before:
+        module.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            del module.forward
+            if own is not None:
+                module.forward = own
 
 
 def shape_of(output: Any) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from sft_play.models.bnb import in_float32
 from sft_play.models.fast.capture import (
     PACKED,
     PLAIN,
@@ -34,34 +33,42 @@ from sft_play.models.fast.capture import (
     as_it_was,
     shape_of,
 )
+from sft_play.models.fast.differences import Choices, Result, difference
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognise import MISFITS
 from sft_play.models.fast.record import of_any_rank, prove_once
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import shallow_copy
+from sft_play.models.unpacked import in_float32
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]  # a forward method: its first argument is the module
-Choices = list[Tensor]  # the indices that each topk chose, such as the experts of each token
 
 ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to the base weight's
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
-# Largest difference of two rows of features (of a token, of a matrix), over the root mean square
-# of all rows of the own result. Float32: sums in another order. 16 bits: fused code rounds less
-# often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
-# (bfloat16) or 2^-10 (float16); gradients pass through some ten of them.
-TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
-# How far fused code may be from float32 where its own code in 16 bits is farther than the above, in
-# errors of the own code: those of two ways to round are of one size, and not equal.
-MAX_ROUNDING = 1.5
+
+
+class Part(NamedTuple):
+    """What the own code of a module runs, where the whole would take too much memory."""
+
+    module: nn.Module
+    call: Call
+    fused_call: Call  # of the whole module
+    takers: dict[
+        str, Callable[[Tensor], Tensor]
+    ]  # by parameter, from its gradient that of the part
+
+    def of_whole(self, result: "Result") -> "Result":
+        """Return what the whole module computed, as the part has it."""
+        tensors = dict(result.tensors)
+        for name, take in self.takers.items():
+            gradient = tensors.get(f"gradient of {name}")
+            if gradient is not None:
+                tensors[f"gradient of {name}"] = take(gradient)
+        return result._replace(tensors=tensors)
 
 
 def prove(
@@ -70,13 +77,15 @@ def prove(
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None = None,
     kernel: str = "",
+    part_of: Callable[[nn.Module, Call], Part | None] | None = None,
 ) -> list[nn.Module]:
     """Return the modules whose fused forward agrees with their own; one of each kind is run.
 
     `fused` is the fused forward method. `fused_call` returns its arguments for those of the
     module's own, where the two differ; it is also given the batch, PACKED or PLAIN. `kernel` names
-    one of several that it may run. Why modules were left out is added to `setup.left_out`. Weights
-    in 4 bits that ZeRO-3 divides have no values, and all modules are returned.
+    one of several that it may run. `part_of` returns what own code is run on in place of a module
+    and its call. Why modules were left out is added to `setup.left_out`. Weights in 4 bits that
+    ZeRO-3 divides have no values, and all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """
@@ -89,7 +98,7 @@ def prove(
         kind = setup.proof_inputs.kinds[module]
         if kind not in verdicts:
             name = f"{type(module).__name__} {kind}: {kernel or getattr(fused, '__name__', '')}"
-            compare = functools.partial(_why_not_proved, kind, fused, setup, fused_call)
+            compare = functools.partial(_why_not_proved, kind, fused, setup, fused_call, part_of)
             verdicts[kind] = prove_once(name, setup, compare)
         reason = verdicts[kind]
         if reason is None:
@@ -113,6 +122,7 @@ def _why_not_proved(
     fused: Forward,
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None,
+    part_of: Callable[[nn.Module, Call], Part | None] | None,
     errors: list[float] | None,
 ) -> str | None:
     """Return where the fused code of a kind of modules differs from its own, None if nowhere."""
@@ -138,28 +148,31 @@ def _why_not_proved(
                 comparable(module),
             ):
                 module.train()
-                trial = Trial(module, call, setup.process, mixes_tokens, errors)
+                part = Part(module, call, given, {})
+                if part_of is not None and not setup.divides_weights:
+                    part = part_of(module, call) or part
+                trial = Trial(part.module, part.call, setup.process, mixes_tokens, errors)
                 # its own code may see across documents, if the model gives it no mask of them
                 lengths = None
                 if mixes_tokens and batch == PACKED:
                     lengths = inputs.documents.boundaries.diff().tolist()
-                where = _where_different(trial, fused, given, lengths)
+                where = _where_different(trial, replace(trial, module=module), fused, part, lengths)
         if where is not None:
             return f"{type(module).__name__} {where}"
     return None
 
 
 def _where_different(
-    trial: "Trial", fused: Forward, given: Call, documents: list[int] | None
+    trial: "Trial", whole: "Trial", fused: Forward, part: Part, documents: list[int] | None
 ) -> str | None:
     """Return where a module's fused code differs from its own, as text.
 
-    Its own code may also be run on each of `documents` alone, which are lengths.
+    Its own code, of the part, may also be run on each of `documents` alone, which are lengths.
     """
-    agreed = functools.partial(of_any_rank, trial.module, trial.process)
+    agreed = functools.partial(of_any_rank, whole.module, trial.process)
     own = trial.run(own_code)
     try:
-        computed = trial.run(fused, given, own.choices)
+        computed = part.of_whole(whole.run(fused, part.fused_call, own.choices))
     except torch.OutOfMemoryError:  # its own code would need as much or more
         raise
     except MISFITS as error:
@@ -256,14 +269,6 @@ class Choosing(TorchFunctionMode):
         return output
 
 
-class Result(NamedTuple):
-    """What one run of a module computed, by name: its output and gradients."""
-
-    tensors: dict[str, Tensor | None]
-    dtype: torch.dtype  # the coarsest of output and input: what the differences are judged by
-    choices: Choices
-
-
 @dataclass(frozen=True)
 class Trial:
     """A module and the arguments to run it with, by its own code and by fused code."""
@@ -357,44 +362,3 @@ def _leaf(value: Any) -> Any:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def difference(
-    own: Result, fused: Result, exact: Result | None = None, errors: list[float] | None = None
-) -> str | None:
-    """Return the first tensor of two results that differs by more than the tolerance, as text.
-
-    With `exact`, the result of the own code in float32, both may be as far from it as rounding
-    explains. What differs by less is added to `errors`.
-    """
-    for name, expected in own.tensors.items():
-        computed = fused.tensors[name]
-        right = expected if exact is None else exact.tensors[name]
-        present = [tensor for tensor in (expected, computed, right) if tensor is not None]
-        if not present:
-            continue
-        if len(present) < 3 or computed.shape != right.shape:
-            return f"{name} is there in one and not in the other"
-        if expected.dtype == torch.bool:
-            if not torch.equal(expected, computed):
-                return name
-            continue
-        allowed = TOLERANCES[own.dtype]
-        if exact is not None:
-            allowed = max(allowed, MAX_ROUNDING * relative_error(right, expected))
-        error = relative_error(right, computed)
-        if not error <= allowed:
-            return f"{name} by {error:.1e} of its size, {allowed:.0e} is allowed"
-        if errors is not None:
-            errors.append(error)
-    return None
-
-
-def relative_error(expected: Tensor, computed: Tensor) -> float:
-    """Return the largest difference of two rows of features, over the root mean square of rows."""
-    wide = expected.double().reshape(-1, expected.shape[-1])
-    differences = (computed.double().reshape(wide.shape) - wide).norm(dim=-1)
-    size = wide.norm(dim=-1).square().mean().sqrt()
-    if size == 0:
-        return float(differences.max())
-    return float(differences.max() / size)

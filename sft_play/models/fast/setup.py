@@ -95,6 +95,11 @@ class TrainingSetup:
     def _partitioned_units(self) -> dict[nn.Module, nn.Module]:
         return partitioned.units_by_module(self.base) if self.has_values else {}
 
+    @property
+    def divides_weights(self) -> bool:
+        """Return whether ranks share the base weights, by FSDP or ZeRO-3."""
+        return self.zero_stage == 3 or bool(self._units)
+
     @contextlib.contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
         """Keep a module's own weights whole where ranks divide them; layers gather their own."""

@@ -35,7 +35,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 
 from sft_play.config.schema import Config
 from sft_play.models.architecture import decoder_of
-from sft_play.models.fast.experts.install import find_experts
+from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.fast.graphs.recorded import (
     Computed,
     DecoderCall,

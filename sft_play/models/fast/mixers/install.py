@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from sft_play.models.fast.attention.install import scales_by_place
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
+from sft_play.models.fast.differences import TOLERANCES, Result
 from sft_play.models.fast.documents import (
     DocumentBatch,
     Documents,
@@ -35,7 +36,7 @@ from sft_play.models.fast.documents import (
 from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
 from sft_play.models.fast.mixers.kernels import rebound
-from sft_play.models.fast.proof import TOLERANCES, Forward, Result, Trial
+from sft_play.models.fast.proof import Forward, Trial
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_play.progress import Stage, watched
