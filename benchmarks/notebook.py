@@ -91,7 +91,7 @@ def main() -> None:
     folder = args.folder.resolve()
     size = Size(TINY, 64, 256, 2, args.steps, 5e-3)
     if not args.toy:
-        size = Size(make_model(LLAMA_1B, folder), 800, 1024, 8, args.steps, 4e-4)
+        size = Size(make_model(LLAMA_1B, folder), 800, 1024, 8, args.steps, 1e-3)
     runs = [Run("notebook", 1, 1), Run("split", 2, 1), Run("script", 2, 2)]
     for run in runs:
         train(run, size, folder / "runs" / run.name, args)
