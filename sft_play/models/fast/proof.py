@@ -51,15 +51,19 @@ ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to th
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
 
 
+Taker = Callable[[Tensor], Tensor]  # from what a whole parameter has, a gradient, that of a part
+
+
+Taker = Callable[[Tensor], Tensor]  # from a gradient of the whole that of a part
+
+
 class Part(NamedTuple):
     """What the own code of a module runs, where the whole would take too much memory."""
 
     module: nn.Module
     call: Call
     fused_call: Call  # of the whole module
-    takers: dict[
-        str, Callable[[Tensor], Tensor]
-    ]  # by parameter, from its gradient that of the part
+    takers: dict[str, Taker]  # by parameter
 
     def of_whole(self, result: "Result") -> "Result":
         """Return what the whole module computed, as the part has it."""

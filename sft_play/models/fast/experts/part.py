@@ -1,14 +1,13 @@
 """A few experts of a module, in place of all, for the module's own code in a proof.
 
-Own code unpacks and adapts the matrices of every expert, several times over: 12.8 GiB for a layer
-of gpt-oss-120b. So the tokens of a proof are sent to the first and the last experts. The fused code
+Own code unpacks and adapts the matrices of every expert, several times over: 12 GiB for a layer of
+gpt-oss-120b. So the tokens of a proof are sent to the first and the last experts. The fused code
 runs them in the whole module, and the own code in a copy that has no others.
 
-Legend: E experts, F of them in the copy, N tokens, k experts of a token, r rank of an adapter.
+Legend: E experts, r rank of an adapter.
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 from sft_play.models.experts import packed_weight, ranks_of_experts, true_shape
 from sft_play.models.fast.experts.find import unwrap, weight_of
 from sft_play.models.fast.linears.four_bit import lines_of, unpack
-from sft_play.models.fast.proof import Call, Part
+from sft_play.models.fast.proof import Call, Part, Taker
 from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.models.unpacked import make_plain, own_packed
 from sft_play.plan.fast import PROVEN_EXPERTS
 
 
 def few_experts(module: nn.Module, call: Call) -> Part | None:
-    """Return a module of PROVEN_EXPERTS and how to call it; None where all of them run.
+    """Return a copy that has PROVEN_EXPERTS, and how to call it; None where all of them run.
 
     They do where a module has no more, and where ranks share its experts.
     """
@@ -31,68 +30,59 @@ def few_experts(module: nn.Module, call: Call) -> Part | None:
     count = true_shape(weight_of(experts, "down_proj"))[0]
     if count <= PROVEN_EXPERTS or ranks_of_experts(module) > 1 or len(call.args) != 3:
         return None
-    x, choices, *rest = call.args
+    x, choices, weights = call.args
+    side = PROVEN_EXPERTS // 2
+    chosen = torch.tensor([*range(side), *range(count - side, count)], device=choices.device)
     places = choices % PROVEN_EXPERTS
-    first = PROVEN_EXPERTS // 2
-    ids = torch.where(places < first, places, places + count - PROVEN_EXPERTS)
     takers = {
-        name: _taker(name, parameter, count, wrappers)
-        for name, parameter in module.named_parameters()
+        name: _taker(name, wrappers[name.count("base_layer.")], chosen, count)
+        for name, _ in module.named_parameters()
+        if "lora_" in name
     }
+    memo = {}  # by the identity of a parameter, what stands for it in the copy
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            take = takers.get(name)
+            few = take(parameter) if take else _few_of(parameter, chosen, count)
+            memo[id(parameter)] = nn.Parameter(few, parameter.requires_grad)
     return Part(
-        _copy_of_few(module, takers),
-        call._replace(args=(x, places, *rest)),
-        call._replace(args=(x, ids, *rest)),
-        {name: take for name, take in takers.items() if "lora_" in name},
+        _copied(module, memo),
+        call._replace(args=(x, places, weights)),
+        call._replace(args=(x, chosen[places], weights)),
+        takers,
     )
 
 
-Taker = Callable[[Tensor], Tensor]  # from a tensor of all experts that of a few
-
-
-def _taker(name: str, parameter: nn.Parameter, count: int, wrappers: list[nn.Module]) -> Taker:
-    """Return what takes the part of a few experts of a parameter, or of its gradient."""
-    ends = (
-        slice(0, PROVEN_EXPERTS // 2),
-        slice(count - PROVEN_EXPERTS + PROVEN_EXPERTS // 2, count),
-    )
-
-    if "lora_" not in name and true_shape(parameter)[0] != count:
+def _taker(name: str, wrapper: nn.Module, chosen: Tensor, count: int) -> Taker:
+    """Return what takes the part of the chosen experts of lora_A (E r, in) or lora_B (out, r E)."""
+    if isinstance(wrapper, SharedParamWrapper):
         return Tensor.clone
-
-    def of_first_side(stacked: Tensor) -> Tensor:
-        return torch.cat([stacked[own] for own in ends])
-
-    def of_packed(packed: Tensor) -> Tensor:
-        lines = lines_of(packed) if packed.is_cuda else None
-        if lines is None:
-            return of_first_side(unpack(packed))
-        stored = torch.cat([lines.unpack(packed, own) for own in ends])
-        return stored.transpose(1, 2) if lines.is_turned else stored
-
-    if "lora_" in name:
-        owner = wrappers[name.count("base_layer.")]
-        if isinstance(owner, SharedParamWrapper):
-            return Tensor.clone
-        if "lora_A" in name:  # (E r, in)
-            return lambda a: of_first_side(a.unflatten(0, (count, -1))).flatten(0, 1)
-        return lambda b: (
-            of_first_side(b.unflatten(1, (-1, count)).movedim(2, 0)).movedim(0, 2).flatten(1)
-        )
-    return of_packed if hasattr(parameter, "quant_state") else of_first_side
+    if "lora_A" in name:
+        return lambda a: a.unflatten(0, (count, -1))[chosen].flatten(0, 1)
+    return lambda b: b.unflatten(1, (-1, count))[..., chosen].flatten(1)
 
 
-@torch.no_grad()
-def _copy_of_few(module: nn.Module, takers: dict[str, Taker]) -> nn.Module:
-    """Return a copy of experts and their adapters with what `takers` take of each parameter."""
-    memo = {}
-    for name, parameter in module.named_parameters():
-        memo[id(parameter)] = nn.Parameter(takers[name](parameter), parameter.requires_grad)
+def _few_of(parameter: nn.Parameter, chosen: Tensor, count: int) -> Tensor:
+    """Return the chosen experts of a weight or bias, in full where it is packed."""
+    if true_shape(parameter)[0] != count:
+        return parameter.clone()
+    if not hasattr(parameter, "quant_state"):
+        return parameter[chosen]
+    lines = lines_of(parameter) if parameter.is_cuda else None
+    if lines is None:
+        return unpack(parameter)[chosen]
+    stored = [lines.unpack(parameter, slice(each, each + 1)) for each in chosen.tolist()]
+    few = torch.cat(stored)
+    return few.transpose(1, 2) if lines.is_turned else few
+
+
+def _copied(module: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of experts and their adapters with other parameters."""
     own = unwrap(module)[1]
-    unpacked = {name: memo[id(packed_weight(own, name))] for name in own_packed(own)}
+    in_full = {name: memo[id(packed_weight(own, name))] for name in own_packed(own)}
     copied = copy.deepcopy(module, memo)
     wrappers, experts = unwrap(copied)
-    make_plain(experts, unpacked)
+    make_plain(experts, in_full)
     for child in (*wrappers, experts):
         vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
         if not isinstance(child, SharedParamWrapper):
