@@ -116,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--toy", action="store_true", help="the tiny model on the CPU")
     add("--stand-in", action="store_true", help="for Unsloth, also where that is installed")
-    add("--steps", type=int, default=12)
+    add("--steps", type=int, default=20)
     add("--seconds", type=float, default=150, help="limit of one run")
     add("--folder", type=Path, default=ROOT / "outputs" / "benchmarks" / "notebook")
     add("--results", type=Path, help="default benchmarks/results/notebook-CARD.json")

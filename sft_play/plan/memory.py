@@ -26,7 +26,7 @@ CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
 # In the compute dtype: of the largest matrix of all experts of a layer, while it is read and packed
-LOADED_COPIES = 2
+LOADED_COPIES = 1.8
 # of it and the other one, in a proof: gpt-oss-120b took 12.8 GiB of 3.95, Qwen3-30B-A3B 1.7 of 0.75
 PROOF_COPIES = 3
 PART_COPIES = 8  # of the part that is PROVEN_EXPERTS, with its copy in float32
