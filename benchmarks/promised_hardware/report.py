@@ -46,7 +46,7 @@ def markdown(results: PromisedResults) -> str:
         "Another process holds the rest of each GPU, so that a run finds the memory of the card "
         "named. The speed is that of the GPU it ran on, not of that card. Models have random "
         "weights. GiB a GPU count what lies outside torch's allocator, too; tokens/s are those of "
-        "all GPUs from the second step on.",
+        "all GPUs from the second step on, in which layers may be recorded first.",
     ]
     promised = [case for case in CASES.values() if case.promise and results.of(case.name)]
     if promised:

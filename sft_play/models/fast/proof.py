@@ -51,9 +51,6 @@ ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to th
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
 
 
-Taker = Callable[[Tensor], Tensor]  # from what a whole parameter has, a gradient, that of a part
-
-
 Taker = Callable[[Tensor], Tensor]  # from a gradient of the whole that of a part
 
 
