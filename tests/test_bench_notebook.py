@@ -80,6 +80,6 @@ def test_the_toy_trains_alike_as_notebook_converted_and_as_script(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "toy.json").read_text())
     notebook, split, script = (run["losses"] for run in found["runs"])
-    assert len(notebook) == 12
+    assert len(notebook) == 20
     assert split == notebook
     assert script == pytest.approx(notebook, rel=1e-4)
