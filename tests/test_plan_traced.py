@@ -223,8 +223,9 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
 
 def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -> None:
     folder = folder_of("qwen3_moe", tmp_path)
-    assert "roughly" not in describe_speed(plan_of(folder).plan)  # lora was measured
-    words = describe_speed(plan_of(folder, "tuning.mode=qlora").plan)
+    for mode in ("lora", "qlora"):  # which were measured
+        assert "roughly" not in describe_speed(plan_of(folder, f"tuning.mode={mode}").plan)
+    words = describe_speed(plan_of(folder, "tuning.mode=full").plan)
     assert words.startswith("roughly, as no such run of a model with experts")
     rate = re.search(r"about ([\d,]+) tokens/s", words)[1].replace(",", "")
     assert len(rate.rstrip("0")) <= 2, "a number that nobody measured has two digits"

@@ -213,7 +213,7 @@ def _unmeasured(step: StepSpec) -> str | None:
         return "no run over a float8 base without fused kernels was measured"
     if model.structure is None:
         return None
-    if model.structure.experts and not (step.mode == "lora" and step.is_fast):
+    if model.structure.experts and (step.is_full or not step.is_fast):
         return "no such run of a model with experts was measured"
     if model.structure.recurrent_layers:
         return "of models with recurrent layers one alone was measured"
