@@ -35,7 +35,7 @@ TOKENS = {
     "data": 72_550,
     "evaluation": 12_300,
     "inference": 20_700,
-    "models": 111_450,
+    "models": 111_500,
     "monitor": 8_750,
     "notebooks": 15_050,
     "plan": 49_100,

@@ -20,8 +20,8 @@ from sft_play.progress import visible
 from sft_play.runs.exports import ParityRow
 
 SECONDS = 300.0  # for an answer
-# Nats, below which rounding may choose the other token: those of the tiny model in bfloat16 differ by
-# up to 0.44 from those in float32.
+# Nats, below which rounding may choose the other token: those of the tiny model in bfloat16 differ
+# by up to 0.44 from those in float32.
 NEAR_TIE = 0.5
 SHOWN = 60  # characters of a text in a line
 NOT_SERVED = (404, 405, 501)

@@ -20,7 +20,7 @@ from torch import Tensor
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4 = (*SIZES, *(-size for size in SIZES))
 BLOCK = 32
-BLOCKS_AT_ONCE = 1 << 17  # that are written: each number takes some 30 bytes meanwhile
+BLOCKS_AT_ONCE = 1 << 18  # that are written: each number takes some 30 bytes meanwhile
 BIAS = 127  # of an exponent
 LARGEST = 2  # the exponent of 4, in which the largest code is written
 
@@ -61,17 +61,20 @@ def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
     stored = weight.transpose(1, 2) if is_turned else weight
     if stored.shape[-1] % BLOCK:
         return None
-    codes, exponents = [], []
+    lines = weight.new_empty(stored.numel() // BLOCK, BLOCK // 2, dtype=torch.uint8)
+    exponents = weight.new_empty(len(lines), dtype=torch.uint8)
+    done = 0
     for expert in stored:
         for blocks in expert.reshape(-1, BLOCK).split(BLOCKS_AT_ONCE):
             found = _written(blocks.float())
             if found is None:
                 return None
-            codes.append(found[0])
-            exponents.append(found[1])
-    state = Mxfp4State(torch.cat(exponents), weight.shape, weight.dtype, is_turned)
+            own = slice(done, done + len(blocks))
+            lines[own], exponents[own] = found
+            done = own.stop
+    state = Mxfp4State(exponents, weight.shape, weight.dtype, is_turned)
     return Params4bit(
-        torch.cat(codes).view(-1, 1),
+        lines.view(-1, 1),
         requires_grad=False,
         quant_state=state,
         blocksize=BLOCK,
