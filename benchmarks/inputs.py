@@ -68,7 +68,8 @@ def model_settings(
     """
     architectures = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
     is_known = shape not in architectures
-    settings = known_models()[shape].config if is_known else architectures[shape]
+    settings = dict(known_models()[shape].config if is_known else architectures[shape])
+    settings.pop("quantization_config", None)  # weights are drawn in full
     text = settings.get("text_config", settings)
     if is_known:
         text |= {"max_position_embeddings": 262144, "rope_theta": 500000.0}

@@ -38,7 +38,7 @@ TOKENS = {
     "models": 111_500,
     "monitor": 8_750,
     "notebooks": 15_050,
-    "plan": 49_100,
+    "plan": 49_150,
     "reporting": 12_350,
     "runs": 14_500,
     "training": 46_250,

@@ -420,3 +420,12 @@ def test_experts_are_read_and_proven_beside_the_weights(mode: str, measured_gib:
     choice = ("model.name=Qwen/Qwen3-30B-A3B", f"tuning.mode={mode}", "tuning.lora.experts=shared")
     loading = plan_for("1xH200", *choice).plan.memory.phases["load"]
     assert loading.total / GIB == pytest.approx(measured_gib, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured_gib"), [("openai/gpt-oss-20b", 12.96), ("openai/gpt-oss-120b", 60.57)]
+)
+def test_experts_that_stay_in_mxfp4_have_its_exponents(name: str, measured_gib: float) -> None:
+    choice = (f"model.name={name}", "tuning.mode=qlora", "tuning.lora.experts=shared")
+    held = plan_for("1xH200", *choice).plan.memory.phases["optimizer"]
+    assert held.total / GIB == pytest.approx(measured_gib, rel=0.01)

@@ -20,15 +20,15 @@ from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
+MXFP4_BYTES = 0.53125  # half a byte, and one of an exponent per block of 32
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
 GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, outside the allocator: three runs
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
-# In the compute dtype: of the largest matrix of all experts of a layer, while it is read and packed
-LOADED_COPIES = 1.8
-# of it and the other one, in a proof: gpt-oss-120b took 12.8 GiB of 3.95, Qwen3-30B-A3B 1.7 of 0.75
-PROOF_COPIES = 3
+# Copies, in the compute dtype, of the largest matrix of all experts of a layer
+LOADED_COPIES = 1.65  # while it is read and packed: 1.77 of Qwen3-30B-A3B, some 1.55 of MXFP4
+PROOF_COPIES = 3  # in a proof of all experts: Qwen3-30B-A3B took 1.7 GiB of 0.75
 PART_COPIES = 8  # of the part that is PROVEN_EXPERTS, with its copy in float32
 GATHERED_LAYERS = 3  # of FSDP: one computes, the next one's pieces arrive and are put together
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
@@ -183,7 +183,9 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
         return weight_bytes * model.parameters
     four_bit = NF4_BYTES if step.double_quant else FP4_PLAIN_BYTES
     unquantised = model.parameters - model.counts.quantised_weights
-    return int(four_bit * model.counts.quantised_weights) + weight_bytes * unquantised
+    stacked = sum(kind.weights for kind in model.matrices if kind.is_stacked and model.in_mxfp4)
+    in_4_bits = four_bit * (model.counts.quantised_weights - stacked) + MXFP4_BYTES * stacked
+    return int(in_4_bits) + weight_bytes * unquantised
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:

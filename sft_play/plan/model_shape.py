@@ -56,6 +56,7 @@ class ModelShape:
     composite: str | None = None  # the class of a model that has towers next to its text part
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
+    in_mxfp4: bool = False  # its experts are published so, and stay so over a 4-bit base
 
     @cached_property
     def counts(self) -> Structure:
@@ -150,6 +151,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
         model_type=text.get("model_type") or config.get("model_type") or "",
         composite=(config.get("architectures") or [""])[0] if is_composite(config) else None,
         is_tied=bool(is_tied),
+        in_mxfp4=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
     )
 
 
