@@ -140,6 +140,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
         )
     tied_by_default = text.get("model_type") in TIED_BY_DEFAULT
     is_tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))
+    packing = config.get("quantization_config")
     return ModelShape(
         vocab=sizes["vocab_size"],
         hidden=sizes["hidden_size"],
@@ -151,7 +152,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
         model_type=text.get("model_type") or config.get("model_type") or "",
         composite=(config.get("architectures") or [""])[0] if is_composite(config) else None,
         is_tied=bool(is_tied),
-        in_mxfp4=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
+        in_mxfp4=isinstance(packing, Mapping) and packing.get("quant_method") == "mxfp4",
     )
 
 
