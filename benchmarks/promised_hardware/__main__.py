@@ -9,7 +9,7 @@ python -m benchmarks.promised_hardware --report FILE         the tables of resul
 Cases: qwen-7b-4090, gemma-27b-h100 and llama-70b-h200 are rows of the guide's table, trained as the
 shipped configs of these machines say. 8b-lora-17-gib is too large for one GPU,
 8b-qlora-7.7-gib just fits on one, and both are trained on two. The others are mixtures of experts
-on one: 30b-a3b-lora-72-gib, 30b-a3b-qlora-20.4-gib, gpt-oss-20b-qlora-15.6-gib,
+on one: 30b-a3b-lora-72-gib, 30b-a3b-qlora-20.4-gib, gpt-oss-20b-qlora-16-gib,
 gpt-oss-120b-qlora-78-gib and gpt-oss-120b-qlora.
 """
 

@@ -27,7 +27,7 @@ CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
 # Copies, in the compute dtype, of the largest matrix of all experts of a layer
-LOADED_COPIES = 1.65  # while it is read and packed: 1.77 of Qwen3-30B-A3B, some 1.55 of MXFP4
+LOADED_COPIES = 1.8  # while it is read and packed: 1.77 of Qwen3-30B-A3B in 4 bits
 PROOF_COPIES = 3  # in a proof of all experts: Qwen3-30B-A3B took 1.7 GiB of 0.75
 PART_COPIES = 8  # of the part that is PROVEN_EXPERTS, with its copy in float32
 GATHERED_LAYERS = 3  # of FSDP: one computes, the next one's pieces arrive and are put together
