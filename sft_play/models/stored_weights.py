@@ -113,7 +113,7 @@ def dequantised(
 
 
 def _of_mxfp4(stored: Tensor, exponents: Tensor) -> Tensor:
-    """Return experts (E, C, R), a few at a time: converting all at once takes several times the bytes.
+    """Return experts (E, C, R), a few at a time: at once it takes several times the bytes.
 
     `stored` is (E, R, blocks, 16), `exponents` (E, R, blocks).
     """
