@@ -43,7 +43,7 @@ override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist works
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
-.PHONY: help install install-unsloth install-gguf install-tasks install-quantize setup-accelerate gpu-info \
+.PHONY: help install install-unsloth install-gguf install-quantize setup-accelerate gpu-info \
   memory-check doctor config schema plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
@@ -67,9 +67,6 @@ install-gguf: $(ENV) ## add llama.cpp to .venv for make export FORMAT=gguf; buil
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-gguf.txt
 	@$(PY) -m tools.install.llama_cpp
-install-tasks: $(ENV) ## add lm-eval to .venv for make eval TASKS=hellaswag,arc_easy
-	@$(CHECK)
-	@$(PY) -m tools.install add requirements-tasks.txt
 install-quantize: $(ENV) ## add llm-compressor, in .venv/quantize, for make export FORMAT=awq
 	@$(CHECK)
 	@$(PY) -m pip install --no-deps --upgrade --target .venv/quantize -r requirements-quantize.txt
@@ -124,7 +121,7 @@ train-deepspeed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --deepspeed --tensorboard
 slurm: $(ENV) ## write the batch script of a run to OUT=job.sh, for NNODES machines of GPUS=8xH100
 	@$(SFT) slurm
-sweep: $(ENV) ## train all combinations of OVER="tuning.lora.r=8,16 ..."; HALVING=1 ends worse
+sweep: $(ENV) ## train all combinations of OVER="tuning.lora.r=8,16 ..."
 	@$(SFT) sweep
 
 ## Watch and use
@@ -140,7 +137,7 @@ compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; 
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
 	@$(SFT) report
-eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH or TASKS; COMPARE=1
+eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH; COMPARE=1; TASKS=x prints lm-eval's command
 	@$(SFT) eval
 infer: $(ENV) ## answer PROMPT (beside IMAGE=x.png), each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer

@@ -156,18 +156,13 @@ def sweep(
             "--over", help="Settings and their values, such as train.learning_rate=1e-4,2e-4."
         ),
     ] = None,
-    halving: Annotated[
-        str | None,
-        typer.Option("--halving", help="1: stop the worse half of the runs early; 3: two thirds."),
-    ] = None,
 ) -> None:
     """Train every combination of the values in OVER, and compare the held-out scores."""
     from sft_play.commands import sweep as sweeping
 
     called = read_call(config, set_)
     over = over or called.environ.get("OVER", "")
-    halving = halving or called.environ.get("HALVING", "")
-    _echo_lines(sweeping.sweep(called, over, halving))
+    _echo_lines(sweeping.sweep(called, over))
 
 
 @app.command("data-check")

@@ -20,7 +20,9 @@ app = typer.Typer()
 def evaluate(set_: SetOption = None) -> None:
     """Score RUN (a run, a model folder, an adapter) on its test rows or DATA_TEST_PATH."""
     call = read_call(None, set_)
-    for line in each_gpu.score_run(call, use.chosen_weights(call)):
+    run = use.chosen_weights(call)
+    tasks = call.words.text("TASKS")
+    for line in use.lm_eval_lines(run, tasks) if tasks else each_gpu.score_run(call, run):
         typer.echo(line)
 
 

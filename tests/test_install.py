@@ -155,7 +155,7 @@ def test_an_addition_keeps_a_newer_transformers_and_unsloth_refuses_it(monkeypat
 
     monkeypatch.setattr(program, "run", run)
     monkeypatch.setattr(program, "installed_transformers", lambda prefix: "5.99.0")
-    program.add("requirements-tasks.txt")
+    program.add("requirements-gguf.txt")
     assert ran == [["transformers==5.99.0"]]
     with pytest.raises(SystemExit, match=r"needs transformers 5\.17\.0 or older, .* make install,"):
         program.add("requirements-unsloth.txt")

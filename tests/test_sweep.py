@@ -13,10 +13,10 @@ from sft_play.commands import sweep
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
 from sft_play.config.messages import word
-from sft_play.config.schema import Config, SourceSection
+from sft_play.config.schema import SourceSection
 from sft_play.data.sources import digest_source, find_source
 from sft_play.errors import ConfigError
-from sft_play.plan.sweep import Point, grid, halving_factor, ranking, rungs
+from sft_play.plan.sweep import Point, grid
 from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
@@ -58,12 +58,10 @@ def write_report(folder: RunFolder, **facts) -> None:
     folder.write_report(RunReport(run=folder.name, **facts))
 
 
-def write_run(folder: RunFolder, step: int, loss: float, stop_after: float | None = None) -> None:
-    """Write what the worker leaves of a run that has ended with scores and a checkpoint."""
-    status = "done" if stop_after is None else "stopped"
+def write_run(folder: RunFolder, step: int, loss: float) -> None:
+    """Write what the worker leaves of a finished run with scores and a checkpoint."""
     metrics = {"after": {"eval_loss": loss, "rougeL": 0.5}}
-    write_report(folder, status=status, metrics=metrics, global_step=step, seconds={"total": 90.0})
-    folder.write_config(Config.model_validate({"train": {"stop_after": stop_after}}))
+    write_report(folder, status="done", metrics=metrics, global_step=step, seconds={"total": 90.0})
     write_checkpoint(folder, step)
 
 
@@ -77,9 +75,7 @@ def test_a_name_follows_from_the_settings_and_a_finished_run_is_not_trained_agai
     first, second, *_ = sweep.plan_trials(call(tmp_path), OVER)
     assert first.first != second.first
     write_report(RunFolder(first.first), status="done")
-    assert sweep.plan_trials(call(tmp_path), OVER)[0].run_at(None).name == first.first.name
-    halved, *_ = sweep.plan_trials(call(tmp_path), OVER, factor=2)
-    assert halved.first != first.first, "its rungs are part of what it is"
+    assert sweep.plan_trials(call(tmp_path), OVER)[0].finished().name == first.first.name
 
 
 def test_a_finished_run_whose_rows_were_changed_does_not_count_as_done(tmp_path):
@@ -123,7 +119,7 @@ def test_every_combination_is_checked_before_the_first_run(tmp_path):
         sweep.plan_trials(call(tmp_path), "train.learning_rate=1e-4 tuning.lora.r=8,none")
     one = call(tmp_path)
     stopped = Call(one.invocation, {**one.environ, "TRAIN_STOP_AFTER": "5"}, ())
-    with pytest.raises(ConfigError, match="write HALVING=1"):
+    with pytest.raises(ConfigError, match="Leave TRAIN_STOP_AFTER out"):
         sweep.plan_trials(stopped, OVER)
 
 
@@ -140,29 +136,6 @@ def test_the_table_has_every_run_and_the_best_has_the_lowest_held_out_loss(tmp_p
     ]
     assert sweep.best_of(trials) is trials[1]
     assert sweep.lines_of_best(trials[1])[0] == "best b: train.seed=b"
-
-
-def test_halving_stops_at_fractions_that_leave_one_run():
-    assert [halving_factor(text) for text in ("", "0", "1", "3")] == [None, None, 2, 3]
-    with pytest.raises(ConfigError, match="HALVING=yes is not valid"):
-        halving_factor("yes")
-    assert rungs(4, None) == rungs(1, 2) == []
-    assert rungs(4, 2) == [0.25, 0.5]
-    assert rungs(5, 2) == [0.125, 0.25, 0.5]
-    assert ranking([2.0, None, 1.0, float("nan")]) == [2, 0]
-
-
-def test_at_a_rung_the_best_go_on_and_the_others_say_why_they_stopped(tmp_path):
-    trials = [sweep.Trial(Point((f"train.seed={name}",)), tmp_path / name) for name in "abcd"]
-    for trial, loss in zip(trials, (1.5, 0.75, 1.25, 2.0), strict=True):
-        write_run(trial.numbered(1), 3, loss, stop_after=0.25)
-    assert sweep.best_at(trials, 0.25, kept=2) == [trials[1], trials[2]]
-    halved = trials[0].numbered(1)
-    cause = "halved at step 3: loss 1.5000 is number 3 of 4, 2 went on"
-    assert halved.read_report().cause == f"{cause}; go on with TRAIN_RESUME_FROM={halved.path}"
-    assert trials[1].run_at(0.25) == trials[1].resumable() == trials[1].numbered(1)
-    assert trials[1].run_at(0.5) is None, "it has to train up to there"
-    assert sweep.best_of(trials) is None, "the best is one of those that finished"
 
 
 def test_a_signal_stops_the_runs_of_a_sweep_once_and_its_handlers_go(tmp_path):

@@ -92,7 +92,7 @@ ELSEWHERE = {
     "fast_path": "models.load",
     "deliver_as": "models.delivered",
     "cuda_graphs": "models.fast.graphs",
-    "profile_steps": "training.kernel_profile",
+    "profile_steps": "training.step_trace",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "stop.StopAfter",
     "rendezvous_timeout": "commands.train.hand_over",

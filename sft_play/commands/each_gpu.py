@@ -4,7 +4,6 @@ Each process is the same command with a place among them. Loads no torch until t
 """
 
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -17,12 +16,12 @@ from typing import Any
 from sft_play import stops
 from sft_play.commands import use
 from sft_play.commands.call import Call
-from sft_play.config.invocation import SamplingRequest, TasksAsked, read_sampling, read_tasks
+from sft_play.config.invocation import SamplingRequest, read_sampling
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.messages import refuse
 from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt, SystemPrompt, read_prompts
-from sft_play.errors import DataError, EnvironmentFault, ExitClass, StoppedOnRequest, of_class
+from sft_play.errors import DataError, ExitClass, StoppedOnRequest, of_class
 from sft_play.plan import devices
 from sft_play.plan.launch import free_port
 from sft_play.plan.ranks import visible_entries
@@ -38,39 +37,22 @@ SETTINGS = ("generation_max_new_tokens", "generation_num_beams")  # of train: an
 
 
 def score_run(call: Call, run: RunFolder) -> list[str]:
-    """Score weights on rows, or on TASKS, on every GPU or NUM_GPUS; return the lines to print.
+    """Score weights on rows, on every GPU or NUM_GPUS; return the lines to print.
 
     The first of several processes prints them itself.
     """
     asked = use.settings_of(call, run, "eval")
     device = use.inference_device(call)
     compares = use.compares(call, run)
-    tasks = read_tasks(call.environ)
-    if tasks is not None:
-        require_lm_eval(tasks)
     place = own_place(call.environ)
     count = count_processes(call, asked)
     if place is None and count > 1:
         run_on_each("eval", call, run, count)
         return []
-    if tasks is None:
-        from sft_play.inference.evaluate import evaluate_run
+    from sft_play.inference.evaluate import evaluate_run
 
-        lines = evaluate_run(run, device, asked, place, compares)
-    else:
-        from sft_play.inference.tasks import score_tasks
-
-        lines = score_tasks(run, device, asked, tasks, place, compares)
+    lines = evaluate_run(run, device, asked, place, compares)
     return lines if place is None or place.number == 0 else []
-
-
-def require_lm_eval(asked: TasksAsked) -> None:
-    """Raise EnvironmentFault where lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EnvironmentFault(
-            f"TASKS={','.join(asked.names)}: tasks are lm-eval's, which is not installed: "
-            "make install-tasks"
-        )
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ Every run is a `python -m sft_play train` of its own. Its name follows from its 
 same command goes on where it was stopped. Loads no torch.
 """
 
-import dataclasses
 import json
 import math
 import queue
-import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +21,7 @@ from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.resumption import other_rows
 from sft_play.config.targets import GIVEN, GOALS
 from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
-from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
+from sft_play.plan.sweep import Point, grid, name_of
 from sft_play.reporting.answers import title_of
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
@@ -31,7 +30,7 @@ from sft_play.runs.resumed import AskedRun
 from sft_play.stops import StopSignals
 
 ATTEMPTS = 100  # runs of one combination
-NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "HALVING", "RUN")  # of this command, not of its runs
+NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # of this command, not of its runs
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,9 @@ class Trial:
         """Return the newest run, or the folder of the first where there is none yet."""
         return self.numbered(max(1, len(self.runs())))
 
-    def run_at(self, stop_after: float | None) -> RunFolder | None:
-        """Return the run with scores at this fraction of the whole run; None is its end."""
-        for run in self.runs():
-            report = run.read_report()
-            if report.state == "done":
-                return run
-            if stop_after is None or report.state != "stopped" or not report.scores("after"):
-                continue
-            if run.read_config().train.stop_after == stop_after:
-                return run
-        return None
+    def finished(self) -> RunFolder | None:
+        """Return the run that was trained to its end, None if there is none."""
+        return next((run for run in self.runs() if run.read_report().state == "done"), None)
 
     def resumable(self) -> RunFolder | None:
         """Return the newest run with a checkpoint, None where there is none.
@@ -130,23 +121,21 @@ class Sweep:
             self._processes.remove(process)
 
 
-def sweep(call: Call, over: str, halving: str = "") -> list[str]:
+def sweep(call: Call, over: str) -> list[str]:
     """Train every combination of `over` that is not done, and return the lines of the table.
 
-    With `halving` a part of the runs is stopped at each rung, those with the highest loss.
     Raises: ConfigError for a combination that is not valid, before the first run; EnvironmentFault
     when none of the runs has scores; StoppedOnRequest with the table after a signal.
     """
-    factor = halving_factor(halving)
-    trials = plan_trials(call, over, factor)
+    trials = plan_trials(call, over)
     one = of_point(call, trials[0].point)
     ranks = plan_run(one, load_config(one), distributed=True).plan.ranks
     slots = list(ranks.visible) if ranks.device == "cuda" else [None]
-    done = [trial for trial in trials if trial.run_at(None) is not None]
+    done = [trial for trial in trials if trial.finished() is not None]
     refuse_other_rows(call, done)
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
     with Sweep(call, slots) as running:
-        train_in_rungs(running, trials, factor)
+        train_all(running, [trial for trial in trials if trial not in done])
     if running.is_stopping:
         goes_on = "stopped on request; the same command goes on from the checkpoints"
         raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
@@ -157,25 +146,20 @@ def sweep(call: Call, over: str, halving: str = "") -> list[str]:
     return [*table(trials), *lines_of_best(best)]
 
 
-def plan_trials(call: Call, over: str, factor: int | None = None) -> list[Trial]:
+def plan_trials(call: Call, over: str) -> list[Trial]:
     """Return a trial for each combination; every one of them is checked.
 
     Raises: ConfigError, also while a run of the same sweep is going on.
     """
-    points = grid(over)
-    stops = rungs(len(points), factor)
     trials = []
-    for point in points:
+    for point in grid(over):
         config = load_config(of_point(call, point)).config
         if config.train.stop_after is not None:
             raise ConfigError(
-                "train.stop_after is not for a sweep, whose runs it would all stop; leave it out, "
-                "or write HALVING=1 to stop the worse ones"
+                f"train.stop_after={config.train.stop_after}: a sweep trains its runs to their "
+                "end. Leave TRAIN_STOP_AFTER out."
             )
-        settings = config.model_dump(mode="json")
-        if stops:  # losses are compared at equal steps, so other rungs are other runs
-            settings["rungs"] = stops
-        name = name_of(call.invocation.run or "sweep", settings)
+        name = name_of(call.invocation.run or "sweep", config.model_dump(mode="json"))
         trial = Trial(point, Path(config.train.output_dir) / name)
         refuse_running(trial)
         trials.append(trial)
@@ -198,7 +182,7 @@ def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
     """
     compared = set()  # runs of a sweep mostly have the same files, which may be large
     for trial in done:
-        run = trial.run_at(None)
+        run = trial.finished()
         loaded = load_config(of_point(call, trial.point))
         data = loaded.config.data.model_dump(mode="json")
         sources = json.dumps([run.read_data()["sources"], data])
@@ -215,37 +199,7 @@ def of_point(call: Call, point: Point) -> Call:
     return Call(call.invocation, call.environ, (*call.overrides, *point.words))
 
 
-def train_in_rungs(sweep: Sweep, trials: Sequence[Trial], factor: int | None) -> None:
-    """Train the trials to their end; with a factor, at each rung only the best of them go on."""
-    for stop_after in [*rungs(len(trials), factor), None]:
-        waiting = [trial for trial in trials if trial.run_at(stop_after) is None]
-        if stop_after is not None:
-            print(f"rung  {stop_after:.3g} of a run: {len(trials)} runs", flush=True)
-        train_all(sweep, waiting, stop_after)
-        if sweep.is_stopping:
-            return
-        if stop_after is not None:
-            trials = best_at(trials, stop_after, math.ceil(len(trials) / factor))
-
-
-def best_at(trials: Sequence[Trial], stop_after: float, kept: int) -> list[Trial]:
-    """Return the best trials at a rung, and note in run.json of the others why they stopped."""
-    runs = [trial.run_at(stop_after) for trial in trials]
-    losses = [loss_of(run) for run in runs]
-    order = ranking(losses)
-    for place, position in enumerate(order[kept:], start=kept + 1):
-        run = runs[position]
-        report = run.read_report()
-        cause = (
-            f"halved at step {report.global_step}: loss {losses[position]:.4f} is number {place} "
-            f"of {len(trials)}, {kept} went on; go on with TRAIN_RESUME_FROM={run.path}"
-        )
-        if report.state == "stopped":
-            run.write_report(dataclasses.replace(report, cause=cause))
-    return [trials[position] for position in order[:kept]]
-
-
-def train_all(sweep: Sweep, trials: Sequence[Trial], stop_after: float | None) -> None:
+def train_all(sweep: Sweep, trials: Sequence[Trial]) -> None:
     """Run the trials, one on each slot at a time, until a signal stops them."""
     free: queue.Queue[str | None] = queue.Queue()
     for slot in sweep.slots:
@@ -256,7 +210,7 @@ def train_all(sweep: Sweep, trials: Sequence[Trial], stop_after: float | None) -
             return
         slot = free.get()
         try:
-            train_one(sweep, trial, stop_after, slot)
+            train_one(sweep, trial, slot)
         finally:
             free.put(slot)
 
@@ -265,8 +219,8 @@ def train_all(sweep: Sweep, trials: Sequence[Trial], stop_after: float | None) -
             future.result()
 
 
-def train_one(sweep: Sweep, trial: Trial, stop_after: float | None, slot: str | None) -> None:
-    """Train one trial up to a rung or its end; what it prints goes to a file beside its folder."""
+def train_one(sweep: Sweep, trial: Trial, slot: str | None) -> None:
+    """Train one trial to its end; its output goes to a file next to its folder."""
     folder = trial.numbered(len(trial.runs()) + 1)
     resumed = trial.resumable()
     log = log_of(folder)
@@ -283,8 +237,6 @@ def train_one(sweep: Sweep, trial: Trial, stop_after: float | None, slot: str | 
     words = [*sweep.call.overrides, *trial.point.words]
     if resumed is not None:
         words.append(f"train.resume_from={resumed.path}")
-    if stop_after is not None:
-        words.append(f"train.stop_after={stop_after!r}")
     command = [sys.executable, "-m", "sft_play", "train", *(f"--set={word}" for word in words)]
     sweep.run(command, environ, log)
     if not folder.path.exists():
@@ -306,15 +258,19 @@ def loss_of(run: RunFolder | None) -> float | None:
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the finished trial with the lowest held-out loss, None where none has a score."""
-    order = ranking([loss_of(trial.run_at(None)) for trial in trials])
-    return trials[order[0]] if order else None
+    """Return the finished trial with the lowest held-out loss, None if no trial has a score."""
+    scored = []
+    for trial in trials:
+        loss = loss_of(trial.finished())
+        if loss is not None and math.isfinite(loss):
+            scored.append((loss, trial))
+    return min(scored, key=itemgetter(0))[1] if scored else None
 
 
 def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
     width = max(len(str(trial.point)) for trial in trials)
-    runs = [trial.run_at(None) or trial.latest() for trial in trials]
+    runs = [trial.finished() or trial.latest() for trial in trials]
     reports = [run.read_report() for run in runs]
     found = [score.name for report in reports for score in recorded_scores(report.scores("after"))]
     names = list(dict.fromkeys(["rougeL", *found]))
@@ -343,11 +299,9 @@ def as_cell(number: float | None, width: int, digits: int) -> str:
 
 def lines_of_best(best: Trial) -> list[str]:
     """Return what to type with the best run."""
-    run = best.run_at(None)
+    run = best.finished()
     lines = [f"best {run.name}: {best.point}"]
     asked = AskedRun.read(best.numbered(1))
     if asked is not None:
-        words = shlex.split(asked.command)
-        words = [word for word in words if not word.startswith("TRAIN_STOP_AFTER=")]
-        lines.append(f"  the same again: {shlex.join(words)}")
+        lines.append(f"  the same again: {asked.command}")
     return [*lines, f"  use it: make chat RUN={run.name}"]

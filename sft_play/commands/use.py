@@ -1,5 +1,6 @@
 """The run, device and settings of eval, infer, chat, merge and export. Loads no torch."""
 
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -121,6 +122,22 @@ def asked_dtype(call: Call, run: RunFolder, target: str = "merge") -> str | None
     asked = settings_of(call, run, target)
     dtype = asked.config.model.dtype
     return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
+
+
+def lm_eval_lines(run: RunFolder, tasks: str) -> list[str]:
+    """Return the commands that score a run's merged model, or a folder, on tasks of lm-eval."""
+    lines = ["# pip install lm-eval   (in an environment of its own)"]
+    if isinstance(run, ModelFolder):
+        model = f"{run.base},peft={run.path}" if run.base else str(run.path)
+    elif run.weights("full").is_dir():
+        model = str(run.weights("full"))
+    else:
+        model = str(run.path / "merged")
+        if not Path(model).is_dir():
+            lines.append(shlex.join(["make", "merge", f"RUN={run.name}"]))
+    options = ["--model_args", f"pretrained={model}", "--tasks", tasks.replace(" ", ",")]
+    command = ["lm_eval", "--model", "hf", *options, "--batch_size", "auto"]
+    return [*lines, shlex.join([*command, "--output_path", str(run.evaluation / "lm_eval")])]
 
 
 def compares(call: Call, run: RunFolder) -> bool:

@@ -6,7 +6,7 @@ A new target is one line of READS, and a new variable of a target is a word in i
 import difflib
 from collections.abc import Iterable, Mapping
 
-from sft_play.config.invocation import SAMPLING_VARIABLES, TASK_VARIABLES
+from sft_play.config.invocation import SAMPLING_VARIABLES
 from sft_play.config.layers import PREFIXES
 from sft_play.config.messages import refuse
 from sft_play.config.schema import env_name, settings
@@ -29,10 +29,10 @@ ANSWERS = frozenset(
     TRAIN_GENERATION_BATCH_SIZE
     """.split()
 )
-SCORES = (ANSWERS | TASK_VARIABLES | IMAGES).union(
+SCORES = (ANSWERS | IMAGES).union(
     """
     DATA_TEST_PATH DATA_COLUMNS TRAIN_EVAL_BATCH_SIZE TRAIN_GENERATION_MAX_ROWS
-    TRAIN_PREDICT_WITH_GENERATE TRAIN_METRICS NUM_GPUS COMPARE
+    TRAIN_PREDICT_WITH_GENERATE TRAIN_METRICS NUM_GPUS COMPARE TASKS
     """.split()
 )
 DRAWN = ANSWERS | SAMPLING_VARIABLES | IMAGES | {"DATA_SYSTEM_PROMPT"}
@@ -55,7 +55,7 @@ READS: dict[str, frozenset[str]] = {
     "train-distributed-tb": RUN | {"TB_PORT"},
     "train-deepspeed": RUN | {"DEEPSPEED_CONFIG"},
     "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
-    "sweep": RUN | {"OVER", "HALVING"},
+    "sweep": RUN | {"OVER"},
     "config": LOOK,
     "schema": NOTHING,
     "plan": LOOK | {"EXACT"},
@@ -65,7 +65,6 @@ READS: dict[str, frozenset[str]] = {
     "install": INSTALL | {"TRANSFORMERS"},
     "install-unsloth": NOTHING,
     "install-gguf": NOTHING,
-    "install-tasks": NOTHING,
     "install-quantize": NOTHING,
     "setup-accelerate": RUN | {"GPUS"},
     "gpu-info": NOTHING,
@@ -139,7 +138,6 @@ SYNONYMS = names_by_meaning(
         "MODEL_NAME": "MODEL",
         "NNODES": "NODES NUM_MACHINES NUM_NODES",
         "NB": "NOTEBOOK",
-        "FEWSHOT": "NUM_FEWSHOT",
         "TRAIN_OUTPUT_DIR": "OUT OUTPUT",
         "TB_PORT": "PORT",
         "PROMPT": "QUESTION",

@@ -1,11 +1,10 @@
-"""The grid of `make sweep`, and where successive halving stops its runs. Pure."""
+"""The grid of `make sweep`. Pure."""
 
 import hashlib
 import itertools
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sft_play.errors import ConfigError
@@ -50,41 +49,3 @@ def name_of(prefix: str, settings: Mapping[str, object]) -> str:
     """Return the name of the run with these settings, the same whenever they are the same."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return f"{prefix}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-
-
-def halving_factor(text: str) -> int | None:
-    """Return by what HALVING divides the runs at each rung: 2 for 1; None for 0 or nothing.
-
-    Raises: ConfigError for anything but a whole number.
-    """
-    if text in ("", "0"):
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(
-            f"HALVING={text} is not valid; write 1 to go on with the better half of the runs, 3 "
-            "with the best third, 0 with all"
-        )
-    return max(2, int(text))
-
-
-def rungs(count: int, factor: int | None) -> list[float]:
-    """Return the fractions of a whole run at which `count` runs become fewer, until one is left.
-
-    Four runs and factor 2 stop at 0.25 and 0.5: all train as long in total at each rung (successive
-    halving, Jamieson and Talwalkar 2016).
-    """
-    if factor is None:
-        return []
-    number = 0
-    while factor**number < count:
-        number += 1
-    return [factor**-exponent for exponent in range(number, 0, -1)]
-
-
-def ranking(losses: Sequence[float | None]) -> list[int]:
-    """Return the positions of the finite losses, the lowest first."""
-    scored = []
-    for position, loss in enumerate(losses):
-        if loss is not None and math.isfinite(loss):
-            scored.append((loss, position))
-    return [position for _, position in sorted(scored)]

@@ -62,9 +62,9 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def profile(self) -> Path:
-        """What some steps took, where train.profile_steps asks for it."""
-        return self.path / "profile"
+    def trace(self) -> Path:
+        """The Chrome trace that train.profile_steps asks for."""
+        return self.path / "profile" / "trace.json.gz"
 
     @property
     def quarantine(self) -> Path:

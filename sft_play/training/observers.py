@@ -23,7 +23,7 @@ from sft_play.process import Process
 from sft_play.runs import metrics
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.training.context import RunContext
-from sft_play.training.kernel_profile import StepProfile
+from sft_play.training.step_trace import StepTrace
 from sft_play.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -200,15 +200,15 @@ class Observers:
         self.trackers = Trackers(opened)
         path = context.folder.metrics if context.process.is_main else None
         self.metrics_file = MetricsFile(path, self.gpus.latest)
-        steps = context.config.train.profile_steps
-        self.profile = StepProfile(context.folder.profile, steps, context.process)
+        steps = context.config.train.profile_steps if context.process.is_main else 0
+        self.trace = StepTrace(context.folder.trace, steps)
 
     def attach(self, trainer: "SftTrainer") -> None:
         """Show what the trainer logs. Call it before any callback that scores."""
         boards = [board.note_answers for board in self.trackers.boards]
         trainer.note_answers += [self.metrics_file.note_answers, *boards]
         trainer.add_callback(self.metrics_file)
-        trainer.add_callback(self.profile)
+        trainer.add_callback(self.trace)
         self.metrics_file.gpus_of_log = lambda: trainer.step_log.gpus
         self.trackers.more_values = lambda: trainer.step_log.by_rank
 
@@ -218,7 +218,6 @@ class Observers:
 
     def __exit__(self, *_: object) -> None:
         self.gpus.end()
-        self.profile.close()
         self.metrics_file.end()
 
     def close(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:

@@ -193,8 +193,8 @@ class TrainSection(Section):
     profile_steps: int = Field(
         0,
         ge=0,
-        description="Record so many steps, from the 6th on, with torch's profiler: the log has the "
-        "time by kind of kernel, profile/ in the run has each kernel and a trace.",
+        description="Record this many steps, from the 6th on, with torch.profiler: "
+        "profile/trace.json.gz in the run folder opens in chrome://tracing and ui.perfetto.dev.",
     )
     probe: bool | Auto = Field(
         "auto",
