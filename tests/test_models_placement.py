@@ -1,4 +1,4 @@
-"""sft_play.models.placement on a CPU: names, places, and inputs that follow the blocks.
+"""sft_play.models.placement on a CPU: which device each block is on.
 
 The meta device stands for another GPU: an operation on tensors of both devices is an error there too.
 """
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import dispatch_model
 from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import placement
-from sft_play.models.fast.documents import UNMASKED
-from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.process import Process
 
 CPU = torch.device("cpu")
@@ -113,74 +111,17 @@ def test_a_mapping_names_modules_of_the_model(
         devices_of(tiny_base, mapping)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("is_training", [False, True])
-def test_inputs_follow_the_blocks_from_device_to_device(
-    base_of, model_type: str, is_training: bool
-) -> None:
-    base = base_of(model_type)
-    config = AutoConfig.from_pretrained(base, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    places = {**devices_of(base, "balanced_low_0"), "lm_head": 1}
-    for name, place in places.items():
-        if place:
-            model.get_submodule(name).to(META)
-    placement.place(model, {name: (CPU, META)[place] for name, place in places.items()})
-    model.train(is_training)
-    ids = torch.arange(12).view(2, 6)
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    assert (logits.shape[:2], logits.device) == ((2, 6), META)
-    placement.move_inputs(model)  # a second time, as behind adapters
-    hooks = model.get_input_embeddings()._forward_pre_hooks
-    assert len(hooks) == 1
-
-
-def test_a_layer_returns_to_the_device_of_the_next_one(base_of) -> None:
-    """Otherwise a checkpointed layer would not keep the random state that its dropout draws from."""
-    model = AutoModelForCausalLM.from_pretrained(base_of("llama"), dtype=torch.float32)
-    places = devices_of(base_of("llama"), "balanced")
-    places |= {"model.layers.0": 0, "model.layers.1": 1}
-    placement.place(model, {name: (CPU, META)[place] for name, place in places.items()})
+def test_a_checkpointed_layer_gets_its_arguments_on_its_own_device(base_of) -> None:
+    """Otherwise the random state that its dropout draws from would not be restored."""
+    model = AutoModelForCausalLM.from_pretrained(base_of("llama"), dtype=torch.float32).train()
+    second = model.get_decoder().layers[1].to(META)
+    model.hf_device_map = {"": "cpu", "model.layers.1": "meta"}
+    checkpoint_layers(model, 2)
     seen: list[torch.device] = []
-    second = model.get_decoder().layers[1]
-    second._forward_pre_hooks.clear()
     second.register_forward_pre_hook(lambda module, args: seen.append(args[0].device))
-    second.to(META)
-    with pytest.raises(RuntimeError, match="meta"):  # its other inputs are where the model begins
+    with pytest.raises(RuntimeError, match="meta"):  # accelerate's hooks would move the others
         model(input_ids=torch.arange(4)[None])
     assert seen == [META]
-
-
-def test_nothing_is_left_of_accelerates_hooks(tiny_base) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_base)
-    names = [name for name in devices_of(tiny_base, "balanced") if name != "model.rotary_emb"]
-    devices = dict.fromkeys(names, "cpu")
-    dispatch_model(model, devices, force_hooks=True)
-    assert all("forward" in vars(layer) for layer in model.get_decoder().layers)
-    placement.place(model, dict.fromkeys(names, CPU))
-    for module in model.modules():
-        assert not {"forward", "_old_forward", "_hf_hook", "to", "cuda"} & vars(module).keys()
-    process = Process.alone(CPU)
-    kernels = install_fused_kernels(model, Config(), process)
-    assert {"attention", "mlp", "loss"} <= kernels.on.keys()
-    ids = torch.arange(6)[None]
-    assert torch.isfinite(model(input_ids=ids).logits).all()
-
-
-def test_what_all_layers_get_is_copied_once_and_again_when_it_has_changed() -> None:
-    copies = placement.Copies()
-    tensor = torch.ones(3)
-    found = copies.on(META, (tensor, {"a": [tensor]}, 7))
-    assert found[0] is found[1]["a"][0]
-    assert found[0].device == META
-    assert found[2] == 7
-    tensor.add_(1)
-    assert copies.on(META, tensor) is not found[0]
-    assert copies.on(CPU, tensor) is tensor
-
-
-def test_the_mask_of_a_batch_that_needs_none_is_copied_nowhere() -> None:
-    assert placement.Copies().on(META, UNMASKED) is UNMASKED
 
 
 @pytest.mark.slow

@@ -74,10 +74,13 @@ def test_a_model_too_large_for_one_gpu_fits_on_two() -> None:
     assert both.memory.peak.weights < 0.52 * alone.memory.peak.weights
 
 
-def test_a_placed_model_is_as_fast_as_on_one_gpu() -> None:
+def test_a_placed_model_is_as_fast_as_the_original_implementation_on_one_gpu() -> None:
     words = (LLAMA_8B, "train.batch_size=4", "train.gradient_checkpointing=false")
-    one = plan_for("1xH200", *words, distributed=False).plan
-    two = placed("2xH200", "auto", *words).plan
+    one = plan_for("1xH200", *words, "train.fast_path=false", distributed=False).plan
+    planned = placed("2xH200", "auto", *words)
+    two = planned.plan
+    assert planned.config.train.fast_path is False
+    assert any("no fused kernels" in text for text in two.warnings)
     assert two.speed.tokens_per_second == pytest.approx(one.speed.tokens_per_second)
 
 
@@ -107,6 +110,7 @@ REFUSED = [
     ("auto", ("train.strategy=zero3",), {}, "DeepSpeed divides the model itself"),
     ("auto", (), {"use_deepspeed": True}, "set MODEL_DEVICE_MAP=null"),
     ("auto", ("tuning.backend=unsloth",), {}, "set TUNING_BACKEND=bnb"),
+    ("auto", ("train.fast_path=true",), {}, "Type TRAIN_FAST_PATH=auto"),
     ('{"": 0, lm_head: 1}', (), {"distributed": True}, "MODEL_DEVICE_MAP=auto for a whole copy"),
     ('{"": 0, lm_head: 2}', (), {}, "lm_head is put on GPU 2, and this run sees 2"),
     ('{"": 0, lm_head: cpu}', (), {}, "lm_head would wait on the CPU"),

@@ -28,10 +28,8 @@ from sft_play.models import expert_adapters
 from sft_play.models.base_files import refuse_other_processors
 from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import read_stops, stops_of
-from sft_play.models.fast.setup import base_model_of
 from sft_play.models.images import image_inputs_of
 from sft_play.models.load import load_base
-from sft_play.models.placement import move_inputs
 from sft_play.plan.launch import allocator_defaults
 from sft_play.plan.model_shape import positions_of
 from sft_play.plan.ranks import precision
@@ -154,7 +152,6 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
             deliver(base, config)
             model = load_adapter(base, folder, weights)
             deliver_adapters(model)
-    move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
     if process.compute_dtype != torch.float32:
         # autocast keeps the copies of parameters that take a gradient: float32 weights, as adapters
@@ -238,7 +235,6 @@ def base_of(
         return base, trained.model.disable_adapter
     with quiet_libraries():
         model = load_base(trained.config, trained.process)
-    move_inputs(model)
     return replace(base, model=model.eval()), contextlib.nullcontext
 
 

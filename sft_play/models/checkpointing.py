@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
@@ -80,16 +81,27 @@ def checkpoint_layers(
     # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
     # the embeddings require a gradient, and the first layer would compute its input gradient.
     offloading = functools.partial(LayerOffloading().checkpoint, function)
+    is_placed = len(set(getattr(base_model_of(model), "hf_device_map", {}).values())) > 1
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count
         set_tiled(layer, number < count)
-        layer._gradient_checkpointing_func = offloading if number < offloaded else function
+        own = offloading if number < offloaded else function
+        if is_placed:
+            own = functools.partial(_checkpoint_on, next(layer.parameters()).device, own)
+        layer._gradient_checkpointing_func = own
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Checkpoint a layer; one that is recorded as a CUDA graph draws nothing at random."""
     draws = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **options)
+
+
+def _checkpoint_on(
+    device: torch.device, checkpoints: Callable[..., Any], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Checkpoint a layer with its arguments on its device, whose random state is then restored."""
+    return checkpoints(function, *send_to_device(args, device))
 
 
 def _attention_operations() -> list[OpOverload]:

@@ -114,7 +114,6 @@ def load_model(
     if is_fsdp:
         sharding.move_undivided(model, process)
     sharding.start(base, process)
-    placement.move_inputs(base)
     install_fused_kernels(model, config, process, zero_stage, proofs)
     return model
 
@@ -198,8 +197,6 @@ def load_base(
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
-    if len(devices) > 1:
-        placement.place(model, devices)
     if quantization is not None:
         bnb.finish_loading(model, quantization.bnb_4bit_quant_storage)
     _finish_loading(model, config)

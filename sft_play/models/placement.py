@@ -1,33 +1,24 @@
-"""One model on the GPUs of one process: where each block of it is, and how its inputs get there.
+"""One model on the GPUs of one process: which GPU stores each block of it (model.device_map).
 
-A block is a layer, or a module without layers beside them: the embedding, the last norm, the output
-head. transformers loads every weight to its GPU. Before a block runs, a hook moves its inputs to
-the block's GPU and makes that the current one, for kernels that start on the current GPU. The
-backward pass follows the same way back by itself.
+A block is a layer, or a module outside the layers: the embedding, the last norm, the output head.
+transformers loads each weight to its GPU, and accelerate's hooks move the inputs of every module
+there. They wrap forward methods, so such a run uses the model's original implementation.
 """
 
 import difflib
-import functools
-import itertools
 import logging
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from accelerate.hooks import remove_hook_from_submodules
-from accelerate.utils import recursively_apply
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import nn
+from transformers import PretrainedConfig
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import decoder_of, empty_model
-from sft_play.models.fast.documents import is_unmasked
+from sft_play.models.architecture import empty_model
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
 from sft_play.plan.placement import places_by_rule
@@ -199,91 +190,3 @@ def _shared_together(blocks: list[Block], devices: list[torch.device]) -> Device
         found[block.name] = device
     start = next(found[block.name] for block in blocks if block.parameters)
     return found | {block.name: start for block in blocks if not block.parameters}
-
-
-def place(model: PreTrainedModel, devices: DeviceMap) -> None:
-    """Let the blocks of a loaded model get their inputs on their devices, by hooks of ours.
-
-    accelerate's hooks wrap every module's forward method, which fused kernels replace.
-    """
-    hooked = [module for module in model.modules() if hasattr(module, "_old_forward")]
-    remove_hook_from_submodules(model)
-    for module in hooked:
-        own = vars(module).get("forward")  # accelerate leaves the class's method on the instance
-        if getattr(own, "__func__", None) is type(module).forward:
-            del module.forward
-    model.placed_blocks = devices
-    move_inputs(model)
-
-
-def move_inputs(model: PreTrainedModel) -> None:
-    """Hook the blocks of a placed model anew, after adapters have wrapped some of them."""
-    devices: DeviceMap | None = getattr(model, "placed_blocks", None)
-    if devices is None:
-        return
-    for handle in vars(model).pop("placement_hooks", ()):
-        handle.remove()
-    copies = Copies()
-    first = model.get_input_embeddings().weight.device
-    modules = dict(model.named_modules())
-    placed = [(modules[name], devices[name]) for name in devices if name in modules]
-    hooks: list[RemovableHandle] = []
-    for module, device in [(model, first), *placed]:
-        move = functools.partial(_move_inputs, device, copies)
-        hooks.append(module.register_forward_pre_hook(move, with_kwargs=True))
-    for root in dict.fromkeys((model, decoder_of(model))):
-        return_to_first = functools.partial(_return_to, first)
-        hooks.append(root.register_forward_hook(return_to_first, always_call=True))
-    layers = [part for part in placed if isinstance(part[0], GradientCheckpointingLayer)]
-    for (layer, device), (_, following) in itertools.pairwise(layers):
-        if following != device:
-            send = functools.partial(_send_output, following, copies)
-            hooks.append(layer.register_forward_hook(send))
-    model.placement_hooks = hooks
-
-
-def _move_inputs(
-    device: torch.device, copies: "Copies", module: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict]:
-    """Move a module's inputs to its device, before its forward pass."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return copies.on(device, args), copies.on(device, kwargs)
-
-
-def _send_output(
-    device: torch.device, copies: "Copies", module: nn.Module, args: tuple, output: Any
-) -> Any:
-    """Move what a layer returns to the device of the next one.
-
-    A checkpointed layer stores the random state of its arguments' devices, for its dropout.
-    """
-    return copies.on(device, output)
-
-
-def _return_to(device: torch.device, module: nn.Module, args: tuple, output: Any) -> None:
-    """Make the model's first GPU the current one again, after a forward pass."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-class Copies:
-    """Copies of inputs on other devices; what all layers are given is copied to each once."""
-
-    def __init__(self) -> None:
-        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def on(self, device: torch.device, value: Any) -> Any:
-        """Return a value with its tensors on a device; caches of generation stay as they are."""
-        return recursively_apply(self._copy, value, device)
-
-    def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
-        if tensor.device == device or is_unmasked(tensor):
-            return tensor
-        if tensor.requires_grad or tensor.is_inference():  # hidden states: one block gets them
-            return tensor.to(device)
-        made = self._made.setdefault(tensor, {})
-        key = (device, tensor._version)  # it may have been written to since
-        if key not in made:
-            made[key] = tensor.to(device)
-        return made[key]

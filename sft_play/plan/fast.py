@@ -247,7 +247,6 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
         f"strategy={ranks.strategy}, and layers are recorded on one GPU, under ddp and under ep": (
             ranks.strategy not in RECORDING_STRATEGIES
         ),
-        "the model is on several GPUs": ranks.gpus_per_process > 1,
         "tuning.mode=full": tuning.mode == "full",
         f"tuning.lora.dropout={tuning.lora.dropout}": tuning.lora.dropout > 0,
         "train.neftune_noise_alpha": setup.config.train.neftune_noise_alpha is not None,

@@ -269,7 +269,7 @@ def apply_device_map(
     """Return the ranks of a run, where model.device_map asks for it with all GPUs for one process.
 
     NUM_GPUS=1 is one GPU, also under a device map.
-    Raises: ConfigError where the map cannot be.
+    Raises: ConfigError for a map that this run cannot have.
     """
     wanted = loaded.config.model.device_map
     if wanted is None:
@@ -282,6 +282,12 @@ def apply_device_map(
         _refuse_devices(loaded, wanted, hardware, gpus)
     if gpus == 1:
         return ranks
+    if loaded.config.train.fast_path is True:
+        raise ConfigError(
+            f"{loaded.described('train.fast_path')}: {MAP_NAME} places one model on {gpus} GPUs, "
+            "and only its original implementation runs there. Type TRAIN_FAST_PATH=auto, or "
+            "MODEL_DEVICE_MAP=null TRAIN_STRATEGY=fsdp to use all GPUs at once."
+        )
     visible = visible_entries(environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     return replace(ranks, gpus_per_process=gpus, visible=visible)
 
@@ -367,6 +373,7 @@ def map_sentences(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, 
     split = " + ".join(map(str, layers_by_gpu))
     return [
         f"{described}: one process places the model on {ranks.gpus_per_process} GPUs ({split} "
-        "layers), which compute one after the other: more memory, and the speed of one GPU; "
-        f"TRAIN_STRATEGY=fsdp NUM_GPUS={ranks.gpus_per_process} computes on all at once"
+        "layers), which compute one after the other, by the model's original implementation "
+        "(no fused kernels). MODEL_DEVICE_MAP=null TRAIN_STRATEGY=fsdp "
+        f"NUM_GPUS={ranks.gpus_per_process} uses all GPUs at once and is faster."
     ]

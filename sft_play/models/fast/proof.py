@@ -37,7 +37,7 @@ from sft_play.models.fast.differences import Choices, Result, difference
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognise import MISFITS
 from sft_play.models.fast.record import of_any_rank, prove_once
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import shallow_copy
 from sft_play.models.unpacked import in_float32
@@ -144,7 +144,6 @@ def _why_not_proved(
         else:
             with (
                 setup.gathered(module),
-                current_gpu_of(module),
                 as_it_was(module, setup.process.device),
                 comparable(module),
             ):

@@ -152,9 +152,11 @@ def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]
 
 
 def describe_devices(process: Process) -> list[Any]:
-    """Return the driver, and names and capabilities of GPUs, or the name of the CPU."""
+    """Return the driver, and name and capability of the GPU, or the name of the CPU."""
     path = DRIVER if process.is_gpu else CPUS
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    gpus = map(torch.cuda.get_device_properties, process.devices) if process.is_gpu else ()
     system = re.findall("(?:NVRM version|model name).*", text)[:1]
-    return [*system, *((gpu.name, gpu.major, gpu.minor) for gpu in gpus)]
+    if not process.is_gpu:
+        return system
+    gpu = torch.cuda.get_device_properties(process.device)
+    return [*system, (gpu.name, gpu.major, gpu.minor)]

@@ -17,7 +17,7 @@ from sft_play.config.schema import Config
 from sft_play.models import partitioned
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.capture import ProofInputs, capture
-from sft_play.models.sharding import device_of, gathered, units_by_module
+from sft_play.models.sharding import gathered, units_by_module
 from sft_play.process import Process
 
 # What the backward pass of an autograd function returns: None for what has no gradient
@@ -129,14 +129,6 @@ class TrainingSetup:
 def base_model_of(model: nn.Module) -> nn.Module:
     """Return transformers' model without the adapters around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def current_gpu_of(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Make the GPU of a module the current one, on which some kernels start whatever they read."""
-    device = next((device_of(parameter) for parameter in module.parameters()), None)
-    if device is None or device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.four_bit_kernels import power_of_two, table_of
-from sft_play.models.float8.kernels import on_device_of, program_number
+from sft_play.models.float8.kernels import program_number
 
 SUMMED_BLOCK = 64  # features that are summed at once, and the most that share a packed scale
 STAGES = 3  # of loads ahead of the products
@@ -230,9 +230,8 @@ def tiles_of(ends: Tensor, rows: int) -> Tensor:
     experts = len(ends)
     tile_rows = rows_of_tile(rows, experts)
     tiles = torch.empty(2, rows // tile_rows + experts, dtype=torch.int32, device=ends.device)
-    with on_device_of(ends):
-        block = triton.next_power_of_2(experts)
-        _write_tiles[(1,)](ends, tiles, experts, tiles.shape[1], tile_rows, block)
+    block = triton.next_power_of_2(experts)
+    _write_tiles[(1,)](ends, tiles, experts, tiles.shape[1], tile_rows, block)
     return tiles
 
 
@@ -265,17 +264,16 @@ def product(
         of_term = (ranks, factors, factors.stride(0), scale, ranks.shape[1])
     tile_rows = rows_of_tile(len(order), len(ends))
     block = min(columns_of_tile(x.device, tile_rows, bool(packing)), _side(features, 256))
-    with on_device_of(x):
-        _product[(most * triton.cdiv(features, block),)](
-            *(x, out, order, (tiles, most, ends, first_expert, first_expert + len(weight))),
-            *((weight, scales, weight.stride(0), weight.stride(1)), of_term),
-            *(x if bias is None else bias, (summed, features, choices or 1)),
-            *(choices is not None, lines_are_summed, quant_type, weights_a_scale),
-            *(term is not None, bias is not None),
-            *(tile_rows, block, SUMMED_BLOCK, _side(of_term[-1], MOST_RANKS)),
-            num_warps=8 if tile_rows * block > 64 * 128 else 4,
-            num_stages=STAGES,
-        )
+    _product[(most * triton.cdiv(features, block),)](
+        *(x, out, order, (tiles, most, ends, first_expert, first_expert + len(weight))),
+        *((weight, scales, weight.stride(0), weight.stride(1)), of_term),
+        *(x if bias is None else bias, (summed, features, choices or 1)),
+        *(choices is not None, lines_are_summed, quant_type, weights_a_scale),
+        *(term is not None, bias is not None),
+        *(tile_rows, block, SUMMED_BLOCK, _side(of_term[-1], MOST_RANKS)),
+        num_warps=8 if tile_rows * block > 64 * 128 else 4,
+        num_stages=STAGES,
+    )
 
 
 def outer(
@@ -295,15 +293,14 @@ def outer(
     first, second = x.shape[1], y.shape[1]
     first_block, second_block = _side(first, MOST_RANKS), _side(second, 128)
     grid = (len(ends), triton.cdiv(second, second_block), triton.cdiv(first, first_block))
-    with on_device_of(x):
-        _outer[grid](
-            *(x, y, order, ends, x if weights is None else weights, out, first, second),
-            *(choices or 1, *out.stride(), scale),
-            *(choices is not None, weights is not None),
-            *(first_block, second_block, 64),
-            num_warps=4,
-            num_stages=STAGES,
-        )
+    _outer[grid](
+        *(x, y, order, ends, x if weights is None else weights, out, first, second),
+        *(choices or 1, *out.stride(), scale),
+        *(choices is not None, weights is not None),
+        *(first_block, second_block, 64),
+        num_warps=4,
+        num_stages=STAGES,
+    )
 
 
 def _side(features: int, most: int) -> int:

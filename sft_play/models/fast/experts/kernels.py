@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu_kernels import BLOCK, sigmoid_argument
-from sft_play.models.float8.kernels import load_float32, on_device_of, program_number
+from sft_play.models.float8.kernels import load_float32, program_number
 
 
 @triton.jit
@@ -160,20 +160,18 @@ def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | No
     assert values.is_contiguous(), "features lie side by side"
     out = torch.empty(tokens, features, dtype=values.dtype, device=values.device)
     factors = out if weights is None else weights.contiguous()  # not read without weights
-    with on_device_of(values):
-        _sum_choices[(tokens, triton.cdiv(features, BLOCK))](
-            *(values, rows.contiguous(), ends, factors, out, features, len(ends)),
-            *(choices, weights is not None, BLOCK),
-        )
+    _sum_choices[(tokens, triton.cdiv(features, BLOCK))](
+        *(values, rows.contiguous(), ends, factors, out, features, len(ends)),
+        *(choices, weights is not None, BLOCK),
+    )
     return out
 
 
 def glu_forward(y: Tensor, activation: Activation, ends: Tensor | None) -> Tensor:
     """Return h (S, I) of y (S, 2 I)."""
     h, grid = _gated(y)
-    with on_device_of(y):
-        is_gelu = activation == "gelu_tanh"
-        _glu_forward[grid](y, h, *_last(y, ends), h.shape[1], is_gelu, BLOCK)
+    is_gelu = activation == "gelu_tanh"
+    _glu_forward[grid](y, h, *_last(y, ends), h.shape[1], is_gelu, BLOCK)
     return h
 
 
@@ -182,17 +180,15 @@ def glu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
-    with on_device_of(dh):
-        tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
-        _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
+    tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
+    _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
     return dy, dweights, dh
 
 
 def clamped_glu_forward(y: Tensor, alpha: float, limit: float, ends: Tensor | None) -> Tensor:
     """Return h (S, I) of y (S, 2 I)."""
     h, grid = _gated(y)
-    with on_device_of(y):
-        _clamped_glu_forward[grid](y, h, *_last(y, ends), h.shape[1], alpha, limit, BLOCK)
+    _clamped_glu_forward[grid](y, h, *_last(y, ends), h.shape[1], alpha, limit, BLOCK)
     return h
 
 
@@ -201,9 +197,8 @@ def clamped_glu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
     dy, dweights = _gradients(dh, y)
-    with on_device_of(dh):
-        tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
-        _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
+    tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
+    _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
     return dy, dweights, dh
 
 

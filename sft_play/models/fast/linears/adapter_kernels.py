@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.float8.kernels import on_device_of, program_number
+from sft_play.models.float8.kernels import program_number
 
 MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
 PADDED_RANK = 16  # the least that tl.dot takes
@@ -191,21 +191,20 @@ def rank_and_output_gradients(
     ends = _three(list(accumulate(blocks)), sum(blocks))
     strides = _three([grad.stride(0) for grad in dy], 0)
     sums = linears * triton.cdiv(rows, SUM_ROWS) + triton.cdiv(sum(outs), SUM_ROWS)
-    with on_device_of(xa):
-        _read[(sum(blocks), regions)](
-            *_three([grad.data_ptr() for grad in dy], dy[0].data_ptr()),
-            *_three([each.data_ptr() for each in b], b[0].data_ptr()),
-            *(*strides, *_three(outs, 0), *ends[:2]),
-            *(xa, sums_u, sums_b, xa.stride(0), rank, rows, region_rows),
-            *(PADDED_RANK, ROWS, COLUMNS),
-            num_warps=8,
-            num_stages=STAGES,
-        )
-        _add[(sums,)](
-            *(sums_u, sums_b, du, db, *ends, linears, rank, rows, sum(outs), regions, scale),
-            *(PADDED_RANK, SUM_ROWS),
-            num_warps=4,
-        )
+    _read[(sum(blocks), regions)](
+        *_three([grad.data_ptr() for grad in dy], dy[0].data_ptr()),
+        *_three([each.data_ptr() for each in b], b[0].data_ptr()),
+        *(*strides, *_three(outs, 0), *ends[:2]),
+        *(xa, sums_u, sums_b, xa.stride(0), rank, rows, region_rows),
+        *(PADDED_RANK, ROWS, COLUMNS),
+        num_warps=8,
+        num_stages=STAGES,
+    )
+    _add[(sums,)](
+        *(sums_u, sums_b, du, db, *ends, linears, rank, rows, sum(outs), regions, scale),
+        *(PADDED_RANK, SUM_ROWS),
+        num_warps=4,
+    )
     return du, db
 
 

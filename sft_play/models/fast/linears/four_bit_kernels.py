@@ -15,7 +15,7 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from sft_play.models.float8.kernels import on_device_of, program_number
+from sft_play.models.float8.kernels import program_number
 from sft_play.models.mxfp4 import MXFP4, stored_shape
 
 CODES_A_WORD = 8  # of 4 bytes
@@ -161,10 +161,9 @@ def unpack(packed: Tensor, state: QuantState, experts: slice | None = None) -> T
     sizes = (past_blocks, count, triton.cdiv(count, words_a_block))
     blocksize2 = state.state2.blocksize if state.nested else 0
     flags = (state.quant_type, words_a_block, blocksize2, TILE // words_a_block)
-    with on_device_of(packed):
-        _unpack[(triton.cdiv(count, TILE),)](
-            *(words, *_scale_tensors(state), weights, *sizes, *flags), num_warps=WARPS
-        )
+    _unpack[(triton.cdiv(count, TILE),)](
+        *(words, *_scale_tensors(state), weights, *sizes, *flags), num_warps=WARPS
+    )
     return weights
 
 
@@ -174,10 +173,9 @@ def unpack_scales(state: QuantState) -> Tensor:
         return state.absmax
     total = state.absmax.numel()
     scales = torch.empty(total, dtype=torch.float32, device=state.absmax.device)
-    with on_device_of(scales):
-        _unpack_scales[(triton.cdiv(total, TILE),)](
-            *(*_scale_tensors(state), scales, total, state.state2.blocksize, TILE)
-        )
+    _unpack_scales[(triton.cdiv(total, TILE),)](
+        *(*_scale_tensors(state), scales, total, state.state2.blocksize, TILE)
+    )
     return scales
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.adapter_kernels import PADDED_RANK, processors, regions_of
 from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
-from sft_play.models.float8.kernels import load_float32, on_device_of, program_number
+from sft_play.models.float8.kernels import load_float32, program_number
 
 FORWARD_ROWS, BACKWARD_ROWS = 16, 32  # of a tile
 COLUMNS = 128  # of a tile
@@ -139,13 +139,12 @@ def forward(gate: Tensor, up: Tensor, activation: Activation, a: Tensor) -> tupl
     assert rank <= PADDED_RANK and a.is_contiguous(), "a rank that is too large, or rows apart"
     h = gate.new_empty(gate.shape)
     xa = gate.new_empty(rows, rank)
-    with on_device_of(gate):
-        _forward[(triton.cdiv(rows, FORWARD_ROWS),)](
-            *(gate, up, h, a, xa, gate.stride(0), up.stride(0), features, rank, rows),
-            *(activation == "gelu_tanh", PADDED_RANK, FORWARD_ROWS, COLUMNS),
-            num_warps=WARPS,
-            num_stages=STAGES,
-        )
+    _forward[(triton.cdiv(rows, FORWARD_ROWS),)](
+        *(gate, up, h, a, xa, gate.stride(0), up.stride(0), features, rank, rows),
+        *(activation == "gelu_tanh", PADDED_RANK, FORWARD_ROWS, COLUMNS),
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
     return h, xa
 
 
@@ -166,13 +165,12 @@ def backward(
     regions, region_rows = regions_of(rows, BACKWARD_ROWS, most)
     sums = dh.new_empty(regions, rank, features, dtype=torch.float32)
     matrices = (dh, gate, up, dgate, dup)
-    with on_device_of(dh):
-        _backward[(blocks * regions,)](
-            *(*matrices, du, sums, *(each.stride(0) for each in matrices)),
-            *(features, rank, rows, region_rows, activation == "gelu_tanh"),
-            *(PADDED_RANK, BACKWARD_ROWS, COLUMNS),
-            num_warps=WARPS,
-            num_stages=1,
-            maxnreg=MOST_REGISTERS,
-        )
+    _backward[(blocks * regions,)](
+        *(*matrices, du, sums, *(each.stride(0) for each in matrices)),
+        *(features, rank, rows, region_rows, activation == "gelu_tanh"),
+        *(PADDED_RANK, BACKWARD_ROWS, COLUMNS),
+        num_warps=WARPS,
+        num_stages=1,
+        maxnreg=MOST_REGISTERS,
+    )
     return sums.sum(0)

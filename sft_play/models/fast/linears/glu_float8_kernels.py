@@ -15,7 +15,6 @@ from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.kernels import (
     empty_rows,
     load_float32,
-    on_device_of,
     program_number,
     quantise_row,
     scale_of,
@@ -111,10 +110,9 @@ def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Q
     rows, features = gate.shape
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     quantised = empty_rows(rows, features, gate.device)
-    with on_device_of(gate):
-        strides = (gate.stride(0), up.stride(0))
-        flags = (activation == "gelu_tanh", BLOCK)
-        _forward[(rows,)](gate, up, h, *quantised, *strides, features, *flags, num_warps=WARPS)
+    strides = (gate.stride(0), up.stride(0))
+    flags = (activation == "gelu_tanh", BLOCK)
+    _forward[(rows,)](gate, up, h, *quantised, *strides, features, *flags, num_warps=WARPS)
     return h, quantised
 
 
@@ -133,9 +131,8 @@ def backward(
     assert all(tensor.is_contiguous() for tensor in (dh, dgate, dup)), "rows lie side by side"
     rows, features = gate.shape
     of_gate, of_up = (empty_rows(rows, features, gate.device) for _ in range(2))
-    with on_device_of(gate):
-        tensors = (dh, gate, up, dgate, dup, gate_scales, up_scales, *of_gate, *of_up)
-        strides = (gate.stride(0), up.stride(0))
-        flags = (activation == "gelu_tanh", BLOCK)
-        _backward[(rows,)](*tensors, *strides, features, *flags, num_warps=WARPS)
+    tensors = (dh, gate, up, dgate, dup, gate_scales, up_scales, *of_gate, *of_up)
+    strides = (gate.stride(0), up.stride(0))
+    flags = (activation == "gelu_tanh", BLOCK)
+    _backward[(rows,)](*tensors, *strides, features, *flags, num_warps=WARPS)
     return of_gate, of_up

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE, Activation
-from sft_play.models.float8.kernels import load_float32, on_device_of, program_number
+from sft_play.models.float8.kernels import load_float32, program_number
 
 BLOCK = 1024  # features of a program: 8 of a thread, one 16-byte load of bfloat16
 _SLOPE = tl.constexpr(GELU_SLOPE)
@@ -87,10 +87,9 @@ def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return act(gate) * up, (N, I)."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
     h = gate.new_empty(gate.shape)
-    with on_device_of(gate):
-        tensors = (gate, up, h)
-        sizes = (gate.stride(0), up.stride(0), gate.shape[1])
-        _forward[_grid(gate)](*tensors, *sizes, activation == "gelu_tanh", BLOCK)
+    tensors = (gate, up, h)
+    sizes = (gate.stride(0), up.stride(0), gate.shape[1])
+    _forward[_grid(gate)](*tensors, *sizes, activation == "gelu_tanh", BLOCK)
     return h
 
 
@@ -111,8 +110,7 @@ def backward(
     tensors = (dh, *inputs_and_gradients, dh if h is None else h)
     strides = [tensor.stride(0) for tensor in inputs_and_gradients]
     flags = (activation == "gelu_tanh", h is not None)
-    with on_device_of(gate):
-        _backward[_grid(gate)](*tensors, *strides, gate.shape[1], *flags, BLOCK)
+    _backward[_grid(gate)](*tensors, *strides, gate.shape[1], *flags, BLOCK)
 
 
 def _grid(gate: Tensor) -> tuple[int, int]:

@@ -44,8 +44,7 @@ class FusedHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
             return type(self.head).forward(self.head, hidden)
-        # a head on another GPU than the model's inputs
-        positions, targets = (labels.to(hidden.device) for labels in self._labels)
+        positions, targets = self._labels
         hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
         if self.formula.scale != 1.0:
             hidden = hidden * self.formula.scale

@@ -11,7 +11,6 @@ from sft_play.models.float8.kernels import (
     empty_rows,
     in_range,
     load_float32,
-    on_device_of,
     program_number,
     scale_of,
 )
@@ -107,12 +106,11 @@ def forward(
     quantised = None
     if in_float8:
         quantised = empty_rows(inverse.numel(), features, x.device)
-    with on_device_of(x):
-        tensors = (x, residual, weight, y, s, inverse, *(quantised or (y, inverse)))
-        flags = (kind.casting == "gemma", residual is not None, in_float8)
-        _forward[(inverse.numel(),)](
-            *(*tensors, features, eps, kind.offset, *flags, block), num_warps=warps
-        )
+    tensors = (x, residual, weight, y, s, inverse, *(quantised or (y, inverse)))
+    flags = (kind.casting == "gemma", residual is not None, in_float8)
+    _forward[(inverse.numel(),)](
+        *(*tensors, features, eps, kind.offset, *flags, block), num_warps=warps
+    )
     return y, s, inverse, quantised
 
 
@@ -128,10 +126,9 @@ def backward(
     dx = torch.empty_like(s)
     features, block, warps = _sizes(s)
     dy, ds = dy.contiguous(), ds.contiguous()
-    with on_device_of(s):
-        tensors = (dy, ds, s, weight, inverse, dx)
-        sizes = (features, kind.offset, block)
-        _backward[(inverse.numel(),)](*tensors, *sizes, num_warps=warps)
+    tensors = (dy, ds, s, weight, inverse, dx)
+    sizes = (features, kind.offset, block)
+    _backward[(inverse.numel(),)](*tensors, *sizes, num_warps=warps)
     return dx
 
 
