@@ -24,7 +24,7 @@ class ProcessId:
     pid: int
     host: str
     started: float  # clock ticks after boot; elsewhere than on Linux seconds since the epoch
-    boot: str | None = None  # None elsewhere than on Linux, and in files of older versions
+    boot: str | None = None  # None on other systems than Linux
     namespace: str | None = None
 
     @classmethod

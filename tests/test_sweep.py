@@ -17,9 +17,9 @@ from sft_play.config.schema import SourceSection
 from sft_play.data.sources import digest_source, find_source
 from sft_play.errors import ConfigError
 from sft_play.plan.sweep import Point, grid
-from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
+from sft_play.runs.resumed import AskedRun
 
 OVER = "train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"
 
@@ -59,23 +59,17 @@ def write_report(folder: RunFolder, **facts) -> None:
 
 
 def write_run(folder: RunFolder, step: int, loss: float) -> None:
-    """Write what the worker leaves of a finished run with scores and a checkpoint."""
+    """Write what a finished run with scores leaves."""
     metrics = {"after": {"eval_loss": loss, "rougeL": 0.5}}
     write_report(folder, status="done", metrics=metrics, global_step=step, seconds={"total": 90.0})
-    write_checkpoint(folder, step)
-
-
-def write_checkpoint(folder: RunFolder, step: int) -> None:
-    checkpoint = folder.checkpoints / f"checkpoint-{step}"
-    checkpoint.mkdir(parents=True)
-    seal.seal(checkpoint)
+    AskedRun("make train", {}).write(folder)
 
 
 def test_a_name_follows_from_the_settings_and_a_finished_run_is_not_trained_again(tmp_path):
     first, second, *_ = sweep.plan_trials(call(tmp_path), OVER)
-    assert first.first != second.first
-    write_report(RunFolder(first.first), status="done")
-    assert sweep.plan_trials(call(tmp_path), OVER)[0].finished().name == first.first.name
+    assert first.folder != second.folder
+    write_report(first.folder, status="done")
+    assert sweep.plan_trials(call(tmp_path), OVER)[0].is_done
 
 
 def test_a_finished_run_whose_rows_were_changed_does_not_count_as_done(tmp_path):
@@ -88,30 +82,18 @@ def test_a_finished_run_whose_rows_were_changed_does_not_count_as_done(tmp_path)
     digest = digest_source(source)
     recorded = {"name": str(rows), "weight": None, "digest": digest}
     for trial in done:
-        write_report(RunFolder(trial.first), status="done")
-        RunFolder(trial.first).write_data({"sources": {"train": [recorded]}})
+        write_report(trial.folder, status="done")
+        trial.folder.write_data({"sources": {"train": [recorded]}})
     sweep.refuse_other_rows(asked, done)
     rows.write_text('{"question": "b?", "answer": "a"}\n')
     with pytest.raises(ConfigError) as caught:
         sweep.refuse_other_rows(asked, done)
     assert str(caught.value) == (
-        f"run {done[0].first} of this sweep is finished, with other rows than these:\n"
+        f"run {done[0].folder.path} of this sweep is finished, with other rows than these:\n"
         f"data.train_path={word(str(rows))} (environment DATA_TRAIN_PATH): {rows} has other bytes "
         "than the files that it was trained with\n"
         "name a new sweep with RUN=, or give it what it was trained with"
     )
-
-
-def test_a_stopped_run_goes_on_from_its_checkpoint_and_a_failed_one_is_tried_anew(tmp_path):
-    trial = sweep.Trial(Point(("train.seed=1",)), tmp_path / "a")
-    write_report(trial.numbered(1), status="failed", cause="no room")
-    write_checkpoint(trial.numbered(1), 5)
-    assert trial.resumable() is None
-    write_report(trial.numbered(2), status="stopped")
-    write_checkpoint(trial.numbered(2), 5)
-    write_report(trial.numbered(3), status="stopped")  # before its first step
-    assert trial.resumable() == trial.numbered(2)
-    assert [run.name for run in trial.runs()] == ["a", "a-2", "a-3"]
 
 
 def test_every_combination_is_checked_before_the_first_run(tmp_path):
@@ -124,10 +106,12 @@ def test_every_combination_is_checked_before_the_first_run(tmp_path):
 
 
 def test_the_table_has_every_run_and_the_best_has_the_lowest_held_out_loss(tmp_path):
-    trials = [sweep.Trial(Point((f"train.seed={name}",)), tmp_path / name) for name in "abc"]
-    write_run(trials[0].numbered(1), 12, 1.25)
-    write_run(trials[1].numbered(1), 12, 0.75)
-    write_report(trials[2].numbered(1), status="failed", cause="diverged\nmore")
+    trials = [
+        sweep.Trial(Point((f"train.seed={name}",)), RunFolder(tmp_path / name)) for name in "abc"
+    ]
+    write_run(trials[0].folder, 12, 1.25)
+    write_run(trials[1].folder, 12, 0.75)
+    write_report(trials[2].folder, status="failed", cause="diverged\nmore")
     assert sweep.table(trials) == [
         "settings          loss  ROUGE-L    step  minutes  status",
         "train.seed=a    1.2500    0.500      12      1.5  done a",

@@ -12,7 +12,7 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
@@ -106,8 +106,6 @@ def refuse_other_run(call: Call, folder: RunFolder) -> None:
     Raises: ConfigError with a line for each; DataError for files that cannot be read.
     """
     asked = AskedRun.read(folder)
-    if asked is None:  # of an older version
-        return
     loaded = load_config(_resuming(call, folder.path))
     settings = _other_settings(loaded, folder, asked)
     rows = other_rows(loaded, folder)
@@ -158,12 +156,9 @@ def _given(call: Call, path: str) -> str | None:
 
 
 def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
-    """Return the plan of the run that is resumed, None where it cannot be read."""
+    """Return the plan of the run that is resumed, None if no run is resumed."""
     run = resumed_run(resume_from) if resume_from else None
-    try:
-        return read_plan(run) if run else None
-    except EnvironmentFault:  # of another version, whose numbers may mean something else
-        return None
+    return read_plan(run) if run else None
 
 
 def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:

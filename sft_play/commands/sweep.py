@@ -1,7 +1,7 @@
 """`make sweep`: a run for each combination of settings, side by side where there are GPUs.
 
 Every run is a `python -m sft_play train` of its own. Its name follows from its settings, so the
-same command goes on where it was stopped. Loads no torch.
+same command resumes what was stopped. Loads no torch.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -29,50 +29,25 @@ from sft_play.runs.report import GOING_ON, recorded_scores
 from sft_play.runs.resumed import AskedRun
 from sft_play.stops import StopSignals
 
-ATTEMPTS = 100  # runs of one combination
 NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # of this command, not of its runs
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A combination of settings, and the run folders that were made for it.
-
-    The first is `first`. A run that goes on from another, or tries again, is `<first>-2` and so on.
-    """
+    """A combination of settings, and the folder of its run, which may not exist yet."""
 
     point: Point
-    first: Path
+    folder: RunFolder
 
-    def numbered(self, number: int) -> RunFolder:
-        """Return the folder of the run of this number, from 1, which may not be there yet."""
-        if number == 1:
-            return RunFolder(self.first)
-        return RunFolder(self.first.with_name(f"{self.first.name}-{number}"))
+    @property
+    def is_done(self) -> bool:
+        """Whether the run was trained to its end."""
+        return self.folder.read_report().state == "done"
 
-    def runs(self) -> list[RunFolder]:
-        """Return the runs that there are, oldest first."""
-        found = []
-        while self.numbered(len(found) + 1).path.exists():
-            found.append(self.numbered(len(found) + 1))
-        return found
-
-    def latest(self) -> RunFolder:
-        """Return the newest run, or the folder of the first where there is none yet."""
-        return self.numbered(max(1, len(self.runs())))
-
-    def finished(self) -> RunFolder | None:
-        """Return the run that was trained to its end, None if there is none."""
-        return next((run for run in self.runs() if run.read_report().state == "done"), None)
-
-    def resumable(self) -> RunFolder | None:
-        """Return the newest run with a checkpoint, None where there is none.
-
-        A run that failed would fail again from its checkpoint, so it does not count.
-        """
-        for run in reversed(self.runs()):
-            if run.read_report().state in ("stopped", "died") and has_checkpoint(run.path):
-                return run
-        return None
+    @property
+    def loss(self) -> float | None:
+        """The held-out loss, None without a score."""
+        return self.folder.read_report().scores("after").get("eval_loss")
 
 
 class Sweep:
@@ -131,7 +106,7 @@ def sweep(call: Call, over: str) -> list[str]:
     one = of_point(call, trials[0].point)
     ranks = plan_run(one, load_config(one), distributed=True).plan.ranks
     slots = list(ranks.visible) if ranks.device == "cuda" else [None]
-    done = [trial for trial in trials if trial.finished() is not None]
+    done = [trial for trial in trials if trial.is_done]
     refuse_other_rows(call, done)
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
     with Sweep(call, slots) as running:
@@ -141,7 +116,7 @@ def sweep(call: Call, over: str) -> list[str]:
         raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
     best = best_of(trials)
     if best is None:
-        log = log_of(trials[0].latest())
+        log = log_of(trials[0].folder)
         raise EnvironmentFault("\n".join([*table(trials), f"no run has scores; {log} says why"]))
     return [*table(trials), *lines_of_best(best)]
 
@@ -160,19 +135,11 @@ def plan_trials(call: Call, over: str) -> list[Trial]:
                 "end. Leave TRAIN_STOP_AFTER out."
             )
         name = name_of(call.invocation.run or "sweep", config.model_dump(mode="json"))
-        trial = Trial(point, Path(config.train.output_dir) / name)
-        refuse_running(trial)
-        trials.append(trial)
+        folder = RunFolder(Path(config.train.output_dir) / name)
+        if folder.read_report().state in GOING_ON:
+            raise ConfigError(f"{folder.path} is running; wait for the sweep that started it")
+        trials.append(Trial(point, folder))
     return trials
-
-
-def refuse_running(trial: Trial) -> None:
-    """Raise ConfigError while a run of this trial is going on, or after too many of them."""
-    latest = trial.latest()
-    if latest.read_report().state in GOING_ON:
-        raise ConfigError(f"{latest.path} is running; wait for the sweep that started it")
-    if len(trial.runs()) >= ATTEMPTS:
-        raise ConfigError(f"{trial.first}: {ATTEMPTS} runs with these settings did not end")
 
 
 def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
@@ -182,7 +149,7 @@ def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
     """
     compared = set()  # runs of a sweep mostly have the same files, which may be large
     for trial in done:
-        run = trial.finished()
+        run = trial.folder
         loaded = load_config(of_point(call, trial.point))
         data = loaded.config.data.model_dump(mode="json")
         sources = json.dumps([run.read_data()["sources"], data])
@@ -220,13 +187,12 @@ def train_all(sweep: Sweep, trials: Sequence[Trial]) -> None:
 
 
 def train_one(sweep: Sweep, trial: Trial, slot: str | None) -> None:
-    """Train one trial to its end; its output goes to a file next to its folder."""
-    folder = trial.numbered(len(trial.runs()) + 1)
-    resumed = trial.resumable()
+    """Train one trial to its end, from its checkpoint if it has one; the output goes to a log."""
+    folder = trial.folder
     log = log_of(folder)
     log.parent.mkdir(parents=True, exist_ok=True)
     place = "" if slot is None else f" on GPU {slot}"
-    origin = "" if resumed is None else f", from {resumed.name}"
+    origin = ", from its checkpoint" if has_checkpoint(folder.path) else ""
     print(f"start {folder.name}{place}: {trial.point}{origin}", flush=True)
     environ = {
         name: value for name, value in sweep.call.environ.items() if name not in NOT_PASSED_ON
@@ -234,16 +200,12 @@ def train_one(sweep: Sweep, trial: Trial, slot: str | None) -> None:
     environ["RUN"] = folder.name
     if slot is not None:
         environ |= {"CUDA_VISIBLE_DEVICES": slot, "NUM_GPUS": "1"}
-    words = [*sweep.call.overrides, *trial.point.words]
-    if resumed is not None:
-        words.append(f"train.resume_from={resumed.path}")
-    command = [sys.executable, "-m", "sft_play", "train", *(f"--set={word}" for word in words)]
-    sweep.run(command, environ, log)
+    words = [f"--set={word}" for word in (*sweep.call.overrides, *trial.point.words)]
+    sweep.run([sys.executable, "-m", "sft_play", "train", *words], environ, log)
     if not folder.path.exists():
         print(f"end   {folder.name}: did not start; {log} says why", flush=True)
         return
-    loss = loss_of(folder)
-    shown = "no scores" if loss is None else f"held-out loss {loss:.4f}"
+    shown = "no scores" if trial.loss is None else f"held-out loss {trial.loss:.4f}"
     print(f"end   {folder.name}: {folder.read_report().state}, {shown}", flush=True)
 
 
@@ -252,42 +214,32 @@ def log_of(folder: RunFolder) -> Path:
     return folder.path.parent / ".sweep" / f"{folder.name}.log"
 
 
-def loss_of(run: RunFolder | None) -> float | None:
-    """Return the held-out loss of a run, None where there is no run or no score."""
-    return None if run is None else run.read_report().scores("after").get("eval_loss")
-
-
 def best_of(trials: Sequence[Trial]) -> Trial | None:
     """Return the finished trial with the lowest held-out loss, None if no trial has a score."""
-    scored = []
-    for trial in trials:
-        loss = loss_of(trial.finished())
-        if loss is not None and math.isfinite(loss):
-            scored.append((loss, trial))
-    return min(scored, key=itemgetter(0))[1] if scored else None
+    done = [trial for trial in trials if trial.is_done]
+    scored = [trial for trial in done if trial.loss is not None and math.isfinite(trial.loss)]
+    return min(scored, key=attrgetter("loss"), default=None)
 
 
 def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
     width = max(len(str(trial.point)) for trial in trials)
-    runs = [trial.finished() or trial.latest() for trial in trials]
-    reports = [run.read_report() for run in runs]
+    reports = [trial.folder.read_report() for trial in trials]
     found = [score.name for report in reports for score in recorded_scores(report.scores("after"))]
     names = list(dict.fromkeys(["rougeL", *found]))
     titles = [f"{title_of(name):>{max(7, len(title_of(name)))}}" for name in names]
     head = f"{'loss':>8}  {'  '.join(titles)}  {'step':>6}  {'minutes':>7}  status"
     lines = [f"{'settings':<{width}}  {head}"]
-    for trial, run, report in zip(trials, runs, reports, strict=True):
+    for trial, report in zip(trials, reports, strict=True):
         scores = report.scores("after")
-        totals = [run.read_report().total_seconds for run in trial.runs()]
-        seconds = [total for total in totals if total is not None]
+        seconds = report.total_seconds
         numbers = [
             as_cell(scores.get("eval_loss"), 8, 4),
             *(as_cell(scores.get(name), max(7, len(title_of(name))), 3) for name in names),
             as_cell(report.global_step, 6, 0),
-            as_cell(sum(seconds) / 60 if seconds else None, 7, 1),
+            as_cell(seconds / 60 if seconds else None, 7, 1),
         ]
-        status = f"{report.state} {run.name} {report.cause_line}".rstrip()
+        status = f"{report.state} {trial.folder.name} {report.cause_line}".rstrip()
         lines.append("  ".join([f"{trial.point!s:<{width}}", *numbers, status]))
     return lines
 
@@ -299,9 +251,9 @@ def as_cell(number: float | None, width: int, digits: int) -> str:
 
 def lines_of_best(best: Trial) -> list[str]:
     """Return what to type with the best run."""
-    run = best.finished()
-    lines = [f"best {run.name}: {best.point}"]
-    asked = AskedRun.read(best.numbered(1))
-    if asked is not None:
-        lines.append(f"  the same again: {asked.command}")
-    return [*lines, f"  use it: make chat RUN={run.name}"]
+    name = best.folder.name
+    return [
+        f"best {name}: {best.point}",
+        f"  the same again: {AskedRun.read(best.folder).command}",
+        f"  use it: make chat RUN={name}",
+    ]

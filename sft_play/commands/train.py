@@ -173,8 +173,8 @@ def prepare_run(
     command_of = launch.rank_command if is_rank else launch.launch_command
     command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
-    planned.write(folder)
     AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
+    planned.write(folder)  # plan.json marks a run folder
     folder.write_report(planned_report(folder))
     print(report.plan_line(planned))
     print(f"run {folder.path}")

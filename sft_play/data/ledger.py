@@ -61,7 +61,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
-        """Return the counts that `as_json` gave; an older version had fewer counters."""
+        """Return the counts that `as_json` gave."""
         return cls(**{n: Counter(v) if isinstance(v, dict) else v for n, v in facts.items()})
 
 

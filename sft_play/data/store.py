@@ -22,7 +22,7 @@ from sft_play.data.rows import ImageFile, PromptIds
 IDS = "ids.bin"
 TRAINED = "trained.bin"
 WEIGHTS = "weights.bin"
-RECORDS = "samples.bin"  # "records.bin" of older versions had fewer fields
+RECORDS = "samples.bin"
 IMAGES = "images.bin"
 IMAGE_BYTES = "image_bytes.bin"  # of each image: its path, or itself
 ID = np.dtype("<i4")

@@ -71,11 +71,10 @@ class CardFacts:
         before, after = (answers.read_answers(folder, when) for when in ("before", "after"))
         losses = [read_losses(folder, when) for when in ("before", "after")]
         scores = [loss_score(report, *losses), *answer_scores(report, before, after)]
-        asked = AskedRun.read(folder)
         base = base_config(config.model)
         return cls(
             scores=[score for score in scores if score is not None],
-            chosen=chosen_settings(folder, asked) if asked else [],
+            chosen=chosen_settings(folder, AskedRun.read(folder)),
             hardware=hardware_of(report),
             energy=energy_of(metrics.read(folder.metrics).lines),
             licence=licence_of(Path(config.model.name)),

@@ -206,7 +206,7 @@ def read_summary(folder: RunFolder) -> RunSummary:
         lengths=_in_order(report.lengths or {}),
         checks=list(shown_checks(report, after)),
         settings=_setting_lines(used, asked),
-        command=asked.command if asked else None,
+        command=asked.command,
     )
 
 
@@ -311,11 +311,11 @@ def _in_order(by_split: dict[str, T]) -> dict[str, T]:
     return {split: by_split[split] for split in SPLITS if split in by_split}
 
 
-def _setting_lines(used: dict[str, str], asked: AskedRun | None) -> list[UsedSetting]:
+def _setting_lines(used: dict[str, str], asked: AskedRun) -> list[UsedSetting]:
     """Return every setting, those that the user chose first."""
     lines = []
     for name, value in used.items():
-        wanted = asked.settings.get(name) if asked else None
+        wanted = asked.settings.get(name)
         if wanted is None:
             lines.append(UsedSetting(name, value, None, None, is_chosen=False))
         else:

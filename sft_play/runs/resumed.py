@@ -4,6 +4,7 @@ asked.json has what the user asked of a run before "auto" was resolved, where ea
 written, and how to repeat it. Loads no torch.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -18,10 +19,10 @@ from sft_play.config.messages import refuse, word
 from sft_play.config.on_resume import CLASSES, CONTENT, OnResume, of_class
 from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.yaml_source import Located, parse_scalar
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, EnvironmentFault, first_line
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 
 # Files may have moved, and the plan is this machine's: digests and the stamp decide
@@ -142,8 +143,6 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
     for path in of_class(OnResume.OF_LAUNCH):
         layer.pop(path, None)
     asked = AskedRun.read(folder)
-    if asked is None:  # of an older version: batch and precision stay as they were resolved
-        return RunSettings(layer, source, frozenset())
     shown = layers.displayed(source)
     for path in of_class(OnResume.PLANNED):
         if path in asked.settings:
@@ -314,11 +313,14 @@ class AskedRun:
         write_json(folder.path / ASKED, asdict(self))
 
     @classmethod
-    def read(cls, folder: RunFolder) -> Self | None:
-        """Return what asked.json says, or None where a run of another version has none."""
-        path = folder.path / ASKED
-        if not path.exists():
-            return None
-        values: dict[str, Any] = read_json(path)
-        found = {name: AskedSetting(**facts) for name, facts in values["settings"].items()}
-        return cls(values["command"], found)
+    def read(cls, folder: RunFolder) -> Self:
+        """Return what asked.json says. Raises EnvironmentFault for a run of another version."""
+        try:
+            values: dict[str, Any] = json.loads(folder.read_input(ASKED))
+            found = {name: AskedSetting(**facts) for name, facts in values["settings"].items()}
+            return cls(values["command"], found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise EnvironmentFault(
+                f"{folder.path / ASKED}: {first_line(error)}. It was edited, or written by another "
+                "version of SFT-Play: train anew"
+            ) from None

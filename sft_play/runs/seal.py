@@ -2,8 +2,7 @@
 
 A file of more than PART_BYTES has one SHA-256 for each part of that size, which all cores compute
 at once: SHA-256 of one stream is slower than many a disk. `sha256sum FILE` gives the same digests,
-and `split -b 64M --filter=sha256sum FILE` those of parts. Manifests that have one digest for a
-large file, as they were written before, are read, too.
+and `split -b 64M --filter=sha256sum FILE` those of parts.
 
 The manifest has a digest of its own list, and its text is compared with the one that this list
 has, so a changed bit of it is found, too.
