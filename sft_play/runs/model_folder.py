@@ -3,12 +3,14 @@
 Reads the headers of safetensors files. Loads no torch.
 """
 
+import copy
 import hashlib
 import json
 import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -185,11 +187,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file of a model. Raises EnvironmentFault where it has none."""
+    """Return the object of a JSON file of a model, parsed once while the file does not change.
+
+    Raises EnvironmentFault if it contains no object.
+    """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        state = path.stat()
+        if state.st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
-        found = read_json(path, _plain_number)
+        found = copy.deepcopy(_parsed(path, state.st_mtime_ns, state.st_size))
     except (OSError, ValueError) as error:
         raise EnvironmentFault(
             f"{path}: not valid JSON: {first_line(error)}; get the model again"
@@ -199,6 +205,11 @@ def read_object(path: Path) -> dict[str, Any]:
             f"{path}: holds {type(found).__name__} rather than an object; get the model again"
         )
     return found
+
+
+@lru_cache(maxsize=32)
+def _parsed(path: Path, *state: int) -> Any:
+    return read_json(path, _plain_number)
 
 
 def _plain_number(item: dict[str, Any]) -> Any:
