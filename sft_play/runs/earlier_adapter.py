@@ -12,6 +12,7 @@ from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.runs import stamp
+from sft_play.runs.adapter_options import why_not_trained
 from sft_play.runs.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -37,8 +38,6 @@ OF_RUN = (
     *("tuning.lora.experts", "tuning.lora.trainable_tokens"),
     *("model.chat_template", "model.template_kwargs", "model.template_date"),
 )
-# Of PEFT's config, what no setting has
-OTHERS = ("rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices")
 
 
 def find_adapter(named: str, output_dir: Path) -> Path:
@@ -83,19 +82,9 @@ def _of_stamp(folder: Path) -> dict[str, Any]:
 
 def _of_config(folder: Path) -> dict[str, Any]:
     config = read_adapter_config(folder)
-    others = [name for name in OTHERS if config.get(name)]
-    if config.get("peft_type") != "LORA":
-        others.append("another peft_type than LORA")
-    if config.get("bias", "none") != "none":
-        others.append("bias")
-    targets = config.get("target_modules")
-    if isinstance(targets, str) and targets != "all-linear":
-        others.append("target_modules, a pattern")
-    if others:
-        raise ConfigError(
-            f"{SETTING}={folder}: the adapter has {', '.join(others)}, which no settings here "
-            "describe; merge it into its base, and set MODEL_NAME to what comes out"
-        )
+    reason = why_not_trained(config)
+    if reason is not None:
+        raise ConfigError(f"{SETTING}={folder}: {reason}")
     found = {path: config.get(name) for path, name in SHAPE.items()}
     return {path: value for path, value in found.items() if value is not None}
 

@@ -9,6 +9,7 @@ from sft_play.config import invocation, loader
 from sft_play.errors import SftPlayError
 from sft_play.plan import cards
 from sft_play.plan.resolve import resolve
+from sft_play.runs.adapter_options import OPTIONS, PLAIN_INITS, REPEATED_INITS
 
 MODEL = "meta-llama/Llama-3.1-8B"
 BASES: Mapping[str, Mapping[str, str]] = {
@@ -80,7 +81,20 @@ def markdown() -> str:
             cells.append(_cell(refused, reasons))
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", *notes, "", *_adapter_options()])
+
+
+def _adapter_options() -> list[str]:
+    """Return the table of PEFT's options in adapters from elsewhere."""
+    lines = ["## Adapters from elsewhere", "", "| option of PEFT | eval, infer, chat | train |"]
+    lines.append("| --- | --- | --- |")
+    for name, option in OPTIONS.items():
+        cells = ("yes" if is_accepted else "refused" for is_accepted in option[:2])
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    plain = ", ".join(map(str, PLAIN_INITS[:2] + PLAIN_INITS[3:]))
+    lines.append(f"| `init_lora_weights`: {plain} | yes | yes |")
+    lines.append(f"| `init_lora_weights`: {', '.join(REPEATED_INITS)} | yes | refused |")
+    return [*lines, "| `init_lora_weights`: any other | refused | refused |"]
 
 
 def _cell(refused: Mapping[str, str | None], reasons: dict[str, int]) -> str:
