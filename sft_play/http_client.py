@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from sft_play.errors import first_line
 from sft_play.progress import visible
 
 MAX_BYTES = 16 << 20
@@ -76,8 +77,10 @@ def _wait(receiving: Coroutine[None, None, Answer], seconds: float) -> Answer:
         return asyncio.run(asyncio.wait_for(receiving, seconds))
     except TimeoutError:
         raise NoAnswer(f"no whole answer in {seconds:g} s") from None
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError, OverflowError) as error:
         raise NoAnswer(visible(str(error)) or type(error).__name__) from None
+    except ExceptionGroup as group:  # of the addresses of a host that were tried
+        raise NoAnswer(visible(first_line(group.exceptions[0]))) from None
 
 
 async def _receive(

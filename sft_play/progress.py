@@ -97,9 +97,9 @@ class Output:
             yield
         except OSError as error:
             error.filename = self._name
+            _open_null(self._stream.fileno())  # Python flushes what is left when it exits
             if not Output.goes_on:
                 raise
-            _open_null(self._stream.fileno())
 
 
 def _open_null(number: int) -> None:

@@ -1,5 +1,6 @@
 """Servers are not believed: time, size, redirects and the form of an answer are bounded."""
 
+import re
 import socket
 import threading
 import time
@@ -129,11 +130,24 @@ def test_what_is_quoted_cannot_steer_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://[::1", "http://host:99999", "http://", "http://a b", "http://\udce4"]
+    ("url", "error"),
+    [
+        ("http://[::1", ConfigError),
+        ("http://host:99999", ConfigError),
+        ("http://127.0.0.1:-1", ConfigError),
+        ("http://", EnvironmentFault),
+        ("http://a b", EnvironmentFault),
+        ("http://\udce4", EnvironmentFault),
+    ],
 )
-def test_a_url_that_cannot_be_is_told_in_words(url: str) -> None:
-    with pytest.raises(EnvironmentFault, match="gives no answer"):
+def test_a_url_that_cannot_be_is_named(url: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=re.escape(url[:12])):
         Server.at(url, None, None)
+
+
+def test_a_port_that_no_host_has_is_no_answer() -> None:
+    with pytest.raises(NoAnswer, match="port"):
+        fetch("http://127.0.0.1:99999", 5)
 
 
 def test_a_key_that_no_header_can_hold_is_not_printed() -> None:

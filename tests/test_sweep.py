@@ -42,6 +42,7 @@ def test_a_grid_has_every_combination_once():
         ("train.seed", "train.seed names no values"),
         ("train.seed=1 train.seed=2", "train.seed stands there twice"),
         ("train.run_name=a,b", "train.run_name cannot be swept"),
+        (" ".join(f"s{n}={','.join(map(str, range(60)))}" for n in range(6)), "46656000000"),
     ],
 )
 def test_words_that_are_no_grid_are_refused(over: str, message: str):

@@ -8,6 +8,7 @@ text everything else.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from annotated_types import MinLen
 from pydantic import BaseModel
@@ -97,8 +98,15 @@ class Server:
 
         Raises: ConfigError, EnvironmentFault.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"URL={url}: write http://host:port, such as http://127.0.0.1:8000")
+        try:
+            is_url = url.startswith(("http://", "https://")) and urlsplit(url).port != 0
+        except ValueError:  # a port that is not a number, or above 65535
+            is_url = False
+        if not is_url:
+            raise ConfigError(
+                f"URL={url}: write http://host:port with a port of at most 65535, such as "
+                "http://127.0.0.1:8000"
+            )
         if key and not (key.isascii() and key.isprintable()):
             raise ConfigError(
                 "OPENAI_API_KEY: holds a line break or a character that no key has; export it again"

@@ -272,7 +272,7 @@ def _read_word(path: str, text: str, origin: str, problems: list[str]) -> Locate
     """Read a word of the shell by the type of its setting; one that cannot be read is a problem."""
     try:
         return Located(_parse_word(path, text), origin, text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         if is_structured(path):
             problems.append(f"{origin}: {path}={word(text)} cannot be read; write {wanted(path)}")
             return Located(None, origin, text)

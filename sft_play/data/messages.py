@@ -6,7 +6,6 @@ tokenizer takes them (half a surrogate pair). All others are taken unchanged.
 An answer that a flag excludes from loss stays in the conversation, so later answers follow it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +36,7 @@ LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
 # Format: the optional field whose text follows the question
 EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
+MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums hold it
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
 
 
@@ -44,10 +44,10 @@ def parse_weight(value: Any, name: str) -> float:
     """Return a weight in the loss; 1 for null. Raises InvalidRowError, which calls it `name`."""
     if value is None:
         return 1.0
-    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+    if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:  # NaN is not
         return float(value)  # True is 1
     raise InvalidRowError(
-        f"{name} is {shorten(value)}; a weight is a number from 0 up, 1 as a rule"
+        f"{name} is {shorten(value)}; a weight is a number from 0 to {MAX_WEIGHT:,}, usually 1"
     )
 
 

@@ -24,6 +24,7 @@ PANDAS_INDEX = "Unnamed: 0"
 # own limit is 128 KiB, shorter than some documents.
 MAX_FIELD_CHARACTERS = MAX_LINE_BYTES
 MAX_SHEET_ROWS = 1 << 20  # Excel's
+PLAIN_FORMATS = ("General", "0", "@")  # of a number: its digits and nothing else
 AS_CSV = "save the sheet as CSV UTF-8"
 OF_A_WRONG_VALUE = (
     ArithmeticError,
@@ -152,7 +153,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
 
 
 def read_sheet(path: Path) -> Iterator[NumberedRecord]:
-    """Yield the rows of a workbook's only sheet. Whole numbers become texts, as in a CSV file.
+    """Yield the rows of a workbook's only sheet. Whole numbers become texts as they are shown.
 
     Raises: DataError for a damaged file or several sheets.
     """
@@ -169,7 +170,7 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
             header = name_columns(f"{path}:{number}: the first line names the columns", names)
             continue
         cells += (None,) * (len(header) - len(cells))
-        record: Json | UnreadableRecord = dict(zip(header, map(_as_text, cells), strict=False))
+        record: Json | UnreadableRecord = dict(zip(header, cells, strict=False))
         if any(cell is not None for cell in cells[len(header) :]):
             record = UnreadableRecord(
                 f"a cell behind the {len(header)} columns that the first line names", repr(cells)
@@ -193,7 +194,8 @@ def _read_cells(path: Path, file_bytes: int) -> Iterator[tuple[Any, ...]]:
             if len(names) == 1:
                 sheet = book.worksheets[0]
                 sheet.reset_dimensions()  # which may name more cells than there are
-                yield from sheet.iter_rows(values_only=True)
+                for row in sheet.iter_rows():
+                    yield tuple(_as_shown(cell) for cell in row)
     # openpyxl checks little: what a damaged file has is an error of Python's own, of any kind
     except (zipfile.BadZipFile, zlib.error, SyntaxError, *OF_A_WRONG_VALUE) as error:
         reason = first_line(error)
@@ -205,5 +207,10 @@ def _read_cells(path: Path, file_bytes: int) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _as_text(cell: Any) -> Any:
-    return str(cell) if type(cell) is int else cell
+def _as_shown(cell: Any) -> Any:
+    """Return a cell's value, a whole number as text if the sheet shows its plain digits.
+
+    Under another number format (0007, 12 EUR, 100 %) it stays a number, which no text accepts.
+    """
+    is_plain = type(cell.value) is int and cell.number_format in PLAIN_FORMATS
+    return str(cell.value) if is_plain else cell.value

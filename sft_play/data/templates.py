@@ -329,7 +329,7 @@ def _with_json_arguments(message: Json) -> Json:
 
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
     """Return a function of messages and tools: the text of a conversation, None if refused."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import nodes
 
     environment = _environment()
     if len(source) > MAX_CHARACTERS:
@@ -339,11 +339,12 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
     with limited():
         try:
             tree = environment.parse(_without_marks(source))
-            compiled = environment.from_string(tree)
-        except TemplateError:  # the run names the line and stops
+            has_power = next(tree.find_all(nodes.Pow), None) is not None
+            compiled = None if has_power else environment.from_string(tree)  # computes constants
+        except _template_errors():  # the run names the line and stops
             return lambda messages, tools=(): None
-    if next(tree.find_all(nodes.Pow), None) is not None:
-        raise DataError(f"the chat template has a power (**), which may take for ever; {REMEDY}")
+    if has_power:
+        raise DataError(f"the chat template has a power (**), which may not end; {REMEDY}")
 
     def render(messages: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
         """Return the text of a conversation, None if the template refuses it."""

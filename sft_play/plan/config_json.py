@@ -1,5 +1,6 @@
 """A model's config.json, checked: anyone may have written it. Loads no torch."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ COUNT = re.compile(r"(layer|block|head|expert)s?$")  # of modules, which are bui
 MAX_COUNT = 4096
 
 Size = Annotated[int, Field(strict=True, ge=0, le=1 << 30)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30)]
 
 
 class Rope(BaseModel):
@@ -32,10 +34,10 @@ class ConfigJson(BaseModel):
     auto_map: dict[str, Any] | None = None
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
-    vocab_size: Size | list[Size] | None = None
-    hidden_size: Size | list[Size] | None = None
-    num_hidden_layers: Size | list[Size] | None = None
-    num_attention_heads: Size | list[Size] | None = None
+    vocab_size: Count | list[Count] | None = None
+    hidden_size: Count | list[Count] | None = None
+    num_hidden_layers: Count | list[Count] | None = None
+    num_attention_heads: Count | list[Count] | None = None
     intermediate_size: Size | list[Size] | None = None
     num_key_value_heads: Size | list[Size] | None = None
     head_dim: Size | list[Size] | None = None
@@ -44,6 +46,11 @@ class ConfigJson(BaseModel):
 
 def read_config_json(path: Path, name: str) -> ModelConfigJson:
     """Return a config.json, whose values have the types that are read. Raises: EnvironmentFault."""
+    if path.is_symlink() and not path.exists():
+        raise EnvironmentFault(
+            f"model.name={name}: its config.json is a link to {os.readlink(path)}, which cannot be "
+            "opened. Copy the model again with cp -L."
+        )
     if not path.exists():
         raise EnvironmentFault(
             f"model.name={name}: the folder has no config.json, so it is no transformers model; "

@@ -121,7 +121,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
     Raises: EnvironmentFault with the keys that it lacks.
     """
     text = _text_part(config)
-    if not all(map(text.get, REQUIRED)):
+    if any(text.get(key) is None for key in REQUIRED):
         text = _completed_by_class(config)
     read = read_typed(text, name)
     sizes = {key: _widest(getattr(read, key)) for key in (*REQUIRED, *OPTIONAL)}

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from sft_play.errors import ConfigError
 
 EXAMPLE = 'OVER="train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"'
 COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not inside a list or a mapping
+MAX_RUNS = 1000
 NOT_SWEPT = ("train.run_name", "train.output_dir", "train.resume_from", "train.stop_after")
 
 
@@ -42,6 +44,12 @@ def grid(over: str) -> list[Point]:
         axes[path] = [f"{path}={value}" for value in dict.fromkeys(values)]
     if not axes:
         raise ConfigError(f"a sweep needs settings with values; write make sweep {EXAMPLE}")
+    count = math.prod(map(len, axes.values()))
+    if count > MAX_RUNS:
+        raise ConfigError(
+            f"OVER: {' x '.join(str(len(values)) for values in axes.values())} values are {count} "
+            f"runs; a sweep has at most {MAX_RUNS}. Leave out settings or values."
+        )
     return [Point(words) for words in itertools.product(*axes.values())]
 
 

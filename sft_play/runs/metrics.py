@@ -81,7 +81,7 @@ def read(path: Path, offset: int = 0) -> NewLines:
 
     The last line may be half written: it is read once it is whole.
     """
-    if not path.exists():
+    if not path.is_file():  # reading a pipe would wait
         return NewLines([], offset)
     with path.open("rb") as file:
         file.seek(offset)
@@ -95,5 +95,5 @@ def read(path: Path, offset: int = 0) -> NewLines:
 def _parsed(line: bytes) -> MetricsLine | None:
     try:
         return _adapter().validate_python(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
