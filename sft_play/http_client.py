@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from sft_play.errors import first_line
 from sft_play.progress import visible
 
 MAX_BYTES = 16 << 20
@@ -80,7 +79,7 @@ def _wait(receiving: Coroutine[None, None, Answer], seconds: float) -> Answer:
     except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError, OverflowError) as error:
         raise NoAnswer(visible(str(error)) or type(error).__name__) from None
     except ExceptionGroup as group:  # of the addresses of a host that were tried
-        raise NoAnswer(visible(first_line(group.exceptions[0]))) from None
+        raise NoAnswer(visible(str(group.exceptions[0]))) from None
 
 
 async def _receive(

@@ -32,6 +32,7 @@ def seen(losses: list[float], before: float = math.inf, steps: int = 5) -> LossW
 def test_a_loss_before_training_that_is_a_guess_is_said():
     watch = LossWatch(32_000, learning_rate=1e-3)
     assert watch.begin(10.3) is None
+    watch = LossWatch(32_000, learning_rate=1e-3)
     assert "loss=10.4 before training is no better than a uniform guess" in watch.begin(10.4)
 
 

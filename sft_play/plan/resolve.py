@@ -13,7 +13,6 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
-from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
 from sft_play.plan.context import with_context
@@ -69,10 +68,7 @@ def resolve(
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
-    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
-    if ranks.gpus_per_process > 1:  # accelerate's hooks wrap the forward methods
-        unfused = Located(False, loaded.origin[strategy.MAP_NAME])
-        loaded = loaded.with_values({"train.fast_path": unfused})
+    loaded, ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
     needs.require(loaded, hardware)
     sources.require(loaded)
     plans = []

@@ -81,7 +81,12 @@ class LossWatch:
         self._last: list[float] = []
 
     def begin(self, loss: float) -> str | None:
-        """Note the loss of the model before training; return a warning where it is a guess."""
+        """Record the loss before training, once; return a warning if it is that of a guess.
+
+        A run that resumes another one has the loss of that run from `replay`.
+        """
+        if math.isfinite(self.before):
+            return None
         self.before = loss
         self.lowest = min(self.lowest, loss)
         if loss < self.uniform:
@@ -91,6 +96,14 @@ class LossWatch:
             f"vocabulary ({self.uniform:.4g}): see that MODEL_NAME and its tokenizer belong "
             "together, or go on if the model is to be trained from random weights"
         )
+
+    def replay(self, log_history: LogHistory) -> None:
+        """Record what the run logged before it was resumed. Raises: DivergedError."""
+        for entry in log_history:
+            if entry["step"] == 0 and "test_loss" in entry:
+                self.begin(entry["test_loss"])
+            elif "loss" in entry:
+                self.see(entry["step"], entry["loss"])
 
     def see(self, step: int, loss: float) -> None:
         """Note the loss that is logged at a step. Raises: DivergedError."""

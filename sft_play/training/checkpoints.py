@@ -37,6 +37,7 @@ from sft_play.runs.files import rename, share
 from sft_play.runs.resumed import DIVIDED_OPTIMIZER
 from sft_play.training.best import best_step, metric_of, scores_by_step
 from sft_play.training.checks import check_finite, check_finite_optimizer
+from sft_play.training.guards import GUARDS
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -88,9 +89,12 @@ def write_state(trainer: "SftTrainer", folder: Path) -> None:
     devices = trainer.process.devices
     if len(devices) > 1:  # Trainer's file has the state of the first GPU
         torch.save(list(map(torch.cuda.get_rng_state, devices)), folder / RANDOM_STATES)
+    has_moved = trainer.movement.has_moved(trainer.process)
     if trainer.args.should_save:
         control = trainer.control
         trainer.state.stateful_callbacks[type(control).__name__] = control.state()
+        guards = {"skipped_steps": trainer.guard.skipped, "has_moved": has_moved}
+        trainer.state.stateful_callbacks[GUARDS] = guards
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 

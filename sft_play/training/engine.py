@@ -24,6 +24,7 @@ from sft_play.models.adapter_state import part_of
 from sft_play.models.sharding import is_divided
 from sft_play.plan.workload import warm_up_warning
 from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
+from sft_play.training.guards import GUARDS
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -37,9 +38,9 @@ FASTER = ("lora_B", "lora_embedding_B", "lora_magnitude_vector")
 def begin_state(
     trainer: "SftTrainer", checkpoint: Path | None, max_steps: int, epochs: int
 ) -> None:
-    """Begin the state of a run, or read that of a checkpoint.
+    """Begin the state of a run, or read that of a checkpoint, with what decides about its end.
 
-    Raises: CheckpointError for one that is after the last step of the schedule.
+    Raises: CheckpointError for one that is after the last step of the schedule; DivergedError.
     """
     if checkpoint is None:
         trainer.state = TrainerState(stateful_callbacks=[trainer.control], total_flos=0.0)
@@ -52,6 +53,9 @@ def begin_state(
                 f"the checkpoint has taken {global_step} steps, and this schedule ends at "
                 f"{max_steps}: nothing is left to train; set more TRAIN_EPOCHS or TRAIN_MAX_STEPS"
             )
+        guards = trainer.state.stateful_callbacks.get(GUARDS, {})
+        trainer.guard.skipped += guards.get("skipped_steps", [])
+        trainer.loss_watch.replay(trainer.state.log_history)
     # a resumed state has the logging and saving intervals of the run that wrote it; use ours
     trainer.state.compute_steps(trainer.args, max_steps)
     trainer.state.init_training_references(trainer, max_steps, epochs, None)

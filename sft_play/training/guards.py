@@ -34,6 +34,7 @@ NAMED_ROWS = 4  # of a step, in a message
 WATCHED_STEPS = 10  # after which a gradient that was always zero is no accident
 NAMED_MODULES = 4  # modules in a message
 COMPARED_NUMBERS = 4096  # of a tensor
+GUARDS = "guards"  # what they know, in trainer_state.json
 LEFT_OUT = ("lora_A", "lora_embedding_A", ".experts.")
 
 
@@ -214,7 +215,6 @@ class GradientWatch:
         self.process = process
         self.stops = policy == "stop"
         self._waiting: dict[str, nn.Parameter] | None = None
-        self._steps = 0
         self._has_judged = False
 
     def look(self, trainer: "SftTrainer") -> None:
@@ -224,18 +224,19 @@ class GradientWatch:
         """
         if self._has_judged:
             return
+        step = trainer.state.global_step + 1
         if self._waiting is None:
             self._waiting = watched(trainer.model)
-        self._steps += 1
+            for name in moved(self._waiting) if step > 1 else ():  # before the run was resumed
+                del self._waiting[name]
         if self._waiting:
             seen = moved if trainer.is_deepspeed_enabled else with_gradient
             for name in seen(self._waiting):
                 del self._waiting[name]
-        steps_left = trainer.state.max_steps - trainer.state.global_step - 1
-        if self._steps >= WATCHED_STEPS or steps_left <= 0:
-            self._judge()
+        if step >= min(WATCHED_STEPS, trainer.state.max_steps):
+            self._judge(step)
 
-    def _judge(self) -> None:
+    def _judge(self, steps: int) -> None:
         """Name what no rank has seen a gradient of. Raises: DivergedError."""
         self._has_judged = True
         missed = set.intersection(*map(set, self.process.gather(list(self._waiting or {}))))
@@ -246,7 +247,7 @@ class GradientWatch:
         more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""
         cause = (
             f"{', '.join(names[:NAMED_MODULES])}{more}: to be trained, and no gradient has reached "
-            f"it in {self._steps} steps"
+            f"it in {steps} steps"
         )
         if self.stops and any("lora_" in name for name in missed):
             raise DivergedError(
@@ -258,11 +259,15 @@ class GradientWatch:
 
 
 class Movement:
-    """Some numbers of every trained tensor as they were, to be compared once training has ended."""
+    """Some numbers of every trained tensor as they were, to be compared once training has ended.
 
-    def __init__(self, model: nn.Module):
+    `has_moved` says that they had changed before the run was resumed.
+    """
+
+    def __init__(self, model: nn.Module, has_moved: bool = False):
         self.model = model
         self.before = self.sample()
+        self._had_moved = has_moved
 
     def sample(self) -> list[torch.Tensor]:
         """Return the first numbers of what this rank holds of each trained tensor."""
@@ -270,10 +275,15 @@ class Movement:
         held = (own_part(getattr(tensor, "ds_tensor", tensor)).detach() for tensor in trained)
         return [tensor.flatten()[:COMPARED_NUMBERS].clone() for tensor in held]
 
+    def has_moved(self, process: Process) -> bool:
+        """Return whether a number has changed on any rank. Every rank must call it."""
+        pairs = zip(self.before, self.sample(), strict=True)
+        has_changed = self._had_moved or any(not torch.equal(*pair) for pair in pairs)
+        return any(process.gather(has_changed))
+
     def check(self, process: Process, steps: int, learning_rate: float) -> None:
         """Raise DivergedError on every rank where none of the numbers has changed on any."""
-        pairs = zip(self.before, self.sample(), strict=True)
-        if not any(process.gather(any(not torch.equal(*pair) for pair in pairs))):
+        if not self.has_moved(process):
             dtype = str(self.before[0].dtype).removeprefix("torch.")
             raise DivergedError(
                 f"no weight has changed in {steps} steps: updates of train.learning_rate="

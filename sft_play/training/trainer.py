@@ -50,7 +50,7 @@ from sft_play.training.checkpoints import (
 )
 from sft_play.training.engine import begin_state, clip_gradients, prepare, set_rates
 from sft_play.training.experts import ExpertUse, RouterLoss
-from sft_play.training.guards import GradientWatch, Movement, StepGuard, spread
+from sft_play.training.guards import GUARDS, GradientWatch, Movement, StepGuard, spread
 from sft_play.training.held_out import sample_answers
 from sft_play.training.step_log import StepLog
 
@@ -118,7 +118,9 @@ class SftTrainer(Trainer):
         prepare(self, checkpoint, loader)
         self.step_log.reset(self.state.global_step)
         started = time.time()
-        first_step, movement = self.state.global_step, Movement(self.model)
+        first_step = self.state.global_step
+        guards = self.state.stateful_callbacks.get(GUARDS, {})
+        self.movement = Movement(self.model, guards.get("has_moved", False))
         self.call("on_train_begin")
         for epoch in range(self.state.global_step // steps_per_epoch, epochs):
             self.call("on_epoch_begin")
@@ -130,7 +132,7 @@ class SftTrainer(Trainer):
                 break
         if self.state.global_step >= max_steps > first_step:
             steps = max_steps - first_step
-            movement.check(self.process, steps, self.args.learning_rate)
+            self.movement.check(self.process, steps, self.args.learning_rate)
         logs = speed_metrics("train", started, num_samples=samples, num_steps=max_steps)
         logs["total_flos"] = self.state.total_flos
         loss = self.logged_loss + self.summed_loss.item()
