@@ -13,7 +13,7 @@ from sft_play.data.tables import read_sheet
 from sft_play.data.templates import compile_template
 from sft_play.errors import ConfigError, DataError, EnvironmentFault
 from sft_play.plan.model_shape import load_shape
-from sft_play.runs import metrics
+from sft_play.runs import lock, metrics
 
 CONFIG = {
     "model_type": "llama",
@@ -79,3 +79,11 @@ def test_a_number_that_a_sheet_shows_otherwise_is_no_text(tmp_path: Path, shown:
     book.save(tmp_path / "rows.xlsx")
     (row,) = read_sheet(tmp_path / "rows.xlsx")
     assert row.record == {"question": "a?", "answer": 7, "plain": "7"}, "a number is refused later"
+
+
+def test_two_commands_do_not_write_to_one_run(tmp_path: Path) -> None:
+    with lock.used_alone(tmp_path):
+        with pytest.raises(EnvironmentFault, match="another command"), lock.used_alone(tmp_path):
+            pass
+    with lock.used_alone(tmp_path):
+        pass  # free again

@@ -109,6 +109,22 @@ def claimed(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def used_alone(folder: Path) -> Iterator[None]:
+    """Keep the lock of a run folder while a command writes to it.
+
+    Raises: EnvironmentFault while a run or another such command has it.
+    """
+    (folder / NAME).touch()
+    with claimed(folder) as is_free:
+        if not is_free:
+            raise EnvironmentFault(
+                f"{folder}: a run or another command (merge, export, push) uses it. Type the same "
+                "again when that has ended."
+            )
+        yield
+
+
 def is_alive(folder: Path) -> bool:
     """Return whether a run goes on in a folder."""
     with claimed(folder) as is_free:

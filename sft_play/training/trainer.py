@@ -198,6 +198,9 @@ class SftTrainer(Trainer):
         self.state.global_step += 1
         self.state.epoch = epochs
         self.call("on_step_end")
+        step, steps = self.state.global_step, self.state.max_steps
+        if step == steps or (step == 1 and steps < self.state.logging_steps):
+            self.control.should_log = True
         if self.continues(self.guard.end_step):
             self.log_step(norm, rate)
         self.evaluate_and_save()
