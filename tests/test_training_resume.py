@@ -136,7 +136,7 @@ def test_a_resumed_run_logs_and_saves_as_its_own_settings_say(whole, resumed, ru
         "checkpoint-3",
         "checkpoint-6",
     ]
-    assert [entry["step"] for entry in run_json(folder)["loss"]] == [1, 2, 4]
+    assert [entry["step"] for entry in run_json(folder)["loss"]] == [1, 2, 4, 6]
 
 
 def test_a_run_that_had_finished_resumes_to_nothing_left_to_do(whole, resumed, run_worker):
