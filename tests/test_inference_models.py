@@ -199,8 +199,8 @@ def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, t
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"base_model_name_or_path": None}, "names no base; write its folder or hub name"),
-        ({"base_model_name_or_path": "/no/such/base"}, "its base /no/such/base is not here"),
+        ({"base_model_name_or_path": None}, "names no base"),
+        ({"base_model_name_or_path": "/no/such/base"}, "its base /no/such/base is not there"),
     ],
 )
 def test_an_adapter_without_its_base_says_what_to_write(adapter, tmp_path, change, said):

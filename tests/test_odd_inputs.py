@@ -82,8 +82,11 @@ def test_a_number_that_a_sheet_shows_otherwise_is_no_text(tmp_path: Path, shown:
 
 
 def test_two_commands_do_not_write_to_one_run(tmp_path: Path) -> None:
+    with (
+        lock.used_alone(tmp_path),
+        pytest.raises(EnvironmentFault, match="another command"),
+        lock.used_alone(tmp_path),
+    ):
+        pytest.fail("both have it")
     with lock.used_alone(tmp_path):
-        with pytest.raises(EnvironmentFault, match="another command"), lock.used_alone(tmp_path):
-            pass
-    with lock.used_alone(tmp_path):
-        pass  # free again
+        assert (tmp_path / lock.NAME).is_file()

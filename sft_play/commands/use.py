@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -31,12 +32,19 @@ def chosen_run(call: Call, weights: Sequence[str] = WEIGHTS) -> RunFolder:
     Which one that is, and which newer ones were skipped and why, goes to standard error.
     """
     if call.invocation.run:
-        return run_folders.find(call.output_dir, call.invocation.run)
+        found = run_folders.find(call.output_dir, call.invocation.run)
+        return replace(found, moved_base=base_now(call))
     latest = run_folders.latest_with_weights(call.output_dir, weights)
     for reason in latest.skipped:
         sys.stderr.write(f"skipped: {reason}\n")
     sys.stderr.write(f"run {latest.folder.path}, the latest with weights; RUN= chooses another\n")
-    return latest.folder
+    return replace(latest.folder, moved_base=base_now(call))
+
+
+def base_now(call: Call) -> str | None:
+    """Return where MODEL_NAME says that the base is now, None if it says nothing."""
+    base = loader.given_value("model.name", None, call.environ, call.overrides)
+    return None if base is None else str(base)
 
 
 def chosen_weights(call: Call) -> RunFolder:
@@ -47,7 +55,7 @@ def chosen_weights(call: Call) -> RunFolder:
     named = call.invocation.run
     model = None
     if named and run_folders.named_run(call.output_dir, named) is None:
-        model = find_model(named, call.output_dir)
+        model = find_model(named, call.output_dir, base_now(call))
     return model or chosen_run(call)
 
 

@@ -25,7 +25,8 @@ LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
 IMAGES = frozenset({"DATA_IMAGE_FOLDER", "DATA_IMAGE_URLS"})
 ANSWERS = frozenset(
     """
-    RUN DEVICE TRAIN_OUTPUT_DIR TRAIN_GENERATION_MAX_NEW_TOKENS TRAIN_GENERATION_NUM_BEAMS
+    RUN DEVICE MODEL_NAME TRAIN_OUTPUT_DIR TRAIN_GENERATION_MAX_NEW_TOKENS
+    TRAIN_GENERATION_NUM_BEAMS
     TRAIN_GENERATION_BATCH_SIZE
     """.split()
 )
@@ -38,7 +39,17 @@ SCORES = (ANSWERS | IMAGES).union(
 DRAWN = ANSWERS | SAMPLING_VARIABLES | IMAGES | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 EXPORT = frozenset(
-    {"RUN", "FORMAT", "OUT", "MODEL_DTYPE", "DEVICE", "QUANT", "LLAMA_CPP", "PRE_TOKENIZER"}
+    {
+        "RUN",
+        "FORMAT",
+        "OUT",
+        "MODEL_DTYPE",
+        "MODEL_NAME",
+        "DEVICE",
+        "QUANT",
+        "LLAMA_CPP",
+        "PRE_TOKENIZER",
+    }
     | {"EXPORT_MIN_GAIN"}
 )
 NOTHING: frozenset[str] = frozenset()
@@ -82,7 +93,7 @@ READS: dict[str, frozenset[str]] = {
     "eval": SCORES,
     "infer": DRAWN | {"PROMPT", "IMAGE", "IN", "OUT", "NUM_GPUS", "DATA_COLUMNS"},
     "chat": DRAWN | {"COMPARE"},
-    "merge": OUTPUTS | {"RUN", "MODEL_DTYPE"},
+    "merge": OUTPUTS | {"RUN", "MODEL_DTYPE", "MODEL_NAME"},
     "export": OUTPUTS | EXPORT,
     "serve": OUTPUTS | {"RUN", "FORMAT", "BIND", "PORT", "DEVICE"},
     "check-server": OUTPUTS | {"RUN", "URL", "SERVED_NAME", "PARITY", "FORMAT"},

@@ -27,7 +27,7 @@ from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
 from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
-from sft_play.runs.files import read_json
+from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
 
 
@@ -84,6 +84,10 @@ def export_adapter(run: Exported, target: Path, kind: str) -> list[str]:
         )
     with staged(target) as staging:
         link_files(run.weights, staging)
+        if run.folder.moved_base is not None:
+            settings = staging / "adapter_config.json"
+            now = {"base_model_name_or_path": run.folder.moved_base}
+            write_json(settings, {**read_json(settings), **now})
         complete_tokenizer(staging)
         found = refuse_faults(run, reopen(stranger_of_adapter(run, staging), run.reference))
         if kind == "vllm-adapter":

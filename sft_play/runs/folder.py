@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class RunFolder:
     """outputs/<run>: config.yaml, plan.json, data.json by the front end, the rest by the worker."""
 
     path: Path
+    moved_base: str | None = field(default=None, kw_only=True)  # where the base is now
 
     @property
     def name(self) -> str:
@@ -99,12 +100,16 @@ class RunFolder:
         Raises: EnvironmentFault when this is no run folder, or one of another version.
         """
         try:
-            return Config.model_validate(yaml.safe_load(self.read_input("config.yaml")))
+            config = Config.model_validate(yaml.safe_load(self.read_input("config.yaml")))
         except (yaml.YAMLError, ValidationError) as error:
             raise EnvironmentFault(
                 f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written "
                 "by another version: train anew"
             ) from None
+        if self.moved_base is None:
+            return config
+        model = config.model.model_copy(update={"name": self.moved_base})
+        return config.model_copy(update={"model": model})
 
     def write_config(self, config: Config) -> None:
         """Write config.yaml."""

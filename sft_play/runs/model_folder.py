@@ -97,8 +97,10 @@ class ModelFolder(RunFolder):
             raise CheckpointError(f"{self.path}: {damage}; export, merge or fetch it anew")
 
 
-def find_model(named: str, output_dir: Path) -> ModelFolder | None:
-    """Return the folder of weights that RUN names, None where there is no folder of that name.
+def find_model(named: str, output_dir: Path, base: str | None = None) -> ModelFolder | None:
+    """Return the folder of weights that RUN names, None if there is no folder of that name.
+
+    `base` is where the base of an adapter is now, None if it is where the adapter says.
 
     Raises: EnvironmentFault for a folder whose weights cannot be used, with what to type.
     """
@@ -106,7 +108,7 @@ def find_model(named: str, output_dir: Path) -> ModelFolder | None:
     if path is None:
         return None
     if (path / ADAPTER_CONFIG).is_file():
-        return _adapter(path, output_dir)
+        return _adapter(path, output_dir, base)
     if (path / "config.json").is_file():
         _refuse_incomplete(path)
         return ModelFolder(path, output_dir, None)
@@ -139,22 +141,29 @@ def _refuse_incomplete(model: Path) -> None:
         )
 
 
-def _adapter(path: Path, output_dir: Path) -> ModelFolder:
-    """Return an adapter and its base. Raises EnvironmentFault where either is not there."""
+def _adapter(path: Path, output_dir: Path, moved_base: str | None) -> ModelFolder:
+    """Return an adapter and its base. Raises EnvironmentFault if either is not there."""
     config = read_adapter_config(path)
-    base = config.get("base_model_name_or_path")
+    base = moved_base or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise EnvironmentFault(
-            f"{path / ADAPTER_CONFIG}: names no base; write its folder or hub name there, as "
-            "base_model_name_or_path"
+            f"{path / ADAPTER_CONFIG}: names no base. Type MODEL_NAME=<its folder or hub name>."
         )
     # a name on the hub is `name` or `owner/name`
     is_local = base.startswith((".", "/", "~")) or base.count("/") > 1
     if is_local and not Path(base).is_dir():
         raise EnvironmentFault(
-            f"{path / ADAPTER_CONFIG}: its base {base} is not here; write the folder where it "
-            "is, or its hub name, as base_model_name_or_path"
+            f"{path / ADAPTER_CONFIG}: its base {base} is not there. Type MODEL_NAME=<folder> "
+            "with the folder where it is now, or its hub name."
         )
+    if (path / stamp.NAME).is_file() and Path(base).is_dir():
+        trained = read_object(path / stamp.NAME).get("base_digest")
+        now = stamp.digest_of_model(Path(base))
+        if trained not in (None, now):
+            raise EnvironmentFault(
+                f"{path}: was trained over a base with digest {trained}, and {base} has {now}. "
+                "Type MODEL_NAME=<folder of that base>."
+            )
     if not (path / ADAPTER_WEIGHTS).is_file():
         raise EnvironmentFault(
             f"{path}: has no {ADAPTER_WEIGHTS}; copy the whole adapter, and save a pickle "

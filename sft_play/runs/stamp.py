@@ -218,6 +218,11 @@ def refuse_other_base(folder: Path, now: Stamp) -> Stamp:
     differing = differences(stamp, now, "trained with")
     if not differing:
         return stamp
+    if stamp["base_digest"] is not None and not Path(now["base_model"]).is_dir():
+        raise CheckpointError(
+            f"{folder}: its base {now['base_model']} is not there; it was moved, or the run was "
+            "copied to this machine. Type MODEL_NAME=<folder> with the folder where it is now."
+        )
     facts = "\n  ".join(differing)
     raise CheckpointError(
         f"{folder} was not trained with what its run has now:\n  {facts}\n"
