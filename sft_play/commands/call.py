@@ -1,6 +1,7 @@
 """How a command was called, and the config and plan that follow. Loads no torch."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, devices, recipe, sources
-from sft_play.plan.base_model import require_base
+from sft_play.plan.base_model import model_inside, require_base
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
@@ -78,6 +79,11 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     named = loader.given_value(SETTING, path, call.environ, call.overrides)
     adapter = settings_of_adapter(str(named), call.output_dir) if named else None
     loaded = loader.load(path, call.environ, call.overrides, target, resumed, adapter)
+    inner = model_inside(Path(loaded.config.model.name))
+    if inner is not None:
+        sys.stderr.write(f"{loaded.described('model.name')}: the model inside it is {inner}\n")
+        found = Located(str(inner), loaded.origin["model.name"])
+        loaded = loaded.with_values({"model.name": found})
     refuse_other_base(loaded.config)
     return loaded
 

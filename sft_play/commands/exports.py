@@ -22,7 +22,7 @@ from sft_play.config.messages import refuse
 from sft_play.config.schema import ModelSection
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.plan.launch import Launch, execute
-from sft_play.runs import exports, lock, seal
+from sft_play.runs import exports, seal
 from sft_play.runs.exports import (
     ADAPTERS,
     COMPRESSED,
@@ -204,7 +204,7 @@ def push(call: Call) -> list[str]:
     Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
     """
     run = use.chosen_run(call)
-    with lock.used_alone(run.path):
+    with use.used_alone(run):
         return _push(call, chosen_export(call, run))
 
 

@@ -320,6 +320,15 @@ RULES = (
         "a module is trained whole or by adapters; name it in one of them",
     ),
     Rule(
+        ("tuning.lora.target_modules",),
+        lambda c: (
+            c.tuning.mode != "full" and bool(_last_words(c.tuning.lora.target_modules) & EMBEDDINGS)
+        ),
+        "adapters are for linear layers, and an embedding is not one. "
+        "TUNING_LORA_MODULES_TO_SAVE=embed_tokens trains it completely, "
+        "TUNING_LORA_TRAINABLE_TOKENS trains the rows of some tokens",
+    ),
+    Rule(
         (
             "tuning.lora.trainable_tokens",
             "tuning.lora.modules_to_save",

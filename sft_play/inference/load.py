@@ -22,9 +22,10 @@ from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import images_of, render_prompt
 from sft_play.data.rows import InvalidRowError, Json, Message, PromptIds, Row
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_memory
+from sft_play.errors import CheckpointError, DataError, is_out_of_memory
 from sft_play.evaluation.generate import Generator, Sampling
 from sft_play.models import expert_adapters
+from sft_play.models.adapter_state import why_not_fitting
 from sft_play.models.base_files import refuse_other_processors
 from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import read_stops, stops_of
@@ -311,7 +312,7 @@ def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> Pre
         if is_out_of_memory(error):  # it says nothing of the adapter
             raise
         raise CheckpointError(
-            f"{weights}: the adapter cannot be loaded{over} ({first_line(error)}); {advice}"
+            f"{weights}: the adapter cannot be loaded{over} ({why_not_fitting(error)}); {advice}"
         ) from error
     if any(MISSING in str(warning.message) for warning in caught or ()):
         raise CheckpointError(

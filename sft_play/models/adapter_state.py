@@ -8,6 +8,7 @@ parameters, so the state of an optimizer can go through them as well.
 Every rank must call each of these functions.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,30 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed, nn
 
+from sft_play.errors import first_line
 from sft_play.models.shared_experts import SharedParamWrapper
 
 ADAPTER = "default"  # PEFT's name of the one adapter
+
+
+SIZES = re.compile(
+    r"size mismatch for (\S+): .*torch\.Size\((\[.*?\])\) from.*torch\.Size\((\[.*?\])\)"
+)
+
+
+def why_not_fitting(error: BaseException) -> str:
+    """Return the first tensor whose size differs between an adapter and the model, with both sizes.
+
+    `error` is torch's; its first line names no tensor.
+    """
+    found = SIZES.search(str(error))
+    if found is None:
+        return first_line(error)
+    name = found[1].removeprefix("base_model.model.")
+    advice = ""
+    if any(word in name for word in ("embed", "wte", "lm_head")):
+        advice = ". If tokens were added, set MODEL_NAME to the base with the resized vocabulary"
+    return f"{name} has size {found[2]} in the adapter and {found[3]} in the base{advice}"
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
 from sft_play.data.limits import limited
-from sft_play.errors import ConfigError, first_line
-from sft_play.models.adapter_state import ADAPTER, load_published
+from sft_play.errors import ConfigError
+from sft_play.models.adapter_state import ADAPTER, load_published, why_not_fitting
 from sft_play.models.architecture import towers_of
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
@@ -191,7 +191,7 @@ def load_weights(adapted: PeftModel, folder: str) -> None:
     try:
         found = load_published(adapted, folder, is_trainable=True)
     except RuntimeError as error:  # sizes
-        problem = first_line(error)
+        problem = why_not_fitting(error)
     else:
         if found.missing_keys or found.unexpected_keys:
             problem = (

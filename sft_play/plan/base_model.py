@@ -104,6 +104,20 @@ def refuse_other_folder(folder: Path, name: str) -> None:
         )
 
 
+def model_inside(folder: Path) -> Path | None:
+    """Return the one model inside a folder that is not one itself, None if there is not one.
+
+    In a repository of the hub's cache that is the snapshot of `main`.
+    """
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    main = folder / "refs" / "main"
+    if main.is_file():
+        return folder / "snapshots" / main.read_text(encoding="utf-8").strip()
+    found = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
+    return found[0].parent if len(found) == 1 else None
+
+
 def read_weight_headers(folder: Path, name: str) -> list[Header]:
     """Return the tensors in the weight files that a folder has, of the hub's cache maybe not all.
 
