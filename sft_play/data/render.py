@@ -334,6 +334,33 @@ def _join_segments(segments: Sequence[Segment], texts: Sequence[TrainingText]) -
     return RenderedSample(ids, labels, answer_start, weights=weights if has_weights else None)
 
 
+@dataclass(frozen=True)
+class TemplateSpace:
+    """The whitespace that a chat template writes before and after an answer."""
+
+    before: str = ""
+    after: str = ""
+
+    def without(self, text: str) -> str:
+        """Return an answer as the model wrote it, without the template's whitespace."""
+        return text.removeprefix(self.before).removesuffix(self.after)
+
+
+MARK = "zqanswerqz"
+
+
+def template_space(tokenizer: Any) -> TemplateSpace:
+    """Return the whitespace around an answer, none if the template writes anything else there."""
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
+    try:
+        prompt, text = ChatTemplate(tokenizer).render_both(asked)
+    except RenderError:
+        return TemplateSpace()
+    before, _, after = text.removeprefix(prompt).partition(MARK)
+    after = after[: len(after) - len(after.lstrip())]
+    return TemplateSpace(before if not before.strip() else "", after)
+
+
 def render_prompt(
     messages: Sequence[Message],
     tokenizer: Any,

@@ -19,7 +19,7 @@ from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, images_by_document, labelled
 from sft_play.data.image_inputs import ImageInputs
-from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.render import IGNORE_INDEX, TemplateSpace, template_space
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
 from sft_play.data.special_text import match_any
 from sft_play.data.splits import question_indices
@@ -251,7 +251,7 @@ class Evaluator:
             origin=self.split.origin(index),
             prompt=prompt,
             plain_prompt=self._special_tokens.sub(" ", prompt).strip(),
-            expected=self.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+            expected=self._space.without(self.tokenizer.decode(ids, skip_special_tokens=True)),
             images=tuple(image.name for image in sample.images),
         )
 
@@ -263,6 +263,10 @@ class Evaluator:
             for image in self.images.processor.write(asked).messages[0].images:
                 text = text.replace(image.text.strip(), SHOWN_IMAGE, 1)
         return text
+
+    @cached_property
+    def _space(self) -> TemplateSpace:
+        return template_space(self.tokenizer)
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.image_inputs import ImageInputs
-from sft_play.data.render import stop_ids
+from sft_play.data.render import stop_ids, template_space
 from sft_play.data.rows import ImageFile
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.positions import room_for_answer
@@ -205,8 +205,9 @@ class Generator:
         ids = ids.cpu()
         has_ended = torch.isin(ids, torch.tensor(self.stops)).any(dim=1).tolist()
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        space = template_space(self.tokenizer)
         return [
-            Answer(text.strip(), was_cut=not ended)
+            Answer(space.without(text), was_cut=not ended)
             for text, ended in zip(texts, has_ended, strict=True)
         ]
 

@@ -15,6 +15,7 @@ from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.image_parts import TEXT_MARK
 from sft_play.data.images import ImageReader
+from sft_play.data.render import template_space
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, read_prompt
 from sft_play.data.rows import InvalidRowError, Message
 from sft_play.errors import DataError, EnvironmentFault
@@ -40,20 +41,21 @@ NOTHING_ASKED = SamplingRequest()
 
 
 class AnswerPrinter(TextStreamer):
-    """Prints an answer as it is generated, without the whitespace around it."""
+    """Prints an answer as it is generated, without the whitespace of the chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text = ""
-        self._whitespace = ""  # printed once text follows it
+        self._space = template_space(tokenizer)
+        self._waiting = ""  # whitespace that may be the template's, until text follows it
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the next part of the answer."""
-        text = self._whitespace + text
+        text = self._waiting + text
         if not self.text:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._whitespace = text[len(shown) :]
+            text = text.removeprefix(self._space.before)
+        shown = text.removesuffix(self._space.after) if stream_end else text.rstrip()
+        self._waiting = text[len(shown) :]
         self.text += shown
         print(visible(shown), end="\n" if stream_end else "", flush=True)
 
