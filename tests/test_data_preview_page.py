@@ -1,7 +1,8 @@
 """sft_play.data.preview_page: the page shows every token and nothing in a row is markup."""
 
 import pytest
-from previews import LEDGER, TEXTS, read, shown
+from html_pages import Page
+from previews import LEDGER, TEXTS, shown
 
 from sft_play.data.preview_page import render_page
 
@@ -13,20 +14,20 @@ HOSTILE = (
 
 def test_a_row_with_markup_is_inert(tokenizer):
     sequence = shown(tokenizer, HOSTILE, HOSTILE, place=f"/tmp/{HOSTILE}.jsonl:1", note=HOSTILE)
-    found = read(render_page({"config": HOSTILE}, LEDGER, [sequence]))
+    found = Page(render_page({"config": HOSTILE}, LEDGER, [sequence]))
     allowed_tags = "html meta title style h1 h2 h3 p section div pre i u mark".split()
     allowed_tags += "table thead tbody tr th td".split()
     assert {tag for tag, _ in found.tags} <= set(allowed_tags)
     allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "title", "scope"}
     assert {name for _, attributes in found.tags for name in attributes} <= allowed
-    assert found.text == f"<|user|>{HOSTILE}<|assistant|>{HOSTILE}<|end|>"
+    assert found.pre == f"<|user|>{HOSTILE}<|assistant|>{HOSTILE}<|end|>"
     assert found.title == f"Preview of {HOSTILE}"
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_of_the_page_is_that_of_the_sample(tokenizer, text):
-    found = read(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
-    assert found.text == f"<|user|>{text}<|assistant|>{text}<|end|>"
+    found = Page(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
+    assert found.pre == f"<|user|>{text}<|assistant|>{text}<|end|>"
     assert found.marked == f"{text}<|end|>"
 
 
@@ -41,7 +42,7 @@ def test_the_page_loads_nothing(tokenizer):
 
 def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer):
     sequence = shown(tokenizer, "Red 🙂", "Blue")
-    tags = read(render_page({}, LEDGER, [sequence])).tags
+    tags = Page(render_page({}, LEDGER, [sequence])).tags
     titles = [found["title"] for tag, found in tags if tag == "i" and "title" in found]
     spans = sequence.documents[0].spans
     ids = [title.partition("id")[2].lstrip("s").split(",") for title in titles]

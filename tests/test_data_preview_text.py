@@ -1,7 +1,8 @@
 """sft_play.data.preview: sequences in a terminal, with and without colours."""
 
 import pytest
-from previews import LEDGER, page_text, shown
+from html_pages import Page
+from previews import LEDGER, shown
 
 from sft_play.data import preview
 from sft_play.data.preview import in_marks, make_visible, print_sequences
@@ -46,7 +47,7 @@ def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer):
     told = in_marks(sequence)
     hidden = sequence.documents[0].tokens - preview.MAX_TOKENS
     assert f"{hidden:,} tokens more, on the page" in told
-    assert told.count("word") < page_text(render_page({}, LEDGER, [sequence])).count("word") == 900
+    assert told.count("word") < Page(render_page({}, LEDGER, [sequence])).pre.count("word") == 900
 
 
 def test_seams_of_a_packed_sequence_are_named(tokenizer):
