@@ -36,6 +36,11 @@ def write_rows(path: Path, *rows: object) -> Path:
     return path
 
 
+def contents(path: Path) -> list[list[str]]:
+    """Return the texts of each row's messages."""
+    return [[message.content for message in row.messages] for row in read_rows(path)]
+
+
 def run_data(
     train: Path, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 64, **data: object
 ) -> RunData:

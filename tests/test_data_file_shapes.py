@@ -10,7 +10,7 @@ from typing import Any
 import pandas
 import pytest
 from families import tokenizer
-from record_files import read_rows, run_data
+from record_files import contents, read_rows, run_data
 from renderings import CHATML
 
 from sft_play.config.schema import Config, SourceSection
@@ -19,10 +19,6 @@ from sft_play.errors import DataError
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
-
-
-def contents(path: Path) -> list[list[str]]:
-    return [[message.content for message in row.messages] for row in read_rows(path)]
 
 
 EXPECTED = [list(row.values()) for row in ROWS]
@@ -41,13 +37,6 @@ def test_a_json_file_is_read_as_pandas_and_spark_write_it(orient, tmp_path):
     else:
         frame.to_json(path, orient=orient)
     assert contents(path) == EXPECTED
-
-
-def test_lines_of_a_json_file_break_at_line_feeds_alone(tmp_path):
-    path = tmp_path / "a.json"
-    row = {"question": "q\u2028r", "answer": "a\x85b"}
-    path.write_text((json.dumps(row, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
-    assert contents(path) == [list(row.values())] * 2
 
 
 def test_an_object_of_splits_is_refused_with_commands_that_write_them(tmp_path):

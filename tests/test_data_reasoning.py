@@ -220,13 +220,6 @@ def test_reasoning_within_the_content_trains_as_the_field_does(name, template, w
     assert ids_of(tok, INLINE, "drop") == ids_of(tok, PLAIN, "drop")
 
 
-def test_a_prompt_with_reasoning_in_its_history_is_that_of_training():
-    tok = family("harmony")
-    messages = (QUESTION, INLINE, Message("user", "What is blue?"), PLAIN)
-    (samples,) = Renderer(tok).render([Row(messages, "rows.jsonl:1")])
-    assert samples[-1].ids[: samples[-1].answer_start] == render_prompt(messages[:3], tok)
-
-
 # As Kimi K2 Thinking: an empty block before every answer of a conversation
 EMPTY = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
@@ -243,15 +236,6 @@ SHUT = EMPTY.replace("<|im_start|>assistant'", "<|im_start|>assistant<think>'")
 @pytest.mark.parametrize("answer", [THOUGHT, INLINE])
 def test_reasoning_stands_in_the_block_that_the_prompt_opens(answer):
     assert trained(SHUT, answer) == "It is a rose.</think>A rose.<|im_end|>"
-
-
-def test_a_mark_that_is_an_added_token_may_stand_in_messages():
-    tok = copy.deepcopy(family("chatml"))
-    tok.chat_template = EMPTY.replace("'<think></think>'", "'</think>'")
-    tok.add_tokens(["<think>", "</think>"])
-    ask = Message("user", "What does </think> end?")
-    (samples,) = Renderer(tok).render([Row((ask, PLAIN), "rows.jsonl:1")])
-    assert "What does </think> end?" in tok.decode(samples[0].ids)
 
 
 # As LFM 2.5: a field is written without line breaks, and an answer as it stands

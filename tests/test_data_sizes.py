@@ -176,8 +176,8 @@ def test_a_list_is_read_in_parts_with_the_places_of_the_file(tmp_path, monkeypat
 
 def test_lines_in_a_json_file_are_read_one_by_one(tmp_path):
     path = tmp_path / "a.json"
-    path.write_text('\n{"text": "a"}\n\n{"text": "b"}\n')
-    assert records(path) == [{"text": "a"}, {"text": "b"}]
+    path.write_text('\n{"text": "a"}\n\n{"text": "b\u2028\x85"}\n', encoding="utf-8")
+    assert records(path) == [{"text": "a"}, {"text": "b\u2028\x85"}]
     path.write_text('{"text": "a"}\n{"text": "' + "b" * text_files.MAX_LINE_BYTES + '"}\n')
     with pytest.raises(DataError, match=r"a.json\[1\]: a line of more than 16 MiB; split"):
         records(path)

@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from sft_play.config.schema import Config, SourceSection
@@ -194,12 +193,6 @@ def test_more_rows_than_there_are_is_an_error_whose_remedy_works(wanted, remedy,
 def test_other_forms_are_refused(wrong):
     with pytest.raises(ValidationError):
         SourceSection.model_validate({"path": "a.jsonl", **wrong})
-
-
-def test_a_section_is_read_again_as_it_was_written():
-    one = SourceSection(path="a.jsonl", rows=7, split="train[:10%]", name="maths")
-    assert (one.split, one.part, one.choice) == ("train", "[:10%]", "rows=7 of [:10%]")
-    assert SourceSection.model_validate(yaml.safe_load(yaml.dump(one.model_dump()))) == one
 
 
 def test_the_same_file_has_an_entry_for_each_choice_and_each_seed_of_a_draw(written, built):

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from families import LLAMA3_WORDS, TEMPLATES, family, tokenizer
+from families import LLAMA3_WORDS, tokenizer
 from record_files import run_data, write_rows
 from renderings import CHATML, WRITES
 
@@ -145,14 +145,3 @@ def test_the_run_counts_the_rows_that_lose_something(tmp_path):
     assert note.startswith(f"{path}: 10 rows: the chat template leaves out the tools")
     again = run_data(path, tokenizer(CHATML), val_size=0.1).ledger.as_json()
     assert again == ledger, "out of the cache, too"
-
-
-@pytest.mark.parametrize("name", ["harmony", "phi3", "gemma"])
-def test_templates_of_published_models_are_found_out(name):
-    tok = family(name)
-    rows = [Row((ASK, calling(*PAIRS["numbers"])), "r:1", tools=(TOOL,))]
-    rows.append(Row((ASK, Message("assistant", "6.")), "r:2", tools=(TOOL,)))
-    refused, (sample,) = Renderer(tok).render(rows)
-    assert "a tool call of messages[1]" in str(refused)
-    assert "leaves out the tools" in sample.notes[0]
-    assert (TEMPLATES / f"{name}.jinja").exists()

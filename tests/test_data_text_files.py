@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 from openpyxl import Workbook
-from record_files import read_rows, zstd
+from record_files import contents, read_rows, zstd
 
 from sft_play.errors import DataError
 
 PAIR = ["q; r, s", "a"]
-
-
-def contents(path: Path) -> list[list[str]]:
-    return [[message.content for message in row.messages] for row in read_rows(path)]
 
 
 def texts(path: Path) -> list[tuple[str, str | None]]:

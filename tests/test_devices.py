@@ -177,18 +177,13 @@ def _cgroup(folder: Path, limit: str, used_bytes: int, cache_bytes: int) -> None
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache_bytes}\n")
 
 
-def test_a_container_limit_bounds_the_ram(tmp_path):
-    (tmp_path / "self").write_text("0::/\n")
-    _cgroup(tmp_path / "fs", str(64 * 2**20), used_bytes=40 * 2**20, cache_bytes=16 * 2**20)
-    memory = host_memory(tmp_path / "fs", tmp_path / "self")
-    assert (memory.total_bytes, memory.available_bytes) == (64 * 2**20, 40 * 2**20)
-
-
 def test_the_tightest_of_nested_limits_counts(tmp_path):
+    mib = 2**20
     (tmp_path / "self").write_text("0::/job/step\n")
-    _cgroup(tmp_path / "fs" / "job", str(2**20), used_bytes=0, cache_bytes=0)
+    _cgroup(tmp_path / "fs" / "job", str(64 * mib), used_bytes=40 * mib, cache_bytes=16 * mib)
     _cgroup(tmp_path / "fs" / "job" / "step", "max", used_bytes=0, cache_bytes=0)
-    assert host_memory(tmp_path / "fs", tmp_path / "self").total_bytes == 2**20
+    memory = host_memory(tmp_path / "fs", tmp_path / "self")
+    assert (memory.total_bytes, memory.available_bytes) == (64 * mib, 40 * mib)
 
 
 def test_version_1_cgroups_bound_the_ram_too(tmp_path):
