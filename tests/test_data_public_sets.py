@@ -103,6 +103,12 @@ SETS = {
         QA,
         needs_setting=True,
     ),
+    "orca_dpo_pairs": PublicSet(
+        [{"system": "Be brief.", "question": QA[0], "chosen": QA[1], "rejected": "A stone."}],
+        "sua",
+        ("Be brief.", *QA),
+        needs_setting=True,
+    ),
     "trl_preference": PublicSet(
         [{"prompt": ASKED[:1], "chosen": ASKED[1:], "rejected": WORSE[1:]}],
         "ua",
