@@ -188,7 +188,8 @@ REFUSED = {
     "marked": ({"question": "<audio>", "answer": "x", "audio": None}, "column audio is of sound"),
     "audio": (asked({"type": "input_audio", "input_audio": {}}), "messages[0].content[0] is sound"),
     "a number": ({"question": "q", "answer": "x", "image": 5}, "image[0] is 5; an image is a path"),
-    "no bytes": ({"question": "q", "answer": "x", "image": {"bytes": ""}}, 'image[0] is {"bytes": ""}'),
+    "no bytes": ({"question": "q", "answer": "x", "image": {"bytes": ""}},
+                 'image[0] is {"bytes": ""}'),
     "null": ({"question": "q", "answer": "x", "images": ["a.png", None]}, "images[1] is null"),
 }  # fmt: skip
 
