@@ -1,7 +1,5 @@
 """Samples, sequences and pages that the tests of `make preview` show."""
 
-from html.parser import HTMLParser
-
 import numpy as np
 
 from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger, Tally
@@ -63,39 +61,3 @@ TRAIN = SplitLedger(
     sources=(),
 )
 LEDGER = Ledger({"train": TRAIN}, max_seq_len=8)
-
-
-class Reader(HTMLParser):
-    """The tags of a page, and the text of its <pre> and of what of it is marked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text = self.marked = self.title = ""
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        inside = "pre" in self.open
-        self.text += data if inside else ""
-        self.marked += data if inside and "mark" in self.open else ""
-        self.title += data if "title" in self.open else ""
-
-
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert reader.open == [], "every element is closed"
-    return reader
-
-
-def page_text(text: str) -> str:
-    return read(text).text

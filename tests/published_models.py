@@ -33,6 +33,11 @@ IMAGE_TEXT_CLASSES = {
 }
 IMAGE_TEXT_TYPES = tuple(sorted(IMAGE_TEXT_CLASSES))
 BUILT_TYPES = tuple(name for name in IMAGE_TEXT_TYPES if name not in NOT_BUILT)
+# Those that people download; `make test-architectures` tries the others, too
+PEOPLES = (
+    *("gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("mistral3", "llama4", "glm4v", "internvl", "smolvlm", "lfm2_vl", "mllama", "kimi_k25"),
+)
 
 # The last ids of the vocabulary stand for images, sound and their ends.
 SPECIAL_IDS = 32

@@ -10,9 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerFast
 
+from sft_play.config.schema import Config
+from sft_play.data.assemble import RunData
 from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
 from sft_play.data.images import BESIDE_FILES, ImageReader
+from sft_play.data.pipeline import build_run_data
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -21,6 +25,29 @@ from sft_play.data.rows import BadRow, Row
 Records = list[dict[str, Any]]
 LINE = b'{"question": "q", "answer": "a"}\n'
 QA = {"question": "q", "answer": "a"}
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    """Write a row a line, as JSON in ASCII, or a Parquet file by that name; return the path."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def contents(path: Path) -> list[list[str]]:
+    """Return the texts of each row's messages."""
+    return [[message.content for message in row.messages] for row in read_rows(path)]
+
+
+def run_data(
+    train: Path, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 64, **data: object
+) -> RunData:
+    """Return the data of a run over a file of rows, with a cache beside it."""
+    settings = {"train_path": str(train), "cache_dir": str(train.parent / "cache"), **data}
+    config = {"model": {"max_seq_len": max_seq_len}, "data": settings}
+    return build_run_data(Config.model_validate(config), tokenizer)
 
 
 def to_jsonl(records: Records) -> bytes:

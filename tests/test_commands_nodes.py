@@ -36,7 +36,7 @@ class Machine(threading.Thread):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_machines_go_once_each_has_come(order: tuple[int, ...]) -> None:
+def test_all_machines_go_once_each_has_come(order):
     port = free_port()
     machines = [Machine(node, 3, port) for node in order[:2]]
     time.sleep(0.3)
@@ -49,7 +49,7 @@ def test_all_machines_go_once_each_has_come(order: tuple[int, ...]) -> None:
         pass  # the port is free for the launcher
 
 
-def test_a_stranger_at_the_port_is_no_machine() -> None:
+def test_a_stranger_at_the_port_is_no_machine():
     port = free_port()
     first = Machine(0, 2, port)
     while socket.socket().connect_ex(("127.0.0.1", port)):
@@ -64,7 +64,7 @@ def test_a_stranger_at_the_port_is_no_machine() -> None:
 
 
 @pytest.mark.parametrize(("node", "awaited"), [(0, "1, 2"), (1, "0")])
-def test_a_wait_says_who_is_missing_and_ends_with_class_17(monkeypatch, node, awaited) -> None:
+def test_a_wait_says_who_is_missing_and_ends_with_class_17(monkeypatch, node, awaited):
     monkeypatch.setattr(nodes, "SAY_SECONDS", 0.3)
     machine = Machine(node, 3, free_port(), seconds=1)
     machine.join(20)
@@ -73,7 +73,7 @@ def test_a_wait_says_who_is_missing_and_ends_with_class_17(monkeypatch, node, aw
     assert f"machine {node} waits for machine {awaited} of 3 (from 0)" in machine.said[0]
 
 
-def test_a_port_that_another_program_uses_is_named() -> None:
+def test_a_port_that_another_program_uses_is_named():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentFault, match=f"MASTER_PORT={port}: .* set another"):
@@ -95,14 +95,13 @@ def lone_machine(tmp_path, settings_of, **variables: str) -> BaseProcess:
     return start_command(("train", "--distributed"), environ, output, say_soon)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_lone_machine_stops_at_once(tmp_path, settings_of, number: signal.Signals) -> None:
+def test_a_lone_machine_stops_at_once(tmp_path, settings_of):
     machine = lone_machine(tmp_path, settings_of)
     output, deadline = tmp_path / "output.txt", time.monotonic() + 60
     while not (output.exists() and " waits for machine 1 of 2" in output.read_text()):
         assert machine.is_alive() and time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(machine.pid, number)
+    os.killpg(machine.pid, signal.SIGTERM)
     began = time.monotonic()
     assert wait_for(machine, 20) == ExitClass.STOPPED, output.read_text()
     assert time.monotonic() - began < 5
@@ -110,7 +109,7 @@ def test_a_lone_machine_stops_at_once(tmp_path, settings_of, number: signal.Sign
     assert (report["status"], report["exit_class"]) == ("stopped", 75)
 
 
-def test_a_lone_machine_ends_at_its_limit(tmp_path, settings_of) -> None:
+def test_a_lone_machine_ends_at_its_limit(tmp_path, settings_of):
     machine = lone_machine(tmp_path, settings_of, TRAIN_RENDEZVOUS_TIMEOUT="1")
     code, said = wait_for(machine, 60), (tmp_path / "output.txt").read_text()
     assert code == ExitClass.PEER_LOST, said

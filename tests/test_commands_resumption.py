@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.commands.resumption import is_in_place, resumption
-from sft_play.config.messages import word
 from sft_play.data import cache
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.plan.run_plan import PlannedRun
@@ -89,25 +88,19 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
         for run in (folder, whole)
     ]
     assert logged[0] == logged[1], "each step once"
-    assert typed() == (
-        f"run {folder.path} is finished at step 4: nothing to do. make eval RUN=run scores it; "
-        f"under another RUN, TRAIN_RESUME_FROM={folder.path} TRAIN_EXTEND=true with more "
-        "TRAIN_EPOCHS trains longer"
-    )
+    done = typed()
+    assert f"{folder.path} is finished at step 4" in done and "make eval RUN=run" in done
     with pytest.raises(ConfigError) as caught:
         typed("tuning.lora.r=2", "train.save_steps=3", TRAIN_SEED="7")
-    assert str(caught.value) == (
-        f"run {folder.path} is finished, with other settings than these:\n"
-        "tuning.lora.r=2 (--set tuning.lora.r), and it was trained with 16\n"
-        "train.seed=7 (environment TRAIN_SEED), and it was trained with 42\n"
-        "choose another RUN to train with them, or leave them out"
-    )
+    _, rank, seed, _ = str(caught.value).splitlines()
+    assert rank.startswith("tuning.lora.r=2 (--set") and rank.endswith(" 16")
+    assert seed.startswith("train.seed=7 (environment TRAIN_SEED)") and seed.endswith(" 42")
     with pytest.raises(ConfigError, match=r"RUN=run: .* exists already; choose another name"):
         typed(RESUME="never")
     refuse_other_rows(folder, typed, monkeypatch, tmp_path)
 
 
-def test_a_run_goes_on_with_the_micro_batches_that_it_had(typed, run_worker, tmp_path) -> None:
+def test_a_run_goes_on_with_the_micro_batches_that_it_had(typed, run_worker, tmp_path):
     """As where a probe had found too little memory for those of the plan."""
     words = ("train.batch_size=auto", "train.grad_accum=auto", "train.effective_batch_size=8")
     folder = typed("train.stop_after=2", *words)
@@ -142,13 +135,9 @@ def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:
         read.clear()
         with pytest.raises(ConfigError) as caught:
             typed(asked, "tuning.lora.r=2")
-        assert str(caught.value) == (
-            f"run {folder.path} is finished, with other settings and rows than these:\n"
-            "tuning.lora.r=2 (--set tuning.lora.r), and it was trained with 16\n"
-            f"data.train_path={word(str(copied))} (--set data.train_path): {copied} has other bytes "
-            "than the files that it was trained with\n"
-            "choose another RUN to train with them, or give it what it was trained with"
-        )
+        _, rank, rows_of, _ = str(caught.value).splitlines()
+        assert rank.startswith("tuning.lora.r=2") and rows_of.startswith("data.train_path=")
+        assert f"{copied} has other bytes" in rows_of
         assert (copied in read) is is_read, "another size tells by itself"
     copied.unlink()
     with pytest.raises(DataError, match="no such file"):
@@ -212,24 +201,21 @@ def test_a_number_that_another_process_had_before_says_nothing(folder):
     assert_taken(folder)
 
 
-def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder, has_ended):
     write_holder(folder.path)
     said: list[str] = []
-    lock.take(folder.path, said.append)
+    lock.take(folder.path, said.append, has_ended=has_ended)
     lock.take(folder.path, said.append)  # its own
-    host = socket.gethostname()
-    assert said == [
-        f"{folder.path / lock.NAME} was process {2**22 + 1} on {host}'s, which is gone; "
-        "this run takes it over"
-    ]
-    assert json.loads((folder.path / lock.NAME).read_text())["pid"] == os.getpid()
+    assert len(said) == (not has_ended)
+    assert all(f"process {2**22 + 1} on {socket.gethostname()}" in line for line in said)
+    assert lock.read_holder(folder.path) == ProcessId.read()
 
 
-def test_no_lock_is_spoken_of_after_a_run_that_was_stopped(folder):
-    write_holder(folder.path)
-    said: list[str] = []
-    lock.take(folder.path, said.append, has_ended=True)
-    assert said == [] and lock.read_holder(folder.path) == ProcessId.read()
+def test_a_lock_that_was_cut_off_is_nobodys(folder):
+    (folder.path / lock.NAME).write_text('{"pid": 1')
+    lock.take(folder.path, print)
+    assert lock.read_holder(folder.path) == ProcessId.read()
 
 
 def test_a_run_before_a_reboot_is_gone(folder):
@@ -252,12 +238,6 @@ def test_ranks_that_outlive_their_launcher_keep_the_folder(folder):
         write_holder(folder.path)
         with pytest.raises(EnvironmentFault, match="its launcher is gone, and its ranks save"):
             lock.take(folder.path, print)
-
-
-def test_a_lock_that_was_cut_off_is_nobodys(folder):
-    (folder.path / lock.NAME).write_text('{"pid": 1')
-    lock.take(folder.path, print)
-    assert lock.read_holder(folder.path) == ProcessId.read()
 
 
 def test_the_lock_of_an_older_version_counts_while_its_run_gives_signs_of_life(folder):

@@ -33,9 +33,7 @@ def ended(output: Path, name: str, status: str, weights: str | None = None, **fa
     return folder
 
 
-def test_a_run_that_failed_in_its_rows_does_not_keep_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_failed_in_its_rows_does_not_keep_its_name(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q"}\n')
     environ = {
@@ -72,14 +70,12 @@ def test_a_run_that_failed_in_its_rows_does_not_keep_its_name(
         ("running", None, {"pid": os.getpid(), "started_at": "2099-01-01T00:00:00"}),
     ],
 )
-def test_a_run_that_trained_or_may_still_train_keeps_its_name(
-    tmp_path: Path, status: str, weights: str | None, facts: dict[str, object]
-) -> None:
+def test_a_run_that_trained_or_may_still_train_keeps_its_name(tmp_path, status, weights, facts):
     ended(tmp_path, "a", status, weights, **facts)
     assert folders.give_up_name(tmp_path, "a") is None
 
 
-def test_a_front_end_that_was_killed_leaves_a_run_that_died(tmp_path: Path) -> None:
+def test_a_front_end_that_was_killed_leaves_a_run_that_died(tmp_path):
     ended(tmp_path, "a", "planned")
     run_files.write_holder(tmp_path / "a")
     assert run_table(tmp_path)[0].split()[:2] == ["a", "died"]
@@ -105,8 +101,8 @@ HERE = "of this process"
     ids=["killed", "killed before its name", "here", "other files", "no lock", "a report"],
 )
 def test_a_run_that_was_killed_before_its_first_report_gives_its_name_up(
-    tmp_path: Path, names: tuple[str, ...], holder: str | None, expected: bool
-) -> None:
+    tmp_path, names, holder, expected
+):
     folder = RunFolder(tmp_path / "a")
     folder.path.mkdir()
     for name in names:
@@ -121,7 +117,7 @@ def test_a_run_that_was_killed_before_its_first_report_gives_its_name_up(
         assert (given_up is not None) == expected
 
 
-def test_a_report_that_was_cut_off_hides_no_other_run(tmp_path: Path) -> None:
+def test_a_report_that_was_cut_off_hides_no_other_run(tmp_path):
     for name in ("a", "b"):
         ended(tmp_path, name, "done", "adapter")
     (tmp_path / "a" / "run.json").write_text('{"status": "do')
@@ -131,8 +127,8 @@ def test_a_report_that_was_cut_off_hides_no_other_run(tmp_path: Path) -> None:
 
 
 def test_the_latest_run_is_the_latest_with_weights_and_the_skipped_ones_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     ended(tmp_path, "lora", "done", "adapter")
     ended(tmp_path, "full", "done", "model")
     ended(tmp_path, "bad", "failed", cause="rows.jsonl:2: not valid JSON\nmore")
@@ -150,14 +146,14 @@ def test_the_latest_run_is_the_latest_with_weights_and_the_skipped_ones_are_name
     assert capsys.readouterr().err == ""
 
 
-def test_weights_that_are_not_whole_are_no_weights(tmp_path: Path) -> None:
+def test_weights_that_are_not_whole_are_no_weights(tmp_path):
     folder = ended(tmp_path, "a", "failed", cause="disk full")
     write_text(folder.path / "adapter" / "adapter_model.safetensors", "half")
     with pytest.raises(EnvironmentFault, match=r"a has no adapter/ or model/ \(failed: disk full"):
         folders.latest_with_weights(tmp_path)
 
 
-def test_machines_that_share_a_disk_write_a_folder_each(tmp_path: Path) -> None:
+def test_machines_that_share_a_disk_write_a_folder_each(tmp_path):
     names = []
     for node_rank in ("0", "1"):
         environ = {

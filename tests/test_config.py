@@ -11,10 +11,10 @@ import pytest
 
 from sft_play.config import on_resume, present, reference
 from sft_play.config.layers import displayed
-from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, environment, load, nested
+from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, environment, load
 from sft_play.config.schema import Config, SourceSection, env_name, settings
 from sft_play.config.yaml_source import Located, read_mapping
-from sft_play.errors import ConfigError, ExitClass
+from sft_play.errors import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PRINTED = FIXTURES / "printed_configs"
@@ -23,7 +23,7 @@ SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The current folder, so that origins read `a.yaml:1`."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -36,7 +36,7 @@ def value(loaded: LoadedConfig, path: str) -> object:
     return node
 
 
-def test_each_layer_overrides_the_one_before_and_names_itself(folder: Path) -> None:
+def test_each_layer_overrides_the_one_before_and_names_itself(folder):
     path = "train.logging_steps"
     assert (value(load(EMPTY), path), load(EMPTY).origin[path]) == (10, "built-in default")
     (folder / "low.yaml").write_text("train:\n  logging_steps: 1\n")
@@ -56,34 +56,20 @@ def test_each_layer_overrides_the_one_before_and_names_itself(folder: Path) -> N
     assert (value(loaded, path), loaded.origin[path]) == (6, f"--set {path}")
 
 
-def test_the_base_config_lies_under_every_file(folder: Path) -> None:
+def test_the_base_config_lies_under_every_file(folder):
     (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
     loaded = load("a.yaml")
     assert loaded.origin["tuning.mode"].startswith(f"{displayed(BASE)}:")
     assert loaded.config.train.epochs == 2
 
 
-def test_is_set_tells_the_user_from_the_defaults_wherever_the_command_runs(folder: Path) -> None:
-    (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
-    loaded = load("a.yaml", {"TRAIN_SEED": "1"})
-    assert [
-        loaded.is_set(path) for path in ("train.epochs", "train.seed", "tuning.mode", "train.optim")
-    ] == [True, True, False, False]
-
-
-def test_described_shows_value_and_origin() -> None:
-    assert (
-        load(EMPTY, {"TRAIN_BF16": "true"}).described("train.bf16")
-        == "train.bf16=true (environment TRAIN_BF16)"
-    )
-
-
-def test_a_preset_is_found_by_its_name_from_any_folder(folder: Path) -> None:
-    assert not list(folder.iterdir())
+def test_a_preset_is_found_by_its_name_from_any_folder(folder):
     assert load("small").source == CONFIGS / "small.yaml"
+    (folder / "small").mkdir()
+    assert load("small").source == CONFIGS / "small.yaml", "a folder does not hide it"
 
 
-def test_includes_are_relative_to_the_including_file_and_count_once(folder: Path) -> None:
+def test_includes_are_relative_to_the_including_file_and_count_once(folder):
     (folder / "sub").mkdir()
     (folder / "sub" / "common.yaml").write_text("train: {epochs: 1, seed: 1}\n")
     (folder / "sub" / "left.yaml").write_text("include: common.yaml\ntrain: {epochs: 2}\n")
@@ -99,7 +85,7 @@ def test_includes_are_relative_to_the_including_file_and_count_once(folder: Path
     )  # right's second reading of common does not undo left
 
 
-def test_merge_keys_and_anchors_keep_the_line_where_a_value_stands(folder: Path) -> None:
+def test_merge_keys_and_anchors_keep_the_line_where_a_value_stands(folder):
     (folder / "a.yaml").write_text("train: &t\n  epochs: 2\n  seed: 3\n")
     assert load("a.yaml").origin["train.seed"] == "a.yaml:3"
     (folder / "b.yaml").write_text(
@@ -113,22 +99,7 @@ def test_merge_keys_and_anchors_keep_the_line_where_a_value_stands(folder: Path)
     )
 
 
-def test_of_several_merged_mappings_the_first_wins(folder: Path) -> None:
-    (folder / "a.yaml").write_text(
-        "train:\n  <<: [{seed: 1}, {seed: 2, epochs: 4}]\n  save_steps: 9\n"
-    )
-    train = load("a.yaml").config.train
-    assert (train.seed, train.epochs, train.save_steps) == (1, 4, 9)
-
-
-def test_an_anchor_with_a_merge_key_may_be_used_twice(folder: Path) -> None:
-    text = "a: &a\n  x: 1\nb: &b\n  <<: *a\n  x: 2\nc: *b\nd: *b\n"
-    (folder / "a.yaml").write_text(text)
-    mapping = read_mapping(Path("a.yaml"))
-    assert [mapping[name].value["x"].value for name in "abcd"] == [1, 2, 2, 2]
-
-
-def test_aliases_that_multiply_are_refused_in_no_time(folder: Path) -> None:
+def test_aliases_that_multiply_are_refused_in_no_time(folder):
     lines = ["x0: &x0 [1]"] + [
         f"x{n}: &x{n} {{{', '.join(f'k{i}: *x{n - 1}' for i in range(9))}}}" for n in range(1, 30)
     ]
@@ -167,6 +138,7 @@ def source(path: str, weight: float) -> SourceSection:
         ("# only a comment\n", "train.seed", 42),
         ("\ufefftrain: {seed: 1}", "train.seed", 1),
         ("train:\r\n  seed: 1\r\n  epochs: 2\r\n", "train.epochs", 2.0),
+        ("train:\n  <<: [{seed: 1}, {seed: 2}]\n", "train.seed", 1),
         (
             "tuning: {lora: {target_modules: [q_proj, v_proj]}}",
             "tuning.lora.target_modules",
@@ -186,7 +158,7 @@ def source(path: str, weight: float) -> SourceSection:
         ("data: {columns: {question: problem}}", "data.columns", {"question": "problem"}),
     ],
 )
-def test_yaml_means_what_it_says(folder: Path, text: str, path: str, wanted: object) -> None:
+def test_yaml_means_what_it_says(folder, text, path, wanted):
     (folder / "a.yaml").write_bytes(text.encode())
     got = value(load("a.yaml"), path)
     assert (got, type(got)) == (wanted, type(wanted))
@@ -224,15 +196,17 @@ def test_yaml_means_what_it_says(folder: Path, text: str, path: str, wanted: obj
         ("TUNING_LORA_TARGET_MODULES", '["q_proj", v_proj]', ["q_proj", "v_proj"]),
     ],
 )
-def test_a_variable_is_read_by_the_type_of_its_setting(
-    name: str, text: str, wanted: object
-) -> None:
+def test_a_variable_is_read_by_the_type_of_its_setting(name, text, wanted):
     path = next(path for path in settings() if env_name(path) == name)
     got = value(load(EMPTY, {name: text}), path)
     assert (got, type(got)) == (wanted, type(wanted))
 
 
-def test_overrides_are_read_like_variables_and_may_hold_equals_signs() -> None:
+def test_overrides_are_read_like_variables_and_a_bare_load_reads_no_environment(
+    monkeypatch,
+):
+    monkeypatch.setenv("TRAIN_SEED", "7")
+    assert environment()["TRAIN_SEED"] == "7"
     loaded = load(
         EMPTY, overrides=["data.system_prompt=a=b", "train.max_steps=null", "train.batch_size=2"]
     )
@@ -240,30 +214,12 @@ def test_overrides_are_read_like_variables_and_may_hold_equals_signs() -> None:
         loaded.config.data.system_prompt,
         loaded.config.train.max_steps,
         loaded.config.train.batch_size,
-    ) == ("a=b", None, 2)
-
-
-def test_the_environment_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAIN_SEED", "7")
-    copy = environment()
-    copy["TRAIN_SEED"] = "8"
-    assert environment()["TRAIN_SEED"] == "7"
-
-
-def test_a_bare_load_does_not_look_at_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAIN_SEED", "7")
-    assert load(EMPTY).config.train.seed == 42
-
-
-def test_nested_turns_dotted_names_into_a_tree() -> None:
-    assert nested({"train.seed": 1, "tuning.lora.r": 2, "tuning.mode": "lora"}) == {
-        "train": {"seed": 1},
-        "tuning": {"lora": {"r": 2}, "mode": "lora"},
-    }
+        loaded.config.train.seed,
+    ) == ("a=b", None, 2, 42)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_config_that_ships_loads_and_opens_with_its_command(name: str) -> None:
+def test_a_config_that_ships_loads_and_opens_with_its_command(name):
     load(f"{CONFIGS / name}.yaml")
     if name != "base":
         assert (CONFIGS / f"{name}.yaml").read_text().startswith("# make ")
@@ -287,7 +243,7 @@ def leaves(name: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     "name", ["multi_gpu_config", "evaluation", "rtx4090_sli", "a100_pair", "h200_quad"]
 )
-def test_a_printed_block_loads_exactly_as_it_stands(name: str) -> None:
+def test_a_printed_block_loads_exactly_as_it_stands(name):
     loaded = load(str(PRINTED / f"{name}.yaml"))
     for path, wanted in leaves(PRINTED / f"{name}.yaml").items():
         assert value(loaded, path) == wanted
@@ -295,7 +251,7 @@ def test_a_printed_block_loads_exactly_as_it_stands(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["multi_gpu_config", "rtx4090_sli", "a100_pair", "h200_quad"])
-def test_a_shipped_config_has_every_value_of_its_printed_block(name: str) -> None:
+def test_a_shipped_config_has_every_value_of_its_printed_block(name):
     shipped = leaves(CONFIGS / f"{name}.yaml")
     assert leaves(PRINTED / f"{name}.yaml").items() <= shipped.items()
     added = {"tuning.mode", "train.learning_rate", "train.epochs", "train.activation_offloading"}
@@ -303,8 +259,8 @@ def test_a_shipped_config_has_every_value_of_its_printed_block(name: str) -> Non
 
 
 def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_lines(
-    folder: Path,
-) -> None:
+    folder,
+):
     text = (PRINTED / "size_scaling.yaml").read_text()
     loaded = []
     for number, block in enumerate(re.split(r"\n\n", text)):
@@ -315,15 +271,11 @@ def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_li
     (folder / "all.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load("all.yaml")
-    assert str(error.value).splitlines() == [
-        "all.yaml:9: key 'model' is given twice, first on line 2; keep one of them",
-        "all.yaml:11: key 'train' is given twice, first on line 4; keep one of them",
-        "all.yaml:16: key 'model' is given twice, first on line 2; keep one of them",
-        "all.yaml:18: key 'train' is given twice, first on line 4; keep one of them",
-    ]
+    twice = [re.findall(r"\d+", line) for line in str(error.value).splitlines()]
+    assert twice == [["9", "2"], ["11", "4"], ["16", "2"], ["18", "4"]]
 
 
-def test_every_setting_has_a_sentence_and_a_variable_of_its_own() -> None:
+def test_every_setting_has_a_sentence_and_a_variable_of_its_own():
     for path, field in settings().items():
         assert field.description and field.description.endswith("."), path
         assert 15 < len(field.description) < 200, path
@@ -331,13 +283,7 @@ def test_every_setting_has_a_sentence_and_a_variable_of_its_own() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_config_errors_carry_their_exit_class() -> None:
-    with pytest.raises(ConfigError) as error:
-        load("no-such-config.yaml")
-    assert error.value.exit_class is ExitClass.CONFIG
-
-
-def test_json_holds_every_value_and_every_origin_as_plain_data() -> None:
+def test_json_holds_every_value_and_every_origin_as_plain_data():
     loaded = load("multi_gpu_config", {"TRAIN_BATCH_SIZE": "2"})
     shown = json.loads(json.dumps(present.as_json(loaded)))
     assert shown["values"]["train"]["batch_size"] == 2
@@ -346,7 +292,7 @@ def test_json_holds_every_value_and_every_origin_as_plain_data() -> None:
     assert Config.model_validate(shown["values"]) == loaded.config
 
 
-def test_lines_are_aligned_and_name_origins() -> None:
+def test_lines_are_aligned_and_name_origins():
     lines = present.as_lines(load("multi_gpu_config", {"DATA_SYSTEM_PROMPT": "x" * 200}))
     assert len(lines) == len(settings())
     assert len({line.index(" = ") for line in lines}) == 1
@@ -356,12 +302,12 @@ def test_lines_are_aligned_and_name_origins() -> None:
     assert "x" * 200 in "\n".join(lines)
 
 
-def test_the_page_has_the_tables_that_the_schema_makes() -> None:
+def test_the_page_has_the_tables_that_the_schema_makes():
     text = reference.PAGE.read_text(encoding="utf-8")
     assert text == reference.page(text), "run `python -m sft_play.config.reference`"
 
 
-def test_the_config_room_loads_no_torch() -> None:
+def test_the_config_room_loads_no_torch():
     code = (
         "import sys, sft_play.config.present, sft_play.config.reference, "
         "sft_play.config.deepspeed as d, sft_play.config.loader as l;"
@@ -375,7 +321,7 @@ def test_the_config_room_loads_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_setting_says_what_it_means_to_a_resumed_run() -> None:
+def test_every_setting_says_what_it_means_to_a_resumed_run():
     """A new setting has no class until its author has chosen one in config/on_resume.py."""
     assert set(on_resume.CLASSES) == set(settings())
     kinds = (on_resume.MUST_MATCH, on_resume.CONTENT, on_resume.PLANNED, on_resume.FREE)

@@ -1,7 +1,5 @@
 """`make init FROM=`: configs and command lines of other programs, translated."""
 
-from pathlib import Path
-
 import pytest
 
 from sft_play.commands.call import read_call
@@ -93,9 +91,7 @@ TRL = (
     ],
     ids=["axolotl", "llama-factory", "trl"],
 )
-def test_what_can_be_said_is_a_setting_and_the_rest_has_its_reason(
-    tmp_path: Path, text: str, said: dict, left: list[str]
-) -> None:
+def test_what_can_be_said_is_a_setting_and_the_rest_has_its_reason(tmp_path, text, said, left):
     source = text
     if "\n" in text:
         (tmp_path / "other.yml").write_text(text)
@@ -106,7 +102,7 @@ def test_what_can_be_said_is_a_setting_and_the_rest_has_its_reason(
     assert not any("hf_abc" in line or "\n" in line for line in found.left)
 
 
-def test_the_file_that_is_written_loads(tmp_path: Path) -> None:
+def test_the_file_that_is_written_loads(tmp_path):
     (tmp_path / "other.yml").write_text(AXOLOTL)
     out = tmp_path / "config.yaml"
     told = init(read_call(environ={"FROM": str(tmp_path / "other.yml"), "OUT": str(out)}))
@@ -116,7 +112,7 @@ def test_the_file_that_is_written_loads(tmp_path: Path) -> None:
     assert "hf_abc" not in out.read_text()
 
 
-def test_a_source_that_is_none_is_an_error() -> None:
+def test_a_source_that_is_none_is_an_error():
     with pytest.raises(
         ConfigError, match=r"FROM=nothing\.yml: no such file; write a YAML file, or"
     ):

@@ -25,8 +25,8 @@ ODD_TEXTS = [
     ":",
 ]  # fmt: skip
 SEEDS = [
-    *range(20),
-    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 100)),
+    *range(8),
+    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 100)),
 ]
 
 
@@ -136,7 +136,7 @@ def reloaded(path: Path, text: str) -> LoadedConfig:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_dumped_config_is_read_back_equal(tmp_path: Path, seed: int) -> None:
+def test_a_dumped_config_is_read_back_equal(tmp_path, seed):
     config = random_config(seed, random_text)
     text = yaml_source.dump(config.model_dump())
     loaded = reloaded(tmp_path / "a.yaml", text)
@@ -146,13 +146,7 @@ def test_a_dumped_config_is_read_back_equal(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_config_that_pyyaml_dumped_is_read_back_equal(tmp_path: Path, seed: int) -> None:
-    config = random_config(seed, plain_text)
-    assert reloaded(tmp_path / "a.yaml", yaml.safe_dump(config.model_dump())).config == config
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_config_given_as_overrides_equals_the_same_as_a_file(tmp_path: Path, seed: int) -> None:
+def test_a_config_given_as_overrides_equals_the_same_as_a_file(tmp_path, seed):
     config = random_config(seed, plain_text)
     entries = [f"{path}={_spelled(config, path)}" for path in settings()]
     (tmp_path / "empty.yaml").touch()
@@ -175,7 +169,7 @@ def _spelled(config: Config, path: str) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_truncated_yaml_is_refused_with_a_sentence_or_read(tmp_path: Path, seed: int) -> None:
+def test_truncated_yaml_is_refused_with_a_sentence_or_read(tmp_path, seed):
     dice = random.Random(seed)
     text = yaml_source.dump(random_config(seed, random_text).model_dump())
     at = dice.randrange(len(text))
@@ -188,34 +182,8 @@ def test_truncated_yaml_is_refused_with_a_sentence_or_read(tmp_path: Path, seed:
         assert "a.yaml:" in str(error) or "(built-in" in str(error)
 
 
-def random_json(dice: random.Random, depth: int = 0) -> object:
-    kind = dice.randrange(8 if depth < 3 else 6)
-    if kind == 6:
-        return [random_json(dice, depth + 1) for _ in range(dice.randint(0, 4))]
-    if kind == 7:
-        return {random_text(dice): random_json(dice, depth + 1) for _ in range(dice.randint(0, 4))}
-    return [
-        None,
-        True,
-        dice.randint(-9, 10**9),
-        dice.uniform(-1e9, 1e-9),
-        "// a /* b */ ,}",
-        random_text(dice),
-    ][kind]
-
-
 @pytest.mark.parametrize("seed", SEEDS)
-def test_json_with_scattered_comments_means_the_same(seed: int, tmp_path: Path) -> None:
-    dice = random.Random(seed)
-    value = random_json(dice)
-    lines = json.dumps(value, indent=2, ensure_ascii=dice.random() < 0.5).split("\n")
-    text = "\n".join(dice.choice([f"{line} // }}]", f"/* {{ \n */{line}", line]) for line in lines)
-    (tmp_path / "a.json").write_text(text, encoding="utf-8")
-    assert yaml_source.read_json(tmp_path / "a.json").value == value
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_resolved_json_adds_up_and_resolves_to_itself(seed: int) -> None:
+def test_a_resolved_json_adds_up_and_resolves_to_itself(seed):
     dice = random.Random(seed)
     stage = dice.randint(0, 3)
     bf16 = dice.random() < 0.5

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import random
-from pathlib import Path
 
 import pytest
 from record_files import (
@@ -19,12 +18,11 @@ from record_files import (
     to_arrow_file,
     to_arrow_stream,
     to_parquet,
-    to_table,
     zstd,
 )
 
-from sft_play.data import tables, text_files
-from sft_play.data.files import parse_records, read_chunks
+from sft_play.data import tables
+from sft_play.data.files import read_chunks
 from sft_play.data.row_detection import detect_format
 from sft_play.data.rows import BadRow
 from sft_play.errors import DataError, ExitClass
@@ -44,14 +42,11 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.jsonl", b"[" + LINE + b"]", ":1",
      "the file begins with a JSON list; "
      "rows are one JSON object a line, and a list of them is a .json file"),
-    ("a.jsonl", b"\n[\n" + LINE + b"]", ":2", "the file begins with a JSON list"),
     ("a.jsonl", json.dumps(QA, indent=1).encode(), ":1",
      "the line ends behind the first bracket; a row stands on one line, whole"),
     ("a.jsonl", LINE + LINE[:20], ":2",
      'not valid JSON: Unterminated string starting at column 19; '
      'the file ends with this line, perhaps cut off'),
-    ("a.jsonl", LINE + LINE[:-3], ":2",
-     "not valid JSON: Unterminated string starting at column 29; the file ends with this line"),
     ("a.jsonl", LINE.decode().encode("utf-16"), "",
      "the text is UTF-16; iconv -f UTF-16 -t UTF-8 "),
     ("a.jsonl", LINE.decode().encode("utf-16-le"), ":1",
@@ -59,20 +54,12 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.jsonl", LINE * 3 + "é".encode("latin-1") + LINE, ":4", "not UTF-8 at byte 0"),
     ("a.jsonl", LINE + b"\xef\xbb\xbf" + LINE, ":2",
      "begins with a byte order mark, as where files were joined; delete the mark"),
-    ("a.jsonl", b"\x1f\x8b" + LINE, ":1", "not UTF-8 at byte 1"),
     ("a.jsonl", b'{"text": "x", "text": "y"}', ":1",
      "not valid JSON: the key 'text' stands twice in one object"),
-    ("a.jsonl", LINE + b'{"question": "q", "answer": "a", "x": {"y": [{"z": 1, "z": 2}]}}', ":2",
-     "not valid JSON: the key 'z' stands twice"),
     ("a.jsonl", b"question,answer\nq,a\n", ":1", "not valid JSON: Expecting value at column 1"),
     ("a.jsonl.gz", LINE, "", "no gzip file, or a damaged one"),
     ("a.jsonl.gz", gzip.compress(LINE * 1000, mtime=0)[:-20], "",
      "the compressed text breaks off or is damaged"),
-    ("a.jsonl.gz", gzip.compress(random.Random(0).randbytes(9999), mtime=0)[:5000] + b"x" * 5000, "",
-     "the compressed text breaks off or is damaged"),
-    ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, "",
-     "no gzip file, or a damaged one (CRC check failed"),
-    ("a.json", b"", "", "no rows"),
     ("a.json", b"[]", "", "no rows"),
     ("a.json", b'{"data": []}', "", "no rows"),
     ("a.json", b'{"question": "q"}', "",
@@ -80,47 +67,32 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      'this is one object with the keys question'),
     ("a.json", b'{"data": [1], "more": [2, 3]}', "",
      "this is one object with the lists data, more"),
-    ("a.json", b'{"data": [1], "more": [2]}', "", "the columns are data, more; a row has"),
     ("a.json", b'{"train": [{"question": "q"}], "test": []}', "",
      "one object with the splits train, test; write each as a file of its own: jq -c '.train[]' "),
-    ("a.json", b"{}", "", "this is one object with the keys none"),
     ("a.json", b'"text"', "", "a .json data file holds a list of rows, not a text"),
-    ("a.json", b"3", "", "a .json data file holds a list of rows, not a number"),
     ("a.json", LINE * 3 + b"{", "[3]",
      "the line ends behind the first bracket; a row stands on one line, whole"),
     ("a.json", b'{"data": [1}', "", "not valid JSON: Expecting ',' delimiter at column 12"),
     ("a.json", b"[{]", "[0]",
      "not valid JSON: Expecting property name enclosed in double quotes at column 3"),
+    ("a.json", b"[" + LINE + b', {"x": 1, "x": 2}]', "[1]",
+     "not valid JSON: the key 'x' stands twice in one object"),
+    ("a.json", b"[" + LINE + b"," + b"[" * 100_000, "[1]", "not valid JSON: nested too deeply"),
     ("a.json", b"[" + LINE + b"," + LINE + b"{}]", "[2]",
      "not valid JSON: no comma before this row, at line 3 column 1"),
     ("a.json", b"[" + LINE + b"," + LINE, "[2]",
      "not valid JSON: the list has no end; the file is perhaps cut off"),
-    ("a.json", b"[" + LINE + b"," + LINE[:20], "[1]",
-     "not valid JSON: Unterminated string starting at line 2 column 20"),
-    ("a.json", b"[" + LINE + b",]", "[1]",
-     "not valid JSON: no comma before this row, at line 2 column 1"),
     ("a.json", b"[" + LINE + b"]]", "[1]",
      "more text behind the end of the list, at line 2 column 2; "
      "a .json file holds one list of rows"),
     ("a.json", b"[" + LINE + b", 5]", "[1]", "a row is a JSON object, not a number"),
-    ("a.json", b"[" + LINE + b', {"question": "q", "answer": NaN}]', "[1]",
-     "answer is NaN, not a text"),
-    ("a.json", b"[" + LINE + b', {"x": ' + b"1" * 5000 + b"}]", "[1]",
-     "not valid JSON: a number has too many digits"),
-    ("a.json", b"[" + LINE + b', {"x": 1, "x": 2}]', "[1]",
-     "not valid JSON: the key 'x' stands twice in one object"),
-    ("a.json", b"[" + LINE + b"," + b"[" * 100_000, "[1]", "not valid JSON: nested too deeply"),
     ("a.json", b"[" + LINE + b', {"question": "q"}]', "[1]",
      "the keys are question; the rows of this file have question and answer"),
     ("a.json", b'[{"question": "\xff"}]', "", "not UTF-8 at byte 15; save the file as UTF-8"),
-    ("a.json", b'["\0"]', "[0]", "not valid JSON: it holds NUL bytes"),
-    ("a.csv", b"", "", "no rows"),
     ("a.csv", b"question,answer\n", "", "no rows"),
     ("a.csv", b"question,answer\nq,a\nq\n", ":3",
      "1 fields, and the first line names 2 columns; "
      "a field that holds the separator stands in quotes"),
-    ("a.csv", b"question,answer\nq,a\n\nq,a,b\n", ":4",
-     "3 fields, and the first line names 2 columns"),
     ("a.csv", b'question,answer\n"q\nr",a\n"s', ":4",
      "a quote is opened in this row and never closed; quotes inside a field are doubled"),
     ("a.csv", b'question,answer\n"q"r,a\n', ":2",
@@ -131,11 +103,9 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      "3 fields, and the first line names 2 columns"),
     ("a.csv", "question,answer\nq,a\n".encode("utf-16"), "",
      "the text is UTF-16; iconv -f UTF-16 -t UTF-8 "),
-    ("a.jsonl", LINE.decode().encode("utf-16-be"), ":1", "not valid JSON: it holds NUL bytes"),
     ("a.txt", b" \n\n", "", "no rows"),
     ("a.txt", b"A rose.\nA caf\xe9.", ":1", "not UTF-8 in line 2; save the file as UTF-8"),
     ("a.jsonl.zst", zstd(LINE * 9)[:-5], "", "cannot be read: Truncated compressed stream"),
-    ("a.jsonl.zst", LINE, "", "cannot be read: ZSTD decompress failed"),
     ("a.csv", b"question,,answer\nq,a,b\n", ":1",
      "the first line names the columns, and number 2 of 3 has no name"),
     ("a.tsv", b"question,answer\nq,a\n", ":1",
@@ -144,15 +114,11 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      "the columns are What is red?, A rose. (its first line); a row has messages, or"),
     ("a.csv", b"question,answer\nq,a\n\xe9t\xe9,a\n", ":3", "not UTF-8; save the file as UTF-8"),
     ("a.csv", b"question,answer\nq,a\nq\0,a\n", ":3", "question holds a NUL character"),
-    ("a.csv", b"question,answer\nq,a\nq, \n", ":3", "answer is empty"),
     ("a.csv", b"messages\nhello\n", ":2",
      "messages is a text that is no JSON (not valid JSON: Expecting value at column 1): hello"),
-    ("a.csv.gz", gzip.compress(to_table([QA] * 1000), mtime=0)[:-10], "",
-     "the compressed text breaks off or is damaged"),
     ("a.parquet", b"", "", "no .parquet file, or a damaged one (Parquet file size is 0 bytes)"),
     ("a.parquet", LINE * 10, "",
      "no .parquet file, or a damaged one (Parquet magic bytes not found"),
-    ("a.parquet", PARQUET[:-9], "", "no .parquet file, or a damaged one"),
     ("a.parquet", to_parquet([QA])[:4] + b"\xff" * 40 + to_parquet([QA])[44:], "",
      "cannot be read: "),
     ("a.parquet", parquet_of(question=["q", None], answer=["a", "a"]), "[1]",
@@ -167,20 +133,15 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.parquet", parquet_of(problem=["q"], answer=["a"]), "",
      "the columns are problem, answer; no row format has these. Say"),
     ("a.arrow", b"", "", "no Arrow stream, or one that breaks off"),
-    ("a.arrow", LINE, "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", STREAM[:-8], "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", STREAM[:LAST_BATCH], "", "no Arrow stream, or one that breaks off"),
-    ("a.arrow", STREAM[: len(STREAM) // 2], "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", ARROW_FILE[: len(ARROW_FILE) // 2], "", "no .arrow file, or a damaged one"),
     ("a.doc", LINE, "", "a data file ends in .jsonl, .ndjson, .csv, .tsv, .json, .txt, .jsonl.gz"),
-    ("a", LINE, "", "a data file ends in .jsonl"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "data", "place", "reason"), BAD_FILES)
-def test_a_bad_file_is_named_with_the_place_and_the_reason(
-    name: str, data: bytes, place: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_bad_file_is_named_with_the_place_and_the_reason(name, data, place, reason, tmp_path):
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError) as error:
@@ -203,8 +164,8 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -> None:
-    for seed in range(60):
+def test_damage_is_named_and_never_ends_the_process(name, tmp_path):
+    for seed in range(30):
         draw = random.Random(seed)
         path = tmp_path / name
         path.write_bytes(damaged(WRITERS[name](GOLDEN[draw.choice(list(GOLDEN))]), draw))
@@ -214,50 +175,28 @@ def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -
             assert str(path) in str(error)
 
 
-def test_a_line_without_end_is_refused_before_memory_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1 << 20)
-    (tmp_path / "a.jsonl").write_bytes(LINE + b" " + b"x" * (2 << 20))
-    with pytest.raises(
-        DataError, match=r"a.jsonl:2: a line of more than 1 MiB; rows are one JSON object a line"
-    ):
-        read_rows(tmp_path / "a.jsonl")
-
-
-def test_a_quote_without_end_is_refused_before_memory_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "MAX_FIELD_CHARACTERS", 1 << 20)
-    (tmp_path / "a.csv").write_bytes(b'question,answer\nq,a\n"q,a\n' + b"q,a\n" * (1 << 20))
+def test_a_quote_without_end_is_refused_before_memory_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_FIELD_CHARACTERS", 1 << 16)
+    (tmp_path / "a.csv").write_bytes(b'question,answer\nq,a\n"q,a\n' + b"q,a\n" * (1 << 16))
     with pytest.raises(DataError, match=r"a.csv:3: a quote is opened in this row and never closed"):
         read_rows(tmp_path / "a.csv")
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name, words in [
         ("missing.jsonl", "no such data file"),
-        ("folder.jsonl", "a folder, not a file"),
-        ("pipe.jsonl", "a FIFO, not a regular file: write what it gives to one"),
-        ("x" * 300 + ".jsonl", "cannot be read: File name too long"),
+        ("folder.jsonl", "a folder"),
+        ("pipe.jsonl", "a FIFO"),
+        ("x" * 300 + ".jsonl", "File name too long"),
     ]:
         with pytest.raises(DataError, match=words):
             read_rows(tmp_path / name)
 
 
-def test_a_bad_row_in_a_batch_leaves_the_others(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(parquet_of(question=["q", "q"], answer=bad_text(b"\xff")))
-    (chunk,) = read_chunks(tmp_path / "a.parquet")
-    assert list(parse_records(chunk)) == [
-        {"question": "q", "answer": "q"},
-        BadRow(f"{chunk.path}[1]", "a text is not UTF-8", "\\xff"),
-    ]
-
-
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_bad_row_is_set_aside_with_all_its_columns(name: str, tmp_path: Path) -> None:
+def test_a_bad_row_is_set_aside_with_all_its_columns(name, tmp_path):
     (tmp_path / name).write_bytes(
         WRITERS[name]([{**QA, "id": "1"}, {**QA, "answer": " ", "id": "2"}])
     )

@@ -1,25 +1,17 @@
 """sft_play.data: one message for one cause, and what was read before an error."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 from families import tokenizer
+from record_files import write_rows
 from renderings import CHATML
 
 from sft_play.config.schema import Config
-from sft_play.data.files import BadRows, refuse_bad_rows
+from sft_play.data.files import refuse_bad_rows
 from sft_play.data.ledger import DataAccount
 from sft_play.data.rows import BadRow
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.errors import DataError
-
-
-def write(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
 
 
 def error_of(rows: list[BadRow], rows_read: int) -> list[str]:
@@ -28,7 +20,7 @@ def error_of(rows: list[BadRow], rows_read: int) -> list[str]:
     return str(error.value).splitlines()
 
 
-def test_one_cause_of_nearly_all_rows_is_one_message() -> None:
+def test_one_cause_of_nearly_all_rows_is_one_message():
     rows = [BadRow(f"a.jsonl:{n}", f"answer is {n}, not a text", "") for n in range(1, 99)]
     rows.insert(0, BadRow("a.jsonl:100", "question is empty", ""))
     assert error_of(rows, 100) == [
@@ -40,7 +32,7 @@ def test_one_cause_of_nearly_all_rows_is_one_message() -> None:
     assert "quarantine" in lines[-1]
 
 
-def test_a_template_that_refuses_every_row_is_named_with_what_to_type() -> None:
+def test_a_template_that_refuses_every_row_is_named_with_what_to_type():
     reason = "the chat template refuses the conversation: System role not supported"
     lines = error_of([BadRow(f"a.jsonl:{n}", reason, "") for n in range(50)], 50)
     assert lines[0] == f"a.jsonl:0: {reason}"
@@ -48,22 +40,15 @@ def test_a_template_that_refuses_every_row_is_named_with_what_to_type() -> None:
     assert len(lines) == 3
 
 
-def test_causes_are_counted_over_chunks() -> None:
-    bad = BadRows()
-    for chunk in range(2):
-        for n in range(10):
-            bad.add(BadRow(f"a:{chunk}{n}", f"messages[{n}].content is empty", ""))
-    assert (bad.total, dict(bad.causes)) == (20, {"messages[_].content is empty": 20})
-    assert len(bad.first) == 5
-
-
-def test_the_account_says_what_was_read_before_an_error(tmp_path: Path) -> None:
+def test_the_account_says_what_was_read_before_an_error(tmp_path):
     good = [{"question": f"q{n}", "answer": "a"} for n in range(3000)]
     config = Config.model_validate({
         "model": {"max_seq_len": 64},
         "data": {
-            "train_path": write(tmp_path / "train.jsonl", *good),
-            "val_path": write(tmp_path / "val.jsonl", *good[:2500], {"question": "q", "answer": 1}),
+            "train_path": str(write_rows(tmp_path / "train.jsonl", *good)),
+            "val_path": str(write_rows(
+                tmp_path / "val.jsonl", *good[:2500], {"question": "q", "answer": 1}
+            )),
             "cache_dir": str(tmp_path / "cache"),
         },
     })  # fmt: skip

@@ -10,20 +10,15 @@ from typing import Any
 import pandas
 import pytest
 from families import tokenizer
-from record_files import read_rows
+from record_files import contents, read_rows, run_data
 from renderings import CHATML
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data.pipeline import build_run_data
 from sft_play.data.sources import find_source, find_sources
 from sft_play.errors import DataError
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
-
-
-def contents(path: Path) -> list[list[str]]:
-    return [[message.content for message in row.messages] for row in read_rows(path)]
 
 
 EXPECTED = [list(row.values()) for row in ROWS]
@@ -32,7 +27,7 @@ EXPECTED = [list(row.values()) for row in ROWS]
 @pytest.mark.parametrize(
     "orient", ["columns", "index", "records", "split", "table", "list", "lines"]
 )
-def test_a_json_file_is_read_as_pandas_and_spark_write_it(orient: str, tmp_path: Path) -> None:
+def test_a_json_file_is_read_as_pandas_and_spark_write_it(orient, tmp_path):
     path = tmp_path / "a.json"
     frame = pandas.DataFrame(ROWS)
     if orient == "lines":
@@ -44,14 +39,7 @@ def test_a_json_file_is_read_as_pandas_and_spark_write_it(orient: str, tmp_path:
     assert contents(path) == EXPECTED
 
 
-def test_lines_of_a_json_file_break_at_line_feeds_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    row = {"question": "q\u2028r", "answer": "a\x85b"}
-    path.write_text((json.dumps(row, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
-    assert contents(path) == [list(row.values())] * 2
-
-
-def test_an_object_of_splits_is_refused_with_commands_that_write_them(tmp_path: Path) -> None:
+def test_an_object_of_splits_is_refused_with_commands_that_write_them(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"train": ROWS, "test": ROWS[:1]}))
     with pytest.raises(DataError) as error:
@@ -62,13 +50,13 @@ def test_an_object_of_splits_is_refused_with_commands_that_write_them(tmp_path: 
     assert contents(tmp_path / "test.jsonl") == EXPECTED[:1]
 
 
-def test_nan_is_read_where_it_is_not_used(tmp_path: Path) -> None:
+def test_nan_is_read_where_it_is_not_used(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({**ROWS[0], "score": float("nan"), "system": float("nan")}) + "\n")
     assert contents(path) == EXPECTED[:1]
 
 
-def test_a_folder_of_spark_is_read_without_its_empty_parts(tmp_path: Path) -> None:
+def test_a_folder_of_spark_is_read_without_its_empty_parts(tmp_path):
     for number, line in enumerate([*LINES.splitlines(), ""]):
         (tmp_path / f"part-0000{number}-ab-c000.json").write_text(line and line + "\n")
     for name in ("_SUCCESS", "._SUCCESS.crc", ".part-00000-ab-c000.json.crc"):
@@ -104,9 +92,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("names", LAYOUTS, ids=lambda names: names[0])
-def test_a_folder_with_splits_gives_each_setting_its_own(
-    names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_folder_with_splits_gives_each_setting_its_own(names, tmp_path):
     touch(tmp_path, *names)
     splits = ("train", "validation", "test")
     for split, name, setting in zip(splits, names, ("train", "val", "test"), strict=True):
@@ -120,18 +106,14 @@ def test_a_folder_with_splits_gives_each_setting_its_own(
 @pytest.mark.parametrize(
     "names", [("test.jsonl",), ("a.jsonl", "b.jsonl"), ("train/a.jsonl", "train/b.jsonl")]
 )
-def test_a_folder_of_one_split_or_of_none_is_read_whole(
-    names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_folder_of_one_split_or_of_none_is_read_whole(names, tmp_path):
     touch(tmp_path, *names)
     source = found(tmp_path)
     assert (len(source.files), source.left) == (len(names), ())
 
 
 @pytest.mark.parametrize("names", [("a.jsonl", "test.jsonl"), ("dev.jsonl", "test.jsonl")])
-def test_a_folder_whose_training_rows_are_not_named_is_refused(
-    names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_folder_whose_training_rows_are_not_named_is_refused(names, tmp_path):
     touch(tmp_path, *names)
     with pytest.raises(DataError) as error:
         found(tmp_path)
@@ -139,9 +121,7 @@ def test_a_folder_whose_training_rows_are_not_named_is_refused(
     assert found(tmp_path / names[0]).files
 
 
-def test_what_is_left_is_named_with_the_setting_that_takes_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_left_is_named_with_the_setting_that_takes_it(tmp_path, caplog):
     touch(tmp_path, *LAYOUTS[1])
     data = {"train_path": str(tmp_path), "test_path": str(tmp_path)}
     with caplog.at_level(logging.WARNING):
@@ -154,25 +134,16 @@ def test_what_is_left_is_named_with_the_setting_that_takes_it(
     assert note.endswith(f"the validation rows are left out; DATA_VAL_PATH={tmp_path} takes them")
 
 
-def test_one_plain_text_trains_and_holds_out_pieces_of_it(tmp_path: Path) -> None:
+def test_one_plain_text_trains_and_holds_out_pieces_of_it(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(" ".join(f"The number {n} comes after {n - 1}." for n in range(1, 400)))
-    settings = {"train_path": str(path), "cache_dir": str(tmp_path / "cache")}
-    config = Config.model_validate({"data": settings, "model": {"max_seq_len": 64}})
-    data = build_run_data(config, tokenizer(CHATML))
+    data = run_data(path, tokenizer(CHATML))
     facts = data.ledger.as_json()["splits"]
     assert facts["train"]["shortened"] == {"split": 1}
     assert facts["train"]["rows_in"] == facts["train"]["rows_used"] == 1
     held_out, trained = len(data.validation), len(data.train)
     assert held_out == round(0.05 * (held_out + trained)) > 0
     assert max(data.train.lengths) == 64
-    chats = tmp_path / "b.jsonl"
-    chats.write_text("".join(json.dumps({"question": "q " * n, "answer": "a"}) + "\n"
-                             for n in (1, 2, 3, 4, 5, 6, 99)))  # fmt: skip
-    settings = {**settings, "train_path": str(chats), "max_lost": 0.5}
-    config = Config.model_validate({"data": settings, "model": {"max_seq_len": 64}})
-    facts = build_run_data(config, tokenizer(CHATML)).ledger.as_json()["splits"]
-    assert facts["train"]["dropped"]["too_long"] == 1
 
 
 TURNS = [("developer", "Be brief."), ("system", "Be kind."), ("user", "Hi."), ("user", "You there?"),
@@ -180,8 +151,8 @@ TURNS = [("developer", "Be brief."), ("system", "Be kind."), ("user", "Hi."), ("
 
 
 def test_turns_that_a_template_refuses_are_joined_by_the_command_of_the_error(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "rows.jsonl"
     turns = [{"role": role, "content": content} for role, content in TURNS]
     path.write_text((json.dumps({"messages": turns}) + "\n") * 6)
@@ -189,10 +160,8 @@ def test_turns_that_a_template_refuses_are_joined_by_the_command_of_the_error(
         "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
         "{{ raise_exception('Roles must alternate') }}{% endif %}{% endfor %}" + CHATML
     )
-    settings = {"train_path": str(path), "cache_dir": str(tmp_path / "cache")}
-    config = Config.model_validate({"data": settings, "model": {"max_seq_len": 64}})
     with pytest.raises(DataError) as error:
-        build_run_data(config, strict)
+        run_data(path, strict)
     command = re.search(r"jq -c .*", str(error.value))
     assert command, error.value
     subprocess.run(command[0], shell=True, cwd=tmp_path, check=True)

@@ -4,14 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from record_files import run_data, write_rows
 
-from sft_play.config.schema import Config
 from sft_play.data.chunk_tokenizer import hash_row
 from sft_play.data.ledger import EqualRows, ledger_lines
-from sft_play.data.pipeline import build_run_data
 from sft_play.data.rows import Message, Row
 from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import DataError
@@ -20,15 +17,16 @@ Records = list[dict[str, Any]]
 
 
 def write(path: Path, records: Records) -> str:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path)
+    if path.suffix == ".csv":
+        lines = [",".join(f'"{value}"' for value in record.values()) for record in records]
+        path.write_text("\n".join([",".join(records[0]), *lines]))
     else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_rows(path, *records)
     return str(path)
 
 
 @pytest.fixture
-def built(tmp_path: Path, tokenizer):
+def built(tmp_path, tokenizer):
     """A function that returns the data of a run over some records, in a file of that name."""
 
     def build(
@@ -38,12 +36,9 @@ def built(tmp_path: Path, tokenizer):
         max_seq_len: int = 512,
         **data: Any,
     ):
-        settings = {"train_path": write(tmp_path / file, records), **data}
         if val is not None:
-            settings["val_path"] = write(tmp_path / f"val_{file}", val)
-        settings["cache_dir"] = str(tmp_path / "cache")
-        config = Config.model_validate({"model": {"max_seq_len": max_seq_len}, "data": settings})
-        return build_run_data(config, tokenizer)
+            data["val_path"] = write(tmp_path / f"val_{file}", val)
+        return run_data(Path(write(tmp_path / file, records)), tokenizer, max_seq_len, **data)
 
     return build
 
@@ -81,7 +76,7 @@ AS_MESSAGES = {
 
 @pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("shape", AS_MESSAGES)
-def test_no_question_is_trained_and_evaluated(shape, file, built, tokenizer) -> None:
+def test_no_question_is_trained_and_evaluated(shape, file, built, tokenizer):
     data = built([AS_MESSAGES[shape](row) for row in answers(20, 8)], file)
     assert len(data.validation) == 8 and len(data.train) == 152
     ledger = data.ledger.splits["train"]
@@ -91,7 +86,7 @@ def test_no_question_is_trained_and_evaluated(shape, file, built, tokenizer) -> 
         assert not asked(data.train, tokenizer) & asked(data.validation, tokenizer)
 
 
-def test_a_question_in_other_case_and_spacing_is_the_same() -> None:
+def test_a_question_in_other_case_and_spacing_is_the_same():
     def hashes(question: str, answer: str = "yes", **more):
         return hash_row(
             Row((Message("user", question), Message("assistant", answer, **more)), "a:1")
@@ -113,7 +108,7 @@ def talk(*contents: str, trained: tuple[bool, ...] = ()) -> Row:
     return Row(tuple(messages), "a:1")
 
 
-def test_the_question_is_what_stands_before_the_last_trained_answer() -> None:
+def test_the_question_is_what_stands_before_the_last_trained_answer():
     long = hash_row(talk("a", "b", "c", "d"))
     assert long.question == hash_row(talk("a", "b", "c", "e")).question
     assert long.question != hash_row(talk("a", "x", "c", "d")).question
@@ -122,7 +117,7 @@ def test_the_question_is_what_stands_before_the_last_trained_answer() -> None:
     )
 
 
-def test_a_text_and_an_answer_to_nothing_ask_what_they_say() -> None:
+def test_a_text_and_an_answer_to_nothing_ask_what_they_say():
     one, other = (hash_row(Row((), "a:1", text=text)) for text in ("one", "other"))
     assert one.question == one.normalized != other.question == other.normalized
     alone = [hash_row(Row((Message("assistant", text),), "a:1")) for text in ("one", "other")]
@@ -134,32 +129,23 @@ def test_a_text_and_an_answer_to_nothing_ask_what_they_say() -> None:
 @pytest.mark.parametrize(("split_by", "held", "topics"), [("id", 8, 4), ("topic", 40, 3)])
 @pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet", "rows.csv"])
 def test_rows_of_one_value_in_a_column_are_on_one_side(
-    split_by, held, topics, file, built, tmp_path, tokenizer
-) -> None:
-    records = answers(20, 8)
-    path = tmp_path / file
-    if file == "rows.csv":
-        lines = [",".join(f'"{value}"' for value in row.values()) for row in records]
-        path.write_text("\n".join([",".join(records[0]), *lines]))
-        data = built([], "empty.jsonl", train_path=str(path), split_by=split_by)
-    else:
-        data = built(records, file, split_by=split_by)
+    split_by, held, topics, file, built, tokenizer
+):
+    data = built(answers(20, 8), file, split_by=split_by)
     assert len(data.validation) == held
-    values = [
-        {int(text.split("What is ")[1].split("?")[0]) % 4 for text in asked(split, tokenizer)}
-        for split in (data.train, data.validation)
-    ]
-    assert len(values[0]) == topics
+    asked_for = asked(data.train, tokenizer)
+    numbers = {int(text.split("What is ")[1].split("?")[0]) % 4 for text in asked_for}
+    assert len(numbers) == topics
     assert split_by not in " ".join(data.ledger.splits["train"].notes)
 
 
-def test_a_column_may_be_a_path(built) -> None:
+def test_a_column_may_be_a_path(built):
     records = [{**row, "meta": {"of": row.pop("topic")}} for row in answers(20, 2)]
     data = built(records, split_by="meta.of")
     assert len(data.validation) == 10
 
 
-def test_by_row_answers_of_a_question_part_and_the_ledger_counts_it(built) -> None:
+def test_by_row_answers_of_a_question_part_and_the_ledger_counts_it(built):
     data = built(answers(20, 8), split_by="row", val_size=0.1)
     assert len(data.validation) == 16
     ledger = data.ledger.splits["train"]
@@ -173,7 +159,7 @@ def test_by_row_answers_of_a_question_part_and_the_ledger_counts_it(built) -> No
     assert ["also", "validation", "rows,", "by", "what", "is", "asked", str(count)] in shown
 
 
-def test_files_that_the_user_names_are_compared_by_question_and_drop_questions_works(built) -> None:
+def test_files_that_the_user_names_are_compared_by_question_and_drop_questions_works(built):
     train = [*answers(30, 2), {"question": "Alone?", "answer": "Yes."}]
     val = [{"question": "what is 3", "answer": "Three."}, {"question": "Alone?", "answer": "Yes."}]
     data = built(train, val=val[:1])
@@ -190,7 +176,7 @@ def test_files_that_the_user_names_are_compared_by_question_and_drop_questions_w
     assert len(built(train, val=val, on_overlap="drop").train) == 60
 
 
-def test_rows_without_a_value_are_bad_rows_with_a_remedy_that_works(built) -> None:
+def test_rows_without_a_value_are_bad_rows_with_a_remedy_that_works(built):
     records = answers(20, 2)
     records[3]["topic"] = None
     with pytest.raises(DataError, match=r"rows.jsonl:4: no value in data.split_by=topic"):
@@ -205,7 +191,7 @@ def test_rows_without_a_value_are_bad_rows_with_a_remedy_that_works(built) -> No
     assert len(built(records, split_by="prompt").validation) == 2
 
 
-def test_one_question_alone_cannot_be_split_but_by_row(built) -> None:
+def test_one_question_alone_cannot_be_split_but_by_row(built):
     with pytest.raises(DataError, match=r"data.split_by=prompt .* or DATA_SPLIT_BY=row"):
         built(answers(1, 20))
     assert len(built(answers(1, 20), split_by="row").validation) == 1
@@ -213,15 +199,7 @@ def test_one_question_alone_cannot_be_split_but_by_row(built) -> None:
         built(answers(1, 1))
 
 
-def test_twelve_rows_of_two_samples_give_one_held_out_row(built) -> None:
-    rows = [{"question": f"Town {n}?", "answer": f"{n} " * 12} for n in range(12)]
-    data = built(rows, too_long="split", max_seq_len=24)
-    tally = data.ledger.splits["validation"].tally
-    assert (tally.rows_used, tally.samples) == (1, 2)
-    assert data.ledger.splits["train"].tally.rows_used == 11
-
-
-def test_the_same_rows_in_other_files_and_orders_are_held_out(built, tmp_path) -> None:
+def test_the_same_rows_in_other_files_and_orders_are_held_out(built, tmp_path):
     records = answers(40, 2)
     one = built(records, "one.jsonl")
     held = {one.validation[i].ids.tobytes() for i in range(len(one.validation))}
@@ -231,7 +209,7 @@ def test_the_same_rows_in_other_files_and_orders_are_held_out(built, tmp_path) -
     assert {other.validation[i].ids.tobytes() for i in range(len(other.validation))} == held
 
 
-def test_the_prompt_and_the_row_share_a_cache_entry_and_a_column_has_its_own(built) -> None:
+def test_the_prompt_and_the_row_share_a_cache_entry_and_a_column_has_its_own(built):
     by = {
         split_by: built(answers(20, 2), split_by=split_by) for split_by in ("prompt", "row", "id")
     }

@@ -155,8 +155,8 @@ def questions(path: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_hub_id_is_its_rows_and_without_a_network_the_cache_answers_or_the_machine_is_at_fault(
-    hub: str, tmp_path: Path
-) -> None:
+    hub, tmp_path
+):
     entries = [
         {"path": "owner/rows"},
         {"path": "owner/rows", "split": "test"},
@@ -183,7 +183,7 @@ def test_a_hub_id_is_its_rows_and_without_a_network_the_cache_answers_or_the_mac
 
 
 @pytest.mark.long
-def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_path: Path) -> None:
+def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub, tmp_path):
     (tmp_path / "ownr").mkdir()
     expected = [
         (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from image_models import WITH_TORCHVISION, draw_image, image_tokenizer, write_image_model
 from PIL import Image
+from record_files import write_rows
 from transformers import AutoConfig
 
 from sft_play.config.schema import Config
@@ -99,7 +100,7 @@ def samples_of(
     """The samples of records in their order, through files, store and splits."""
     for number, size in enumerate(SIZES):
         draw_image(folder / f"{number}.png", size, number)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_rows(folder / "rows.jsonl", *records)
     data = build_run_data(configured(base, folder, **data), own)
     found = {}
     for split in (data.train, data.validation):
@@ -121,7 +122,7 @@ def answers_in(sample: Sample, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(ids) for ids in texts]
 
 
-def test_a_sample_is_what_the_processor_writes_and_its_answers_are_trained(model, tmp_path) -> None:
+def test_a_sample_is_what_the_processor_writes_and_its_answers_are_trained(model, tmp_path):
     base, own = model
     records = [{"messages": messages} for messages in CONVERSATIONS.values()]
     samples = samples_of(records, base, own, tmp_path)
@@ -145,7 +146,7 @@ def test_a_sample_is_what_the_processor_writes_and_its_answers_are_trained(model
         assert (sample.labels[trained] == sample.ids[trained]).all()
 
 
-def test_our_mark_is_text_in_what_stands_beside_images(qwen, tmp_path) -> None:
+def test_our_mark_is_text_in_what_stands_beside_images(qwen, tmp_path):
     """In tools, variables and data.system_prompt; a message of such a row may not have it."""
     base, own = qwen
     own = copy.deepcopy(own)
@@ -172,9 +173,8 @@ TOKENS = {
 
 # <image> is a mark for an image in any row: the tokens of SmolVLM and LFM2-VL
 @pytest.mark.parametrize("model", [*TYPES, *WITH_TORCHVISION[:3]], indirect=True)
-@pytest.mark.parametrize("shows", [True, False], ids=["with an image", "without"])
-@pytest.mark.parametrize("place", ["question", "answer"])
-def test_a_token_of_images_in_a_text_is_text_or_refused(model, place, shows, tmp_path) -> None:
+@pytest.mark.parametrize(("place", "shows"), [("question", True), ("answer", False)])
+def test_a_token_of_images_in_a_text_is_text_or_refused(model, place, shows, tmp_path):
     base, own = model
     token = TOKENS[base.name]
     plain = {"question": "2 + 3?", "answer": "5"}
@@ -192,7 +192,7 @@ def test_a_token_of_images_in_a_text_is_text_or_refused(model, place, shows, tmp
 
 def test_a_plain_text_with_a_token_of_images_is_refused_where_they_are_read(
     qwen, tokenizer, tiny_base, tmp_path
-) -> None:
+):
     base, own = qwen
     records = [{"text": "Once upon <|image_pad|> a time."}, {"text": "And then?"}]
     with pytest.raises(DataError, match=r"jsonl:1: 1 of its tokens stand for images, and .* 0 for"):
@@ -210,7 +210,7 @@ def rendered(own: Any, processor: Processor, folder: Path):
     return sample
 
 
-def test_no_token_of_an_image_may_be_lost_added_or_trained(qwen, tmp_path) -> None:
+def test_no_token_of_an_image_may_be_lost_added_or_trained(qwen, tmp_path):
     base, own = qwen
     processor = Processor(configured(base, tmp_path), own)
     sample = rendered(own, processor, tmp_path)
@@ -229,7 +229,7 @@ def test_no_token_of_an_image_may_be_lost_added_or_trained(qwen, tmp_path) -> No
 
 
 @pytest.mark.parametrize(("marks", "times"), [("", 0), ("<|image_pad|>" * 2, 2)])
-def test_a_template_that_drops_or_repeats_an_image_is_refused(qwen, marks, times, tmp_path) -> None:
+def test_a_template_that_drops_or_repeats_an_image_is_refused(qwen, marks, times, tmp_path):
     base, own = qwen
     given = own.chat_template
     own.chat_template = given.replace("<|vision_start|><|image_pad|><|vision_end|>", marks)
@@ -252,7 +252,7 @@ def tokens_of(image: ImageFile, base: Path, own: Any, folder: Path, **data: int)
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_5"], indirect=True)
-def test_bounds_of_pixels_count_alone_and_together(model, tmp_path) -> None:
+def test_bounds_of_pixels_count_alone_and_together(model, tmp_path):
     base, own = model
     pixels = 16 * 16  # of a token
     plain = tokens_of(LARGE, base, own, tmp_path)
@@ -266,7 +266,7 @@ def test_bounds_of_pixels_count_alone_and_together(model, tmp_path) -> None:
         assert 5000 // pixels <= tokens_of(image, base, own, tmp_path, **both) <= 9000 // pixels
 
 
-def test_bounds_reach_the_pixels_that_a_model_is_given(qwen, tmp_path) -> None:
+def test_bounds_reach_the_pixels_that_a_model_is_given(qwen, tmp_path):
     base, own = qwen
     image = Image.new("RGB", LARGE.size)
     shapes = []
@@ -276,18 +276,17 @@ def test_bounds_reach_the_pixels_that_a_model_is_given(qwen, tmp_path) -> None:
     assert shapes[1] < shapes[0]
 
 
-@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
-def test_bounds_that_a_processor_does_not_have_are_refused(model, tmp_path) -> None:
-    base, own = model
+@pytest.mark.parametrize(
+    ("model", "bounds", "said"),
+    [
+        ("gemma3", {"image_max_pixels": 1024}, "image_max_pixels=1024: Gemma3"),
+        ("qwen2_5_vl", {"image_min_pixels": 4096}, r"min_pixels=4096: .*4,096.*2,048"),
+    ],
+    indirect=["model"],
+)
+def test_bounds_that_cannot_be_are_refused(model, bounds, said, tmp_path):
     records = [{"messages": CONVERSATIONS[name]} for name in ("first", "two adjacent")]
-    with pytest.raises(ConfigError, match=r"data.image_max_pixels=1024: Gemma3.* has no bounds"):
-        samples_of(records, base, own, tmp_path, image_max_pixels=1024)
-    samples_of(records, base, own, tmp_path, image_max_pixels=None)
-
-
-def test_bounds_that_exclude_each_other_are_refused(qwen, tmp_path) -> None:
-    base, own = qwen
-    records = [{"messages": CONVERSATIONS[name]} for name in ("first", "two adjacent")]
-    with pytest.raises(ConfigError, match=r"min_pixels=4096: more .* \(4,096\) than .* \(2,048\)"):
-        samples_of(records, base, own, tmp_path, image_min_pixels=4096)
-    samples_of(records, base, own, tmp_path, image_min_pixels=4096, image_max_pixels=8192)
+    with pytest.raises(ConfigError, match=said):
+        samples_of(records, *model, tmp_path, **bounds)
+    if "image_min_pixels" in bounds:
+        samples_of(records, *model, tmp_path, **bounds, image_max_pixels=8192)

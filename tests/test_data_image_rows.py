@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_models import draw_image, image_rows, image_tokenizer, write_image_model
+from image_models import draw_image, image_tokenizer, write_image_model
 from PIL import Image
+from record_files import write_rows
 
 from sft_play.config.schema import Config, DataSection
 from sft_play.data import tokenize
@@ -17,7 +18,6 @@ from sft_play.data.assemble import RunData
 from sft_play.data.images import ImageReader
 from sft_play.data.ledger import ledger_lines
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.processor import Processor
 from sft_play.data.row_estimates import look_at_rows
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message
 from sft_play.data.sources import find_sources
@@ -39,7 +39,7 @@ def own(tokenizer):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """Two pairs with an image each, and two without."""
     rows = tmp_path / "rows"
     rows.mkdir()
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     for number, size in enumerate([(64, 32), (32, 32)]):
         draw_image(rows / f"{number}.png", size, number)
         pairs.append({"question": "Seen?", "answer": f"It is {number}.", "image": f"{number}.png"})
-    (rows / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_rows(rows / "rows.jsonl", *pairs)
     return rows
 
 
@@ -69,7 +69,7 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in cache.iterdir() if path.is_dir() and path.name[0] != "."}
 
 
-def test_changed_images_are_read_anew(folder, base, own, caplog) -> None:
+def test_changed_images_are_read_anew(folder, base, own, caplog):
     config = configured(folder, base)
     assert sizes(build_run_data(config, own)) == [(32, 32), (64, 32)]
     (first,) = entries(folder)
@@ -92,7 +92,7 @@ def test_changed_images_are_read_anew(folder, base, own, caplog) -> None:
     assert len(entries(folder)) == 3
 
 
-def test_an_image_that_vanished_is_named_as_when_rows_are_first_read(folder, base, own) -> None:
+def test_an_image_that_vanished_is_named_as_when_rows_are_first_read(folder, base, own):
     config = configured(folder, base, on_bad_row="quarantine")
     build_run_data(config, own)
     (folder / "1.png").unlink()
@@ -103,7 +103,7 @@ def test_an_image_that_vanished_is_named_as_when_rows_are_first_read(folder, bas
     assert sizes(build_run_data(config, own)) == [(32, 32), (64, 32)]
 
 
-def test_rows_that_moved_find_the_images_beside_them(folder, base, own) -> None:
+def test_rows_that_moved_find_the_images_beside_them(folder, base, own):
     build_run_data(configured(folder, base), own)
     other = folder.parent / "other"
     shutil.copytree(folder, other)
@@ -115,16 +115,7 @@ def test_rows_that_moved_find_the_images_beside_them(folder, base, own) -> None:
     assert sizes(build_run_data(configured(folder, base), own)) == [(32, 32), (64, 32)]
 
 
-def test_a_moved_file_of_text_finds_its_samples(folder, base, own) -> None:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    build_run_data(configured(folder, base), own)
-    shutil.copytree(folder, folder.parent / "other")
-    build_run_data(configured(folder.parent / "other", base), own)
-    assert len(entries(folder)) == 1
-
-
-def test_the_folder_of_images_is_a_part_of_the_key(folder, base, own, monkeypatch) -> None:
+def test_the_folder_of_images_is_a_part_of_the_key(folder, base, own, monkeypatch):
     build_run_data(configured(folder, base), own)
     for name, size in (("a", (32, 64)), ("b", (64, 64))):
         images = folder.parent / name / "images"
@@ -138,7 +129,7 @@ def test_the_folder_of_images_is_a_part_of_the_key(folder, base, own, monkeypatc
     assert data.image_folder == str(folder.parent / "a" / "images")
 
 
-def test_the_settings_of_the_processor_are_a_part_of_the_key(folder, base, own, tmp_path) -> None:
+def test_the_settings_of_the_processor_are_a_part_of_the_key(folder, base, own, tmp_path):
     changed = tmp_path / "changed"
     shutil.copytree(base, changed)
     before = build_run_data(configured(folder, changed), own).train.lengths.sum()
@@ -154,13 +145,11 @@ def write_many(folder: Path, rows: int) -> None:
     pairs = [
         {"question": f"Is it {n}?", "answer": "No.", "image": f"{n % 2}.png"} for n in range(rows)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_rows(folder / "rows.jsonl", *pairs)
 
 
-@pytest.mark.parametrize(("rows", "processes"), [(200, 2), (3, 1)])
-def test_rows_that_name_images_are_tokenised_on_all_cores(
-    rows, processes, folder, base, own, monkeypatch
-) -> None:
+def test_rows_that_name_images_are_tokenised_on_all_cores(folder, base, own, monkeypatch):
+    rows = 200
     write_many(folder, rows)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     asked: list[int] = []
@@ -172,17 +161,17 @@ def test_rows_that_name_images_are_tokenised_on_all_cores(
 
     monkeypatch.setattr(tokenize, "_tokenize_tasks", watched)
     data = build_run_data(configured(folder, base, split_by="row"), own)
-    assert asked == [processes]
+    assert asked == [2]
     assert len(sizes(data)) == rows
     origins = [data.train.origin(index) for index in range(len(data.train))]
     assert origins == sorted(origins, key=lambda origin: int(origin.rpartition(":")[2]))
 
 
-def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base) -> None:
+def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base):
     draw_image(folder / "0.jpg", (64, 32))
     (folder / "0.jpg").write_bytes((folder / "0.jpg").read_bytes()[:-100])
     pair = {"question": "q", "answer": "x", "image": "0.jpg"}
-    (folder / "rows.jsonl").write_text(json.dumps(pair) + "\n")
+    write_rows(folder / "rows.jsonl", pair)
     config = configured(folder, base)
     find_sources(config)
     facts = look_at_rows(config, {}, may_fetch=True)
@@ -195,7 +184,7 @@ def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base) ->
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_a_header_says_the_size_as_it_is_shown(orientation, folder) -> None:
+def test_a_header_says_the_size_as_it_is_shown(orientation, folder):
     exif = Image.Exif()
     exif[0x0112] = orientation
     for name in ("a.jpg", "a.png", "a.webp"):
@@ -208,7 +197,7 @@ def test_a_header_says_the_size_as_it_is_shown(orientation, folder) -> None:
             assert found.size == ((4, 6) if orientation == 6 else (6, 4))
 
 
-def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
+def test_the_ledger_counts_images_and_their_tokens(folder, base, own):
     draw_image(folder / "2.png", (20, 20))  # rounded to 16
     draw_image(folder / "3.png", (640, 320))
     pairs = [
@@ -218,8 +207,8 @@ def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
         {"question": "Too long? " * 200, "answer": "Yes.", "image": "0.png"},
     ]
     held_out = {"question": "Held out?", "answer": "Yes.", "image": "2.png"}
-    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (folder / "val.jsonl").write_text(json.dumps(held_out) + "\n")
+    write_rows(folder / "rows.jsonl", *pairs)
+    write_rows(folder / "val.jsonl", held_out)
     own_settings = {"val_path": str(folder / "val.jsonl"), "max_lost": 0.9}
     data = build_run_data(configured(folder, base, **own_settings), own)
     ledger = data.ledger
@@ -232,14 +221,9 @@ def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
         tokens = sum(int((sample.ids == pad).sum()) for sample in split)
         assert (tally.images, tally.image_tokens, tally.image_rows) == (images, tokens, rows)
         facts = ledger.splits[name].as_json()
-        assert (facts["images"], facts["image_tokens"], facts["image_rows"]) == (
-            images,
-            tokens,
-            rows,
-        )
-        (source,) = facts["sources"]
-        assert source["images"] == images and source["image_tokens"] == tokens
-        assert source["image_rows"] == rows
+        for part in (facts, *facts["sources"]):
+            counts = [part[name] for name in ("images", "image_tokens", "image_rows")]
+            assert counts == [images, tokens, rows]
     table = "\n".join(ledger_lines(ledger))
     assert re.search(r"^images +3 +1$", table, re.M)
     assert re.search(r"^tokens that stand for images +20 +1$", table, re.M)
@@ -251,54 +235,12 @@ def test_the_ledger_counts_images_and_their_tokens(folder, base, own) -> None:
     assert enlarged in build_run_data(config, own).ledger.notes
 
 
-def test_the_ledger_of_text_has_no_line_of_images(folder, base, own) -> None:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    ledger = build_run_data(configured(folder, base), own).ledger
-    assert "image" not in "\n".join(ledger_lines(ledger))
-    assert ledger.splits["train"].as_json()["images"] == 0
-
-
-def test_held_out_rows_take_their_images_with_them(folder, base, own) -> None:
-    write_many(folder, 40)
-    data = build_run_data(configured(folder, base, split_by="row"), own)
-    assert data.ledger.splits["train"].tally.images == len(data.train) == 38
-    assert data.ledger.splits["validation"].tally.image_rows == 2
-
-
-def test_each_image_is_asked_for_once(folder, base, own) -> None:
-    pairs = []
-    for number in range(2, 80):
-        os.link(folder / "1.png", folder / f"{number}.png")
-        pairs.append({"question": f"Is it {number}?", "answer": "No.", "image": f"{number}.png"})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    build_run_data(configured(folder, base, split_by="row"), own)
-    (entry,) = entries(folder)
-    states = folder.parent / "cache" / entry / "image_states.jsonl"
-    assert len(states.read_text().splitlines()) == 1 + len(pairs)  # the folder, and a line each
-
-
-def test_rows_are_equal_where_their_images_are(folder, base, own) -> None:
+def test_rows_are_equal_where_their_images_are(folder, base, own):
     draw_image(folder / "1.png", (64, 32), 1)
     pairs = [{"question": "Seen?", "answer": "Yes.", "image": f"{n}.png"} for n in range(2)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (folder / "val.jsonl").write_text(json.dumps({"question": "4?", "answer": "4"}) + "\n")
+    write_rows(folder / "rows.jsonl", *pairs)
+    write_rows(folder / "val.jsonl", {"question": "4?", "answer": "4"})
     config = configured(folder, base, val_path=str(folder / "val.jsonl"))
     assert build_run_data(config, own).ledger.splits["train"].duplicates.exact == 0
     shutil.copy(folder / "0.png", folder / "1.png")
     assert build_run_data(config, own).ledger.splits["train"].duplicates.exact == 1
-
-
-def test_a_plan_counts_the_tokens_of_images_without_a_network(tokenizer, tmp_path) -> None:
-    base = write_image_model("qwen3_vl", tmp_path / "base", tokenizer)
-    rows = image_rows(tmp_path, [(64, 32), (96, 96)])
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"model": {"name": str(base)}, "data": {"train_path": str(path)}}
-    config = Config.model_validate(values)
-    facts = look_at_rows(config, {}, may_fetch=False)
-    own = image_tokenizer(tokenizer, "qwen3_vl")
-    processor = Processor(config, own)
-    assert len(facts.lengths) == len(rows)
-    counts = [processor._read(*size).tokens for size in ((64, 32), (96, 96))]
-    assert facts.lengths[-1] > max(counts)

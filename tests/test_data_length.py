@@ -20,88 +20,32 @@ MANY = RenderedSample(
 X = IGNORE_INDEX
 
 
-@pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
-def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
-    assert fit_sample(LONG, 8, policy, 1) == chunk_tokenizer.FittedSample((LONG,), 0, 0, None)
-
-
 @pytest.mark.parametrize(
-    ("sample", "limit", "policy", "samples", "lost", "cut", "reason"),
+    ("sample", "limit", "policy", "parts", "lost", "cut", "reason"),
     [
-        (LONG, 7, "drop", (), 4, 8, "too_long"),
-        (
-            LONG,
-            7,
-            "truncate_left",
-            (RenderedSample([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),),
-            0,
-            1,
-            "truncated",
-        ),
-        (
-            LONG,
-            6,
-            "truncate_left",
-            (RenderedSample([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),),
-            0,
-            2,
-            "truncated",
-        ),
-        (
-            LONG,
-            5,
-            "truncate_left",
-            (RenderedSample([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),),
-            1,
-            3,
-            "truncated",
-        ),
-        (LONG, 2, "truncate_left", (), 4, 8, "too_long"),
-        (
-            MANY,
-            7,
-            "truncate_left",
-            (RenderedSample([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),),
-            1,
-            1,
-            "truncated",
-        ),
-        (
-            MANY,
-            3,
-            "split",
-            (
-                RenderedSample([20, 21, 22], [X, 21, X], 0),
-                RenderedSample([23, 24, 25], [X, X, 25], 2),
-                RenderedSample([26, 27], [X, 27], 0),
-            ),
-            1,
-            0,
-            "split",
-        ),
-        (LONG, 4, "split", (RenderedSample([14, 15, 16, 17], [X, 15, 16, 17], 0),), 1, 4, "split"),
-        (
-            LONG,
-            7,
-            "split",
-            (RenderedSample([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),),
-            1,
-            1,
-            "split",
-        ),
+        (LONG, 7, "drop", [], 4, 8, "too_long"),
+        (LONG, 7, "truncate_left", [("1 12 13 14 15 16 17", 3, 3)], 0, 1, "truncated"),
+        (LONG, 5, "truncate_left", [("1 14 15 16 17", 2, 0)], 1, 3, "truncated"),
+        (LONG, 2, "truncate_left", [], 4, 8, "too_long"),
+        (MANY, 7, "truncate_left", [("21 22 23 24 25 26 27", 4, 4)], 1, 1, "truncated"),
+        (LONG, 4, "split", [("14 15 16 17", 1, 0)], 1, 4, "split"),
+        (LONG, 7, "split", [("1 11 12 13 14 15 16", 4, 4)], 1, 1, "split"),
     ],
 )
-def test_what_a_limit_leaves(
-    sample: RenderedSample,
-    limit: int,
-    policy: str,
-    samples: tuple[RenderedSample, ...],
-    lost: int,
-    cut: int,
-    reason: str,
-) -> None:
-    assert fit_sample(sample, limit, policy, 1) == chunk_tokenizer.FittedSample(
-        samples, lost, cut, reason
+def test_what_a_limit_leaves(sample, limit, policy, parts, lost, cut, reason):
+    samples = []
+    for text, first, answer_start in parts:
+        ids = list(map(int, text.split()))
+        samples.append(RenderedSample(ids, [X] * first + ids[first:], answer_start))
+    fitted = fit_sample(sample, limit, policy, 1)
+    assert fitted == chunk_tokenizer.FittedSample(tuple(samples), lost, cut, reason)
+
+
+def test_a_split_sample_keeps_the_labels_of_each_part():
+    assert fit_sample(MANY, 3, "split", 1).samples == (
+        RenderedSample([20, 21, 22], [X, 21, X], 0),
+        RenderedSample([23, 24, 25], [X, X, 25], 2),
+        RenderedSample([26, 27], [X, 27], 0),
     )
 
 
@@ -118,7 +62,7 @@ def random_sample(rng: random.Random) -> RenderedSample:
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
-def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
+def test_tokens_are_kept_or_counted_as_lost(policy):
     rng = random.Random(policy)
     for _ in range(2000):
         sample, limit = random_sample(rng), rng.randint(2, 45)
@@ -137,7 +81,7 @@ def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
                 assert part.ids[part.answer_start - 1] == sample.ids[sample.answer_start - 1]
 
 
-def test_splits_in_order_are_the_sample() -> None:
+def test_splits_in_order_are_the_sample():
     rng = random.Random(3)
     for _ in range(200):
         ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
@@ -148,7 +92,7 @@ def test_splits_in_order_are_the_sample() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_truncated_conversation_still_ends_with_its_answer(name: str) -> None:
+def test_a_truncated_conversation_still_ends_with_its_answer(name):
     tok = family(name)
     sample = samples_of(row("What is red? " * 20, "A rose."), tok)[0]
     (part,) = fit_sample(sample, 60, "truncate_left", tok.bos_token_id).samples

@@ -1,12 +1,11 @@
 """sft_play.data: answers that a flag of their message excludes from loss are context alone."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import family, tokenizer
-from record_files import read_rows
+from record_files import read_rows, write_rows
 from renderings import CHATML, EVERY, assert_consistent, row, runs, samples_of, shown
 
 from sft_play.config.schema import Config
@@ -38,11 +37,6 @@ def chat(*flags: dict[str, Any]) -> dict[str, Any]:
     return {"messages": turns}
 
 
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
     """The samples of a file, as a process of `tokenize` makes them."""
     model = {"max_seq_len": changes.pop("max_seq_len", 512)}
@@ -52,20 +46,20 @@ def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
 
 
 @pytest.mark.parametrize("flags", EXCLUDING, ids=str)
-def test_a_flag_excludes_an_answer(flags: dict[str, Any], tmp_path: Path) -> None:
-    (read,) = read_rows(write(tmp_path / "a.jsonl", chat(flags, {})))
+def test_a_flag_excludes_an_answer(flags, tmp_path):
+    (read,) = read_rows(write_rows(tmp_path / "a.jsonl", chat(flags, {})))
     assert [message.is_trained for message in read.messages] == [True, False, True, True]
     turns = [
         *({"from": "human", "value": "q", "weight": 0}, {"from": "gpt", "value": "a", **flags}),
         *({"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}),
     ]
-    (read,) = read_rows(write(tmp_path / "b.jsonl", {"conversations": turns}))
+    (read,) = read_rows(write_rows(tmp_path / "b.jsonl", {"conversations": turns}))
     assert [message.is_trained for message in read.messages] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("flags", INCLUDING, ids=str)
-def test_a_flag_includes_an_answer(flags: dict[str, Any], tmp_path: Path) -> None:
-    (read,) = read_rows(write(tmp_path / "a.jsonl", chat(flags)))
+def test_a_flag_includes_an_answer(flags, tmp_path):
+    (read,) = read_rows(write_rows(tmp_path / "a.jsonl", chat(flags)))
     assert read == Row((Message("user", "q0"), Message("assistant", "a0")), read.origin)
 
 
@@ -83,11 +77,9 @@ def test_a_flag_includes_an_answer(flags: dict[str, Any], tmp_path: Path) -> Non
          "messages[1] asks for loss on a part of the answer"),
     ],
 )  # fmt: skip
-def test_a_flag_that_cannot_be_followed_is_named_with_its_line(
-    turns: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_a_flag_that_cannot_be_followed_is_named_with_its_line(turns, reason, tmp_path):
     with pytest.raises(DataError) as error:
-        read_rows(write(tmp_path / "a.jsonl", chat({}), turns))
+        read_rows(write_rows(tmp_path / "a.jsonl", chat({}), turns))
     assert str(error.value).startswith(f"{tmp_path}/a.jsonl:2: {reason}")
 
 
@@ -101,7 +93,7 @@ def excluding(number: int) -> Row:
 
 
 @pytest.mark.parametrize(("name", "marked"), EVERY)
-def test_the_other_answers_are_trained_exactly_as_without_the_flag(name: str, marked: bool) -> None:
+def test_the_other_answers_are_trained_exactly_as_without_the_flag(name, marked):
     tok = family(name, marked)
     whole = row("What is red?", "A rose.", "And blue?", "The sea.", "And green?", "The grass.")
 
@@ -119,19 +111,9 @@ def test_the_other_answers_are_trained_exactly_as_without_the_flag(name: str, ma
         assert answers(excluding(number)) == [*every[:number], *every[number + 1 :]]
 
 
-def test_an_excluded_answer_by_eye() -> None:
-    (sample,) = samples_of(excluding(1), tokenizer(CHATML))
-    assert shown(sample, tokenizer(CHATML)).replace("<|im_start|>", "<").replace(
-        "<|im_end|>", ">"
-    ) == (
-        "<user\nWhat is red?>\n<assistant\n⟦A rose.>⟧\n<user\nAnd blue?>\n<assistant\nThe sea.>\n"
-        "<user\nAnd green?>\n<assistant\n⟦The grass.>⟧\n"
-    )
-
-
-def test_the_ledger_counts_excluded_answers_and_rows_of_them_alone(tmp_path: Path) -> None:
+def test_the_ledger_counts_excluded_answers_and_rows_of_them_alone(tmp_path):
     off: dict[str, Any] = {"weight": 0}
-    path = write(tmp_path / "a.jsonl", chat(off, {}, off), chat({}), chat(off, off))
+    path = write_rows(tmp_path / "a.jsonl", chat(off, {}, off), chat({}), chat(off, off))
     done = tokenize(path, tokenizer(CHATML))
     assert done.tally.untrained == {"excluded": 4}
     assert done.tally.dropped == {"all_excluded": 1}
@@ -140,8 +122,8 @@ def test_the_ledger_counts_excluded_answers_and_rows_of_them_alone(tmp_path: Pat
     assert last.tally.dropped == {"all_excluded": 2}
 
 
-def test_pieces_of_a_split_row_without_a_trained_answer_are_dropped(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", chat({"weight": 0}, {"weight": 0}, {}))
+def test_pieces_of_a_split_row_without_a_trained_answer_are_dropped(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", chat({"weight": 0}, {"weight": 0}, {}))
     whole = tokenize(path, tokenizer(CHATML)).samples
     split = tokenize(path, tokenizer(CHATML), max_seq_len=8, too_long="split")
     assert split.tally.trained_tokens + split.tally.lost_trained_tokens == whole.trained.sum()
@@ -151,17 +133,17 @@ def test_pieces_of_a_split_row_without_a_trained_answer_are_dropped(tmp_path: Pa
     )
 
 
-def test_segments_are_trained_as_their_labels_say(tmp_path: Path) -> None:
+def test_segments_are_trained_as_their_labels_say(tmp_path):
     tok = tokenizer(CHATML, bos="<bos>")
     segments = [("<bos>Ask: ", False), ("a rose", True), (" red.<eos>", True), ("\n", False)]
     record = {"segments": [{"label": label, "text": text} for text, label in segments]}
-    (read,) = read_rows(write(tmp_path / "a.jsonl", record))
+    (read,) = read_rows(write_rows(tmp_path / "a.jsonl", record))
     (sample,) = samples_of(read, tok)
     assert shown(sample, tok) == "<bos>Ask: ⟦a rose red.<eos>⟧\n"
     assert_consistent(sample)
     assert tok.decode(sample.ids[: sample.answer_start]) == "<bos>Ask: "
     with pytest.raises(DataError, match=r"segments\[0\] is .*; a segment is \{.label.: true or"):
-        read_rows(write(tmp_path / "b.jsonl", {"segments": [{"label": 2, "text": "x"}]}))
+        read_rows(write_rows(tmp_path / "b.jsonl", {"segments": [{"label": 2, "text": "x"}]}))
 
 
 # Conversations that the assistant begins
@@ -172,9 +154,9 @@ REFUSING = tokenizer(  # as Gemma's and Mistral's own
 )
 
 
-def test_a_greeting_is_context_or_left_out_and_counted(tmp_path: Path) -> None:
+def test_a_greeting_is_context_or_left_out_and_counted(tmp_path):
     greeting = [turn("assistant", "Hello."), turn("user", "q"), turn("assistant", "a")]
-    path = write(
+    path = write_rows(
         tmp_path / "a.jsonl",
         {"messages": greeting},
         {"messages": [turn("system", "s"), *greeting]},

@@ -1,16 +1,14 @@
 """sft_play.data.marked_text: conversations in one text, as chat templates wrote them, or people."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from families import tokenizer
+from record_files import run_data, write_rows
 from renderings import CHATML
 
-from sft_play.config.schema import Config
 from sft_play.data.marked_text import find_style, split_marked_text
-from sft_play.data.pipeline import build_run_data
 
 SAID = [("user", "Name a tree."), ("assistant", "An oak.")]
 SYSTEM = [("system", "Be brief."), *SAID]
@@ -54,14 +52,14 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_marks_are_read_as_the_turns_that_they_begin(name: str) -> None:
+def test_marks_are_read_as_the_turns_that_they_begin(name):
     text, turns = TEXTS[name]
     assert find_style(text)
     found = split_marked_text(text, "text")
     assert [(turn["role"], turn["content"]) for turn in found] == turns
 
 
-def test_an_analysis_of_harmony_is_the_reasoning_of_the_answer_after_it() -> None:
+def test_an_analysis_of_harmony_is_the_reasoning_of_the_answer_after_it():
     thought = "<|start|>assistant<|channel|>analysis<|message|>A tall one.<|end|>"
     text = TEXTS["harmony"][0].replace("<|start|>assistant", f"{thought}<|start|>assistant", 1)
     (_, _, answer) = split_marked_text(text, "text")
@@ -80,18 +78,16 @@ def test_an_analysis_of_harmony_is_the_reasoning_of_the_answer_after_it() -> Non
         '[{"role": "user", "content": "Say USER: Why? ASSISTANT: So."}]',
     ],
 )
-def test_a_text_that_is_no_answered_conversation_is_a_text(text: str) -> None:
+def test_a_text_that_is_no_answered_conversation_is_a_text(text):
     assert not find_style(text)
 
 
 def notes_and_labels(path: Path, **data: object) -> tuple[list[str], list[str]]:
     """Return the notes of a run, and what its first rows train."""
     val = path.with_name("val.jsonl")
-    val.write_text(json.dumps({"question": "Why?", "answer": "So."}) + "\n")
-    settings = {"train_path": str(path), "val_path": str(val), "cache_dir": str(path.parent / "c")}
-    config = Config.model_validate({"data": {**settings, **data}, "model": {"max_seq_len": 512}})
+    write_rows(val, {"question": "Why?", "answer": "So."})
     tok = tokenizer(CHATML)
-    run = build_run_data(config, tok)
+    run = run_data(path, tok, 512, val_path=str(val), **data)
     trained = [
         tok.decode([label for label in run.train[index].labels.tolist() if label >= 0])
         for index in range(len(run.train))
@@ -99,15 +95,14 @@ def notes_and_labels(path: Path, **data: object) -> tuple[list[str], list[str]]:
     return run.ledger.as_json()["notes"], trained
 
 
-@pytest.mark.parametrize("column", ["text", "formatted"])
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_run_names_the_setting_that_trains_the_answers_alone_and_it_does(
-    name: str, column: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "column"), [("phi4", "formatted"), *((name, "text") for name in TEXTS)]
+)
+def test_a_run_names_the_setting_that_trains_the_answers_alone_and_it_does(name, column, tmp_path):
     path = tmp_path / "a.jsonl"
     text = TEXTS[name][0]
     rows = [{column: text.replace("a tree", f"{n} trees")} for n in range(8)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, *rows)
     (note,), _ = notes_and_labels(path, columns={"text": column})
     assert "(8 rows) not used: every token is trained, also the questions'" in note
     setting = re.search(r"DATA_COLUMNS='\{(\w+): (\w+)\}'", note)

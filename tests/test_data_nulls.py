@@ -1,14 +1,11 @@
 """sft_play.data: nulls that a table filled in are left out of tools and calls, others stay."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from record_files import read_rows
+from record_files import read_rows, write_rows
 
 from sft_play.data.files import read_chunks
 from sft_play.data.row_detection import detect_format
@@ -32,14 +29,6 @@ def record(arguments: Any, *tools: Record, **turn: Any) -> Record:
     return {"messages": turns, "tools": list(tools)}
 
 
-def write(path: Path, *records: Record) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(records)), path)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def arguments_of(path: Path) -> list[Any]:
     return [row.messages[-1].tool_calls[0]["function"]["arguments"] for row in read_rows(path)]
 
@@ -61,9 +50,9 @@ CASES = [
 
 @pytest.mark.parametrize(("arguments", "given", "expected"), CASES)
 def test_a_null_for_an_argument_that_the_tool_does_not_name_is_left_out(
-    arguments: Any, given: Record, expected: Record, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "a.jsonl", record(arguments, given))
+    arguments, given, expected, tmp_path
+):
+    path = write_rows(tmp_path / "a.jsonl", record(arguments, given))
     assert arguments_of(path) == [expected]
 
 
@@ -77,41 +66,40 @@ def test_a_null_for_an_argument_that_the_tool_does_not_name_is_left_out(
         (tool({"a": TEXT}, required=None), tool({"a": TEXT})),
     ],
 )
-def test_nulls_that_no_schema_can_have_are_left_out(
-    given: Record, expected: Record, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "a.jsonl", record({"a": "x"}, given))
+def test_nulls_that_no_schema_can_have_are_left_out(given, expected, tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", record({"a": "x"}, given))
     assert read_rows(path)[0].tools == (expected,)
 
 
-def test_nulls_of_a_call_beside_its_arguments_are_left_out(tmp_path: Path) -> None:
+def test_nulls_of_a_call_beside_its_arguments_are_left_out(tmp_path):
     row = record({"a": "x"}, name=None, tool_call_id=None, tool_calls=None)
     call = {"id": None, "index": None, "type": "function",
             "function": {"name": "f", "arguments": {"a": "x"}, "parameters": None}}  # fmt: skip
     row["messages"][1]["tool_calls"] = [call]
-    (read,) = read_rows(write(tmp_path / "a.jsonl", row))
+    (read,) = read_rows(write_rows(tmp_path / "a.jsonl", row))
     expected = {"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}
     assert read.messages[1].tool_calls == (expected,)
 
 
-def test_a_key_that_no_row_of_a_table_has_a_value_for_was_meant(tmp_path: Path) -> None:
+def test_a_key_that_no_row_of_a_table_has_a_value_for_was_meant(tmp_path):
     given = tool({"a": TEXT, "b": TEXT})
     rows = [record({"a": "x", "b": None}, given), record({"a": "y", "b": None}, given)]
     expected = [{"a": "x", "b": None}, {"a": "y", "b": None}]
-    assert arguments_of(write(tmp_path / "a.parquet", *rows)) == expected
+    assert arguments_of(write_rows(tmp_path / "a.parquet", *rows)) == expected
     rows[0] = record({"a": "x", "b": "z"}, given)
-    assert arguments_of(write(tmp_path / "b.parquet", *rows)) == [{"a": "x", "b": "z"}, {"a": "y"}]
+    assert arguments_of(write_rows(tmp_path / "b.parquet", *rows)) == [
+        {"a": "x", "b": "z"},
+        {"a": "y"},
+    ]
 
 
-def test_rows_whose_calls_keep_a_null_are_counted(tmp_path: Path) -> None:
+def test_rows_whose_calls_keep_a_null_are_counted(tmp_path):
     given = tool({"a": TEXT, "b": TEXT})
     rows = [record({"a": "x", "b": None}, given), record({"a": "x", "b": "y"}, given),
             record({"a": "x", "c": None}, given), record({"a": [{"d": None}]})]  # fmt: skip
-    path = write(tmp_path / "a.jsonl", *rows)
+    path = write_rows(tmp_path / "a.jsonl", *rows)
     unused: Counter[str] = Counter()
     (chunk,) = read_chunks(path)
     list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
     assert unused == {NULL_ARGUMENTS: 2}
-    (note,) = unused_notes(unused, "a.jsonl")
-    assert note.startswith("a.jsonl: arguments that are null (2 rows with calls): trained so")
-    assert "jq -c 'del(..|nulls)' rows.jsonl" in note
+    assert "jq -c 'del(..|nulls)' rows.jsonl" in unused_notes(unused, "a.jsonl")[0]

@@ -1,7 +1,6 @@
 """Samples of many row formats under many templates equal what plain transformers writes."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def live_answer(tok: Any, turns: list[dict[str, str]]) -> tuple[list[int], list[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_answer_has_the_ids_and_labels_of_plain_transformers(name, tmp_path: Path) -> None:
+def test_every_answer_has_the_ids_and_labels_of_plain_transformers(name, tmp_path):
     tok, tried = tokenizer_of(name), 0
     for number, (kind, (record, turns)) in enumerate(FORMATS.items()):
         path = tmp_path / f"{number}.jsonl"

@@ -13,21 +13,19 @@ from plan_examples import plan_for
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
 from sft_play.data.assemble import DataFacts, RunData, assemble
-from sft_play.data.ledger import LengthPercentiles, PaddedTokens, Tally
+from sft_play.data.ledger import PaddedTokens, Tally
 from sft_play.data.order import StepSampler
 from sft_play.data.pipeline import build_run_data, count_padding, packed_run
 from sft_play.data.sources import find_sources
-from sft_play.data.splits import length_percentiles
 from sft_play.data.store import Store
 from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import ConfigError, DataError
 
 FILES = ("train", "val", "test")
-GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.fixture
-def config_of(tmp_path: Path):
+def config_of(tmp_path):
     """A function that writes rows to files and returns a config that reads them."""
 
     def config(
@@ -88,7 +86,7 @@ def assert_adds_up(data: RunData) -> None:
             ).check()
 
 
-def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer) -> None:
+def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer):
     good = numbered(40)
     train = [
         *good,
@@ -139,7 +137,7 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
     assert all(row.reason and row.raw for row in aside["train"]) and "validation" not in aside
 
 
-def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer) -> None:
+def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer):
     train = [*numbered(20), qa("q", "a<|end|>b")]
     allow = {"special_tokens_in_text": "allow"}
     with pytest.raises(
@@ -160,18 +158,13 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
     )
 
 
-def test_bad_rows_show_before_a_tokenizer_is_loaded(config_of) -> None:
-    with pytest.raises(DataError, match=r"train.jsonl:3: "):
-        find_sources(config_of([*numbered(2), "{"]))
-
-
 @pytest.mark.parametrize(
     ("policy", "dropped", "samples"),
     [("drop", {"too_long": 1}, 20), ("truncate_left", {}, 21), ("split", {}, 22)],
 )
 def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(
-    config_of, tokenizer, policy: str, dropped: dict, samples: int
-) -> None:
+    config_of, tokenizer, policy, dropped, samples
+):
     train = [*numbered(20), qa("Long?", "word " * 70)]
     full = build_run_data(config_of(train, val=numbered(3, 50)), tokenizer)
     limit = max(full.train.lengths) * 3 // 5
@@ -194,7 +187,7 @@ def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(
     assert_adds_up(cut)
 
 
-def test_too_much_lost_stops_the_run_and_says_which_length_would_do(config_of, tokenizer) -> None:
+def test_too_much_lost_stops_the_run_and_says_which_length_would_do(config_of, tokenizer):
     train = [*numbered(20), qa("Long?", "word " * 70), qa("Longer?", "word " * 80)]
     longest = int(
         build_run_data(config_of(train, val=numbered(3, 50)), tokenizer).train.lengths.max()
@@ -211,7 +204,7 @@ def test_too_much_lost_stops_the_run_and_says_which_length_would_do(config_of, t
     )
 
 
-def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tokenizer) -> None:
+def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tokenizer):
     train, val = numbered(10), [*numbered(4, 50), qa("is 3 MORE than 2", numbered(4)[3]["answer"])]
     config = config_of(train, val=val)
     with pytest.raises(DataError) as error:
@@ -235,26 +228,7 @@ def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tok
         build_run_data(tested, tokenizer)
 
 
-def test_held_out_rows_are_not_trained_and_are_accounted_for(config_of, tokenizer) -> None:
-    train = [*numbered(30), *numbered(30)]  # each twice
-    data = build_run_data(config_of(train, val_size=0.2), tokenizer)
-    assert (
-        data.ledger.splits_as_json()["train"]["dropped"] == {"held_out": 12}
-        and data.ledger.splits_as_json()["train"]["rows_used"] == 48
-    )
-    assert (
-        data.ledger.splits_as_json()["validation"]["rows_in"]
-        == data.ledger.splits_as_json()["validation"]["rows_used"]
-        == 12
-    )
-    assert not set(data.train.records["normalized"].tolist()) & set(
-        data.validation.records["normalized"].tolist()
-    )
-    assert data.test is data.validation
-    assert_adds_up(data)
-
-
-def test_the_seed_of_the_split_is_data_seed_else_seed(config_of, tokenizer) -> None:
+def test_the_seed_of_the_split_is_data_seed_else_seed(config_of, tokenizer):
     def held(**train: int) -> list[int]:
         return (
             build_run_data(config_of(numbered(40), train_settings=train), tokenizer)
@@ -266,17 +240,7 @@ def test_the_seed_of_the_split_is_data_seed_else_seed(config_of, tokenizer) -> N
     assert len({tuple(held(seed=seed)) for seed in range(8)}) > 1
 
 
-@pytest.mark.parametrize("rows", [numbered(1), [qa("q")] * 9])
-def test_rows_that_cannot_be_split_are_refused_with_what_to_set(
-    config_of, tokenizer, rows: list
-) -> None:
-    with pytest.raises(
-        DataError, match=r"cannot be split into training and validation; set DATA_VAL_PATH"
-    ):
-        build_run_data(config_of(rows), tokenizer)
-
-
-def test_a_split_without_a_row_left_says_where_they_went(config_of, tokenizer) -> None:
+def test_a_split_without_a_row_left_says_where_they_went(config_of, tokenizer):
     with pytest.raises(
         DataError, match=r"val.jsonl: no validation row is left \(bad_row 2\); make data-check"
     ):
@@ -286,7 +250,7 @@ def test_a_split_without_a_row_left_says_where_they_went(config_of, tokenizer) -
         )
 
 
-def test_sources_are_read_in_order_and_counted_each(config_of, tokenizer, tmp_path) -> None:
+def test_sources_are_read_in_order_and_counted_each(config_of, tokenizer, tmp_path):
     one, two = (
         written(tmp_path / "one.jsonl", numbered(4)),
         written(tmp_path / "two.jsonl", numbered(3, 10)),
@@ -310,7 +274,7 @@ def test_sources_are_read_in_order_and_counted_each(config_of, tokenizer, tmp_pa
 
 def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once(
     config_of, tokenizer, tmp_path
-) -> None:
+):
     one, two = (
         written(tmp_path / "one.jsonl", numbered(12)),
         written(tmp_path / "two.jsonl", numbered(2, 20)),
@@ -328,15 +292,7 @@ def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once
         build_run_data(config_of(None, train_path=half, val=numbered(2, 50)), tokenizer)
 
 
-def test_columns_map_a_files_own_names(config_of, tokenizer) -> None:
-    rows = [{"problem": f"{n}?", "solution": "yes"} for n in range(9)]
-    data = build_run_data(
-        config_of(rows, columns={"question": "problem", "answer": "solution"}), tokenizer
-    )
-    assert data.ledger.splits_as_json()["train"]["rows_in"] == 9
-
-
-def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer) -> None:
+def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer):
     turns = {"system": "Own.", "user": "Why?", "assistant": "yes"}
     own = [{"messages": [{"role": role, "content": content} for role, content in turns.items()]}]
     texts = {}
@@ -354,7 +310,7 @@ def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer) -> None:
     assert "Ours." in texts["replace"] and "Own." not in texts["replace"]
 
 
-def test_train_on_last_leaves_earlier_answers_as_context(config_of, tokenizer) -> None:
+def test_train_on_last_leaves_earlier_answers_as_context(config_of, tokenizer):
     turns = [
         {"role": role, "content": text}
         for role, text in (
@@ -384,7 +340,7 @@ def folders(data: RunData) -> list[str]:
 
 def test_a_moved_file_finds_its_samples_and_names_its_new_place(
     config_of, tokenizer, tmp_path, monkeypatch
-) -> None:
+):
     config = config_of(
         [*numbered(9), qa("q", "a<|end|>b")],
         on_bad_row="quarantine",
@@ -407,9 +363,7 @@ def test_a_moved_file_finds_its_samples_and_names_its_new_place(
 @pytest.mark.parametrize(
     "change", ["row", "template", "max_seq_len", "train_on", "system_prompt", "too_long", "code"]
 )
-def test_whatever_changes_a_sample_is_tokenised_anew(
-    config_of, tokenizer, monkeypatch, change: str
-) -> None:
+def test_whatever_changes_a_sample_is_tokenised_anew(config_of, tokenizer, monkeypatch, change):
     import copy
 
     before = build_run_data(config_of(numbered(9)), tokenizer)
@@ -434,7 +388,7 @@ def test_whatever_changes_a_sample_is_tokenised_anew(
     )
 
 
-def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, monkeypatch) -> None:
+def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, monkeypatch):
     config = config_of(numbered(30))
     data = build_run_data(config, tokenizer)
     facts = json.loads(json.dumps(DataFacts(data.sources, PaddedTokens(3, 5, 4)).to_json()))
@@ -453,11 +407,9 @@ def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, m
         DataFacts.from_json(facts)
 
 
-def test_several_processes_make_the_same_store_as_one(
-    config_of, tokenizer, tmp_path, monkeypatch
-) -> None:
+def test_several_processes_make_the_same_store_as_one(config_of, tokenizer, tmp_path, monkeypatch):
     config = config_of(
-        [*numbered(5000), qa("q", "a<|end|>b")],
+        [*numbered(2500), qa("q", "a<|end|>b")],
         on_bad_row="quarantine",
         special_tokens_in_text="allow",
     )
@@ -470,15 +422,10 @@ def test_several_processes_make_the_same_store_as_one(
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
         }
     assert made[1] == made[3]
-    assert len(Store(tmp_path / "3")) == 5000
+    assert len(Store(tmp_path / "3")) == 2500
 
 
-def test_percentiles_are_lengths_of_samples() -> None:
-    assert length_percentiles(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
-    assert length_percentiles(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
-
-
-def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokenizer) -> None:
+def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokenizer):
     rows = [qa(f"{n}?", "yes " * (200 + 30 * n)) for n in range(16)]
     data = build_run_data(config_of(rows, max_seq_len=2048, val_size=0.1), tokenizer)
     planned = plan_for(
@@ -493,7 +440,7 @@ def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokeniz
     assert [padded.unpacked, padded.packed] == computed
 
 
-def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(config_of, tokenizer) -> None:
+def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(config_of, tokenizer):
     data = build_run_data(config_of(numbered(12), val=numbered(2, begin=20)), tokenizer)
     tokens = sum(data.train.lengths)
     for rows, share in ((8, 8 / 12), (32, 1)):
@@ -504,20 +451,3 @@ def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(config_of, 
         )
         step_tokens = packed_run(planned, data).plan.request.step_tokens
         assert step_tokens == pytest.approx(share * tokens)
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="real rows are not part of the project")
-def test_the_ledger_of_real_rows_adds_up(config_of, tokenizer) -> None:
-    files = {
-        "train_path": str(GSM8K / "gsm8k_train.jsonl"),
-        "test_path": str(GSM8K / "gsm8k_test.jsonl"),
-    }
-    data = build_run_data(config_of(None, max_seq_len=320, max_lost=0.5, **files), tokenizer)
-    facts = data.ledger.splits_as_json()["train"]
-    assert (
-        facts["rows_in"] == 7473
-        and facts["dropped"]["too_long"] > 0
-        and facts["dropped"]["held_out"] > 0
-    )
-    assert data.ledger.splits_as_json()["test"]["rows_in"] == 1319
-    assert_adds_up(data)

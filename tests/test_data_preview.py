@@ -12,15 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from sft_play import cli
-from sft_play.commands import call as calls
-from sft_play.commands import rows as previews
-from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import (
     SpanFinder,
     choose_samples,
-    cut_note,
     first_packed_sequence,
     in_marks,
     preview_sequences,
@@ -28,7 +24,6 @@ from sft_play.data.preview import (
 from sft_play.data.preview_page import render_page
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
-from sft_play.errors import EnvironmentFault
 from sft_play.plan.step import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +70,7 @@ def any_tokenizer(request, tokenizer, blanks_as_underlines):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_of_spans_are_the_decoded_ids(any_tokenizer, text: str) -> None:
+def test_texts_of_spans_are_the_decoded_ids(any_tokenizer, text):
     ids = any_tokenizer(text)["input_ids"] + [any_tokenizer.eos_token_id]
     spans = SpanFinder(any_tokenizer)(sample_of(ids))
     assert text_of(spans) == any_tokenizer.decode(ids) == text + any_tokenizer.eos_token
@@ -85,7 +80,7 @@ def test_texts_of_spans_are_the_decoded_ids(any_tokenizer, text: str) -> None:
     ].tolist()
 
 
-def test_texts_of_spans_are_the_decoded_ids_of_any_ids(tokenizer) -> None:
+def test_texts_of_spans_are_the_decoded_ids_of_any_ids(tokenizer):
     draw = random.Random(0)
     for _ in range(200):  # most of these are bytes of no character
         ids = [
@@ -98,7 +93,7 @@ def test_texts_of_spans_are_the_decoded_ids_of_any_ids(tokenizer) -> None:
         assert [span.is_trained for span in spans for _ in span.ids] == trained
 
 
-def test_trained_spans_are_the_labels(prepared_rows, tokenizer) -> None:
+def test_trained_spans_are_the_labels(prepared_rows, tokenizer):
     for sample in prepared_rows.train:
         spans = SpanFinder(tokenizer)(sample)
         assert [span.is_trained for span in spans for _ in span.ids] == (
@@ -109,28 +104,20 @@ def test_trained_spans_are_the_labels(prepared_rows, tokenizer) -> None:
         assert trained[-1] == tokenizer.eos_token_id, "the stop token is shown as trained"
 
 
-def test_a_character_of_several_tokens_is_one_span(any_tokenizer) -> None:
+def test_a_character_of_several_tokens_is_one_span(any_tokenizer):
     ids = any_tokenizer("a 🙂 b")["input_ids"]
     (emoji,) = [span for span in SpanFinder(any_tokenizer)(sample_of(ids)) if "🙂" in span.text]
     assert len(emoji.ids) > 1
     assert "\ufffd" not in text_of(SpanFinder(any_tokenizer)(sample_of(ids)))
 
 
-def test_a_character_that_is_trained_in_part_stands_with_the_token_that_ends_it(tokenizer) -> None:
+def test_a_character_that_is_trained_in_part_stands_with_the_token_that_ends_it(tokenizer):
     ids = tokenizer("🙂")["input_ids"]
     spans = SpanFinder(tokenizer)(sample_of(ids))  # the first token of a sample is never trained
     assert [(span.text, span.is_trained) for span in spans] == [("", False), ("🙂", True)]
 
 
-def test_a_sample_that_begins_or_ends_within_a_character_says_so(tokenizer) -> None:
-    ids = tokenizer("🙂 red 🙂")["input_ids"]
-    spans = SpanFinder(tokenizer)(sample_of(ids[1:-1], [False] * (len(ids) - 2)))
-    assert text_of(spans) == tokenizer.decode(ids[1:-1])
-    assert text_of(spans).startswith("\ufffd")
-    assert text_of(spans).endswith("\ufffd")
-
-
-def test_special_tokens_stand_alone(tokenizer) -> None:
+def test_special_tokens_stand_alone(tokenizer):
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi 🙂"}, {"role": "assistant", "content": "Yes"}],
         return_dict=False,
@@ -158,7 +145,7 @@ def plain(
     return StoredSample(RenderedSample(ids, labels), 0, number, hashes, cut)
 
 
-def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:
+def test_the_first_and_the_instructive_are_chosen(tmp_path):
     turns = (False, True, False, True)
     split = split_of(
         tmp_path,
@@ -184,18 +171,7 @@ def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:
     }
 
 
-def test_a_sample_is_shown_once_with_all_its_reasons(tmp_path) -> None:
-    assert choose_samples(split_of(tmp_path, [plain(3, 1)]), 5) == {
-        0: ["sample 1", "longest", "shortest"]
-    }
-
-
-def test_a_source_of_one_row_that_repeats_has_no_pieces(tmp_path) -> None:
-    split = split_of(tmp_path, [plain(3, 1)])
-    assert list(choose_samples(Split(split.stores, [np.zeros(4, dtype=np.int64)]), 0)) == [0]
-
-
-def test_a_packed_example_is_a_sequence_of_several_documents() -> None:
+def test_a_packed_example_is_a_sequence_of_several_documents():
     lengths = np.array([3, 4, 5, 2, 6, 8])
     found = first_packed_sequence(
         lengths, Layout(3, grad_accum=2, world_size=1, max_seq_len=10, fullest_step=3), seed=0
@@ -212,16 +188,7 @@ def test_a_packed_example_is_a_sequence_of_several_documents() -> None:
     )
 
 
-def test_what_was_cut_is_said_in_the_words_of_the_policy() -> None:
-    assert cut_note(0, "truncate_left") is None
-    assert (
-        cut_note(1234, "truncate_left")
-        == "1,234 tokens before this text were cut off (data.too_long=truncate_left)"
-    )
-    assert cut_note(3, "split") == "3 tokens of this row are in no sample (data.too_long=split)"
-
-
-def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, rows) -> None:
+def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, rows):
     sequences = preview_sequences(prepared_rows, tokenizer, 2, Config(), packed=[0, 3])
     assert sequences[0].heading.startswith(f"train  {rows['train']}:1  ")
     assert sequences[1].documents[0].origin == f"{rows['train']}:2"
@@ -240,7 +207,7 @@ def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, ro
 # The command
 
 
-def test_the_command_prints_samples_and_the_path_of_the_page(tmp_path) -> None:
+def test_the_command_prints_samples_and_the_path_of_the_page(tmp_path):
     env = {"TRAIN_OUTPUT_DIR": str(tmp_path), "CONFIG": "tiny"}
     words = ["preview", "--rows", "1", "--set", "train.packing=true"]
     done = CliRunner().invoke(cli.app, words, env=env)
@@ -253,27 +220,7 @@ def test_the_command_prints_samples_and_the_path_of_the_page(tmp_path) -> None:
     assert "<mark>" in (tmp_path / "preview.html").read_text(encoding="utf-8")
 
 
-def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
-    words = tuple(
-        f"{name}={value}"
-        for name, value in settings_of({"train.output_dir": tmp_path / "out"}).items()
-    )
-    call = calls.Call(Invocation(config=str(NO_CONFIG), device="cpu"), {}, words)
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        EnvironmentFault,
-        match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written",
-    ):
-        previews.preview(
-            calls.plan_run(call, calls.load_config(call)),
-            NO_CONFIG,
-            1,
-            f"{tmp_path}/file/p.html",
-            no_color=True,
-        )
-
-
-def test_a_truncated_row_says_how_much_was_cut(tmp_path, rows, tokenizer) -> None:
+def test_a_truncated_row_says_how_much_was_cut(tmp_path, rows, tokenizer):
     settings = {
         "train_path": str(rows["train"]),
         "val_path": str(rows["val"]),

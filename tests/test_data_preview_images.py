@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from image_models import draw_image, image_tokenizer, write_image_model
 from PIL import Image
 from previews import LEDGER
+from record_files import write_rows
 
 from sft_play.config.schema import Config
 from sft_play.data.images import decode, encode_small
@@ -35,9 +35,9 @@ def shown(request, tokenizer, tmp_path_factory) -> tuple[list[PreviewSequence], 
         {"question": "<image><image>Alike?", "answer": "No.", "images": ["<b>.png", data]},
         {"question": "What is one?", "answer": "A number."},
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", *rows)
     paths = {"train_path": str(folder / "rows.jsonl"), "val_path": str(folder / "val.jsonl")}
-    (folder / "val.jsonl").write_text(json.dumps({"question": "4?", "answer": "4"}) + "\n")
+    write_rows(folder / "val.jsonl", {"question": "4?", "answer": "4"})
     settings = {
         "model": {"name": str(base), "max_seq_len": 128},
         "data": {**paths, "cache_dir": str(folder / "c")},
@@ -51,7 +51,7 @@ def images_in(sequence: PreviewSequence) -> list[str]:
     return [span.text for document in sequence.documents for span in document.spans if span.image]
 
 
-def test_a_sample_with_images_is_shown_and_each_image_is_one_mark(shown) -> None:
+def test_a_sample_with_images_is_shown_and_each_image_is_one_mark(shown):
     sequences, own, kind = shown
     (sequence,) = (each for each in sequences if "has images" in each.reasons)
     wide, square = TOKENS[kind]
@@ -74,7 +74,7 @@ def test_a_sample_with_images_is_shown_and_each_image_is_one_mark(shown) -> None
     assert rest == "".join(span.text for span in document.spans)
 
 
-def test_the_page_has_small_pictures_and_opens_nothing_else(shown) -> None:
+def test_the_page_has_small_pictures_and_opens_nothing_else(shown):
     sequences = shown[0]
     page = render_page({"config": "c"}, LEDGER, sequences)
     sources = re.findall(r'<img src="([^"]*)"', page)
@@ -89,7 +89,7 @@ def test_the_page_has_small_pictures_and_opens_nothing_else(shown) -> None:
     assert "default-src 'none'; img-src data:; style-src" in page
 
 
-def test_a_large_image_is_shown_small(tmp_path) -> None:
+def test_a_large_image_is_shown_small(tmp_path):
     path = draw_image(tmp_path / "a.png", (512, 256))
     text = encode_small(decode(ImageFile(str(path), b"", 512, 256)), 128).partition(",")[2]
     with Image.open(io.BytesIO(base64.b64decode(text))) as picture:

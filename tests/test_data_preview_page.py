@@ -1,7 +1,8 @@
 """sft_play.data.preview_page: the page shows every token and nothing in a row is markup."""
 
 import pytest
-from previews import LEDGER, TEXTS, read, shown
+from html_pages import Page
+from previews import LEDGER, TEXTS, shown
 
 from sft_play.data.preview_page import render_page
 
@@ -11,26 +12,26 @@ HOSTILE = (
 )
 
 
-def test_a_row_with_markup_is_inert(tokenizer) -> None:
+def test_a_row_with_markup_is_inert(tokenizer):
     sequence = shown(tokenizer, HOSTILE, HOSTILE, place=f"/tmp/{HOSTILE}.jsonl:1", note=HOSTILE)
-    found = read(render_page({"config": HOSTILE}, LEDGER, [sequence]))
+    found = Page(render_page({"config": HOSTILE}, LEDGER, [sequence]))
     allowed_tags = "html meta title style h1 h2 h3 p section div pre i u mark".split()
     allowed_tags += "table thead tbody tr th td".split()
     assert {tag for tag, _ in found.tags} <= set(allowed_tags)
     allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "title", "scope"}
     assert {name for _, attributes in found.tags for name in attributes} <= allowed
-    assert found.text == f"<|user|>{HOSTILE}<|assistant|>{HOSTILE}<|end|>"
+    assert found.pre == f"<|user|>{HOSTILE}<|assistant|>{HOSTILE}<|end|>"
     assert found.title == f"Preview of {HOSTILE}"
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_of_the_page_is_that_of_the_sample(tokenizer, text: str) -> None:
-    found = read(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
-    assert found.text == f"<|user|>{text}<|assistant|>{text}<|end|>"
+def test_text_of_the_page_is_that_of_the_sample(tokenizer, text):
+    found = Page(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
+    assert found.pre == f"<|user|>{text}<|assistant|>{text}<|end|>"
     assert found.marked == f"{text}<|end|>"
 
 
-def test_the_page_loads_nothing(tokenizer) -> None:
+def test_the_page_loads_nothing(tokenizer):
     text = render_page({"model": "m"}, LEDGER, [shown(tokenizer, "a", "b")])
     assert not any(
         word in text for word in ("http:", "https:", "url(", "@import", "<script", "<link", "src=")
@@ -39,39 +40,19 @@ def test_the_page_loads_nothing(tokenizer) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer) -> None:
+def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer):
     sequence = shown(tokenizer, "Red 🙂", "Blue")
-    titles = [
-        attributes["title"]
-        for tag, attributes in read(render_page({}, LEDGER, [sequence])).tags
-        if tag == "i" and "title" in attributes
-    ]
+    tags = Page(render_page({}, LEDGER, [sequence])).tags
+    titles = [found["title"] for tag, found in tags if tag == "i" and "title" in found]
     spans = sequence.documents[0].spans
-    ids = [number for span in spans for number in span.ids]
+    ids = [title.partition("id")[2].lstrip("s").split(",") for title in titles]
+    assert [list(map(int, each)) for each in ids] == [list(span.ids) for span in spans]
     (emoji,) = [span for span in spans if "🙂" in span.text]
-    assert titles[0] == f"token 0, id {ids[0]}"
-    assert [
-        int(number)
-        for title in titles
-        for number in title.partition("id")[2].lstrip("s").split(",")
-    ] == ids
-    assert [title.partition(", ids")[0] for title in titles if title.startswith("tokens ")] == [
-        f"tokens {emoji.index} to {emoji.index + len(emoji.ids) - 1}"
-    ]
+    place = f"tokens {emoji.index} to {emoji.index + len(emoji.ids) - 1}"
+    assert titles[0].startswith("token 0,") and any(place in title for title in titles)
 
 
-def test_documents_of_a_packed_sequence_are_apart_on_the_page(tokenizer) -> None:
-    tags = [
-        tag
-        for tag, _ in read(
-            render_page({}, LEDGER, [shown(tokenizer, "One", "1", documents=3)])
-        ).tags
-        if tag in ("h3", "pre")
-    ]
-    assert tags == ["h3", "pre"] * 3
-
-
-def test_the_ledger_is_on_the_page(prepared_rows, tokenizer) -> None:
+def test_the_ledger_is_on_the_page(prepared_rows, tokenizer):
     ledger = prepared_rows.ledger
     text = render_page({}, ledger, [])
     assert (

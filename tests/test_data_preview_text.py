@@ -1,14 +1,15 @@
 """sft_play.data.preview: sequences in a terminal, with and without colours."""
 
 import pytest
-from previews import LEDGER, page_text, shown
+from html_pages import Page
+from previews import LEDGER, shown
 
 from sft_play.data import preview
-from sft_play.data.preview import fragments, in_marks, make_visible, print_sequences
+from sft_play.data.preview import in_marks, make_visible, print_sequences
 from sft_play.data.preview_page import render_page
 
 
-def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
+def test_text_without_colours_marks_what_is_trained(tokenizer):
     told = in_marks(shown(tokenizer, "Red\tor\nblue?", "Red 🙂", note="7 tokens were cut"))
     assert told.splitlines()[1:] == [
         "┄┄ 7 tokens were cut",
@@ -19,16 +20,7 @@ def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
     assert told.splitlines()[0].endswith(" trained  (longest)")
 
 
-def test_colours_say_what_marks_say(tokenizer) -> None:
-    sequence = shown(tokenizer, "Red or blue?", "Red it is")
-    pieces = list(fragments(sequence, has_color=True))
-    assert "".join(text for text, _ in pieces) == in_marks(sequence).translate(
-        {ord("⟦"): None, ord("⟧"): None}
-    )
-    assert [text for text, style in pieces if "green" in style] == ["Red it is", "<|end|>"]
-
-
-def test_nothing_in_a_row_commands_a_terminal(tokenizer) -> None:
+def test_nothing_in_a_row_commands_a_terminal(tokenizer):
     told = in_marks(
         shown(
             tokenizer,
@@ -45,20 +37,20 @@ def test_nothing_in_a_row_commands_a_terminal(tokenizer) -> None:
     assert "⟨U+001B⟩[2J⟨U+0007⟩ ⟨U+202E⟩right to left ⟨U+200B⟩⟨U+00A0⟩⟨U+000D⟩⟨U+0085⟩" in told
 
 
-def test_joined_emoji_and_letters_stay_joined() -> None:
+def test_joined_emoji_and_letters_stay_joined():
     for text in ("👩‍👩‍👧‍👦", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "می‌خواهم", "日本\u3000語", "é"):
         assert make_visible(text) == text
 
 
-def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None:
+def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer):
     sequence = shown(tokenizer, "word " * 900, "end")
     told = in_marks(sequence)
     hidden = sequence.documents[0].tokens - preview.MAX_TOKENS
     assert f"{hidden:,} tokens more, on the page" in told
-    assert told.count("word") < page_text(render_page({}, LEDGER, [sequence])).count("word") == 900
+    assert told.count("word") < Page(render_page({}, LEDGER, [sequence])).pre.count("word") == 900
 
 
-def test_seams_of_a_packed_sequence_are_named(tokenizer) -> None:
+def test_seams_of_a_packed_sequence_are_named(tokenizer):
     told = in_marks(shown(tokenizer, "One", "1", documents=2))
     assert [line.split("  ")[0] for line in told.splitlines() if line.startswith("┄┄")] == [
         "┄┄ document 1: rows.jsonl:1",
@@ -75,8 +67,8 @@ def test_seams_of_a_packed_sequence_are_named(tokenizer) -> None:
     [(False, {}, True), (True, {}, False), (False, {"NO_COLOR": "1"}, False)],
 )
 def test_a_terminal_gets_colours_unless_they_are_unwanted(
-    no_color: bool, environ: dict, has_colour: bool, tokenizer, monkeypatch, capsys
-) -> None:
+    no_color, environ, has_colour, tokenizer, monkeypatch, capsys
+):
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", **environ}.items():
         monkeypatch.setenv(name, value)

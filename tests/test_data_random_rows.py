@@ -72,41 +72,10 @@ def assert_proven(
 
 
 PIECES = [
-    *(
-        "A rose",
-        " is red.",
-        "\n",
-        "\n\n",
-        "  ",
-        "\t",
-        "naïve",
-        "e\u0301",
-        "🙂",
-        "👩‍🚀",
-        "日本語",
-        "\u2028",
-        "\u00a0",
-        "12",
-        "345",
-        "a",
-        "'s",
-        "x",
-    ),
-    *(
-        "<|im_start|>",
-        "user\n",
-        "[INST]",
-        "[/INST]",
-        "<<SYS>>",
-        "### Response:\n",
-        "USER:",
-        " ASSISTANT:",
-        "<think>",
-        "{{ 1 + 1 }}",
-        "{% if x %}",
-        "assistant",
-    ),
-    *("<|end|>", "</s>", "<|im_end|>", "<s>"),
+    *("A rose", " is red.", "\n", "\n\n", "  ", "\t", "naïve", "e\u0301", "🙂", "👩‍🚀", "日本語"),
+    *("\u2028", "\u00a0", "12", "345", "a", "'s", "x", "<|im_start|>", "user\n", "[INST]"),
+    *("[/INST]", "<<SYS>>", "### Response:\n", "USER:", " ASSISTANT:", "<think>", "{{ 1 + 1 }}"),
+    *("{% if x %}", "assistant", "<|end|>", "</s>", "<|im_end|>", "<s>"),
 ]
 
 
@@ -140,9 +109,7 @@ REASONS = (
 
 @pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "marked"), EVERY)
-def test_a_random_conversation_is_proven_or_refused_by_name(
-    name: str, marked: bool, count: int
-) -> None:
+def test_a_random_conversation_is_proven_or_refused_by_name(name, marked, count):
     tok, rng = family(name, marked), random.Random(f"{name} {marked}")
     rows = [random_row(name, rng) for _ in range(count)]
     results = Renderer(tok, tokens_in_text="allow").render(rows)
@@ -153,12 +120,3 @@ def test_a_random_conversation_is_proven_or_refused_by_name(
         else:
             assert_proven(row, result, tok)
     assert sum(not isinstance(result, RenderError) for result in results) > count // 3
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_row_is_rendered_alike_alone_and_in_a_batch(name: str) -> None:
-    tok, rng = family(name), random.Random(name)
-    rows = [random_row(name, rng) for _ in range(30)]
-    together = Renderer(tok).render(rows)
-    alone = [Renderer(tok).render([row])[0] for row in rows]
-    assert [str(result) for result in together] == [str(result) for result in alone]

@@ -7,11 +7,9 @@ import pytest
 from families import LLAMA3_WORDS, family, tokenizer
 from tokenizers import Tokenizer
 
-from sft_play.data.files import refuse_bad_rows
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
-from sft_play.data.rows import BadRow, Message, Row
+from sft_play.data.rows import Message, Row
 from sft_play.data.thoughts import find_thought
-from sft_play.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>")
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -22,16 +20,6 @@ R1 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 # As Nemotron 3: an answer without reasoning has an empty block without line breaks
-NEMOTRON = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' %}"
-    "{% if m['reasoning_content'] %}{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n' }}"
-    "{% else %}{{ '<think></think>' }}{% endif %}{% endif %}"
-    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}"
-    "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}"
-)
 # As Qwen 3.5 without thinking: the prompt closes the block
 CLOSED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -59,28 +47,6 @@ def trained(template: str, answer: Message, reasoning: str = "keep") -> str:
     assert sample.ids[: len(prompt)] == prompt
     assert sample.labels[: len(prompt)] == [IGNORE_INDEX] * len(prompt)
     return tok.decode(sample.labels[len(prompt) :])
-
-
-@pytest.mark.parametrize("answer", [THOUGHT, INLINE])
-def test_reasoning_trains_behind_the_think_block_that_the_prompt_opens(answer):
-    assert trained(R1, answer) == "It is a rose.\n</think>\n\nA rose.<|im_end|>"
-    assert trained(NEMOTRON, THOUGHT) == "It is a rose.\n</think>\nA rose.<|im_end|>"
-
-
-@pytest.mark.parametrize("template", [R1, NEMOTRON])
-def test_an_answer_without_reasoning_names_the_setting_that_trains_it(template):
-    with pytest.raises(RenderError, match=r"opens a think block .* DATA_REASONING=empty trains"):
-        trained(template, PLAIN)
-
-
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [(R1, "\n</think>\n\n"), (NEMOTRON, "\n</think>\n")],
-    ids=["r1", "nemotron"],
-)
-@pytest.mark.parametrize("reasoning", ["empty", "drop"])
-def test_an_empty_block_ends_as_the_template_ends_one(template, end, reasoning):
-    assert trained(template, PLAIN, reasoning) == f"{end}A rose.<|im_end|>"
 
 
 def test_empty_keeps_the_reasoning_that_there_is_and_drop_does_not():
@@ -114,53 +80,6 @@ def test_a_field_of_a_message_is_no_variable_that_lets_the_model_think():
     assert "MODEL_TEMPLATE_KWARGS" not in str(refused.value)
 
 
-# As GLM 4.7: a block is opened in the prompt, and an answer without reasoning has its end alone
-ENDED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}{% if m['role'] == 'assistant' %}"
-    "{% if m['reasoning_content'] %}{{ '<think>' + m['reasoning_content'] }}{% endif %}"
-    "{{ '</think>' }}{% endif %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>' }}{% endif %}"
-)
-
-
-def test_an_answer_that_has_the_end_of_a_block_alone_trains_an_empty_one():
-    """Opened and closed marks begin alike: the text is not cut at their first difference."""
-    assert trained(ENDED, PLAIN, "empty") == "</think>A rose.<|im_end|>"
-    assert trained(ENDED, THOUGHT) == "It is a rose.</think>A rose.<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("opened", "closed"),
-    [
-        ("<think>", "</think>"),
-        ("<|channel>thought", "<channel|>"),
-        ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ],
-)
-def test_an_empty_block_that_only_the_prompt_has_is_read_before_the_answer(opened, closed):
-    """As Gemma 4 31B and DeepSeek V3.2 without thinking: the prompt of use decides."""
-    template = "{% for m in messages %}" + TURN + "{{ m['content'] }}"
-    template += "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}"
-    template += "{{ '<|im_start|>assistant\n" + opened + "\n" + closed + "' }}{% endif %}"
-    assert trained(template, PLAIN) == "A rose.<|im_end|>"
-    with pytest.raises(RenderError, match=r"closes the think block .* DATA_REASONING=drop"):
-        trained(template, THOUGHT)
-    assert trained(template, THOUGHT, "drop") == "A rose.<|im_end|>"
-
-
-def test_marks_of_command_a_open_a_block_too():
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
-        "{% if m['reasoning_content'] %}"
-        "{{ '<|START_THINKING|>' + m['reasoning_content'] + '<|END_THINKING|>' }}{% endif %}"
-        "{{ '<|START_TEXT|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|START_THINKING|>' }}{% endif %}"
-    )
-    end = "<|END_THINKING|><|START_TEXT|>A rose.<|im_end|>"
-    assert trained(template, PLAIN, "empty") == end
-    assert trained(template, THOUGHT) == f"It is a rose.{end}"
-
-
 def test_a_template_without_reasoning_has_it_in_the_answer_or_without_it():
     tok = family("chatml")
     row = Row((QUESTION, THOUGHT), "rows.jsonl:1")
@@ -186,18 +105,6 @@ def test_every_answer_of_a_conversation_has_its_own_block():
         "\n</think>\n\nA rose.<|im_end|>",
     ]
     assert "It is a rose." not in tok.decode(samples[1].ids), "as the model reads it at use"
-
-
-def test_a_cause_of_the_template_that_most_rows_have_is_one_message_with_what_to_type():
-    try:
-        trained(R1, PLAIN)
-    except RenderError as error:
-        reason = str(error).partition(": ")[2]
-    bad = [BadRow(f"rows.jsonl:{number}", reason, "") for number in range(600)]
-    with pytest.raises(DataError) as refused:
-        refuse_bad_rows(bad, 1000)
-    first, second = str(refused.value).splitlines()
-    assert "DATA_REASONING=empty" in first and second.startswith("so it is with 600 of 1,000 rows")
 
 
 # Answers that begin with line breaks, where the tokenizer has a token for two of them
@@ -313,13 +220,6 @@ def test_reasoning_within_the_content_trains_as_the_field_does(name, template, w
     assert ids_of(tok, INLINE, "drop") == ids_of(tok, PLAIN, "drop")
 
 
-def test_a_prompt_with_reasoning_in_its_history_is_that_of_training():
-    tok = family("harmony")
-    messages = (QUESTION, INLINE, Message("user", "What is blue?"), PLAIN)
-    (samples,) = Renderer(tok).render([Row(messages, "rows.jsonl:1")])
-    assert samples[-1].ids[: samples[-1].answer_start] == render_prompt(messages[:3], tok)
-
-
 # As Kimi K2 Thinking: an empty block before every answer of a conversation
 EMPTY = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
@@ -329,12 +229,6 @@ EMPTY = (
 )
 
 
-@pytest.mark.parametrize("answer", [THOUGHT, INLINE])
-def test_an_empty_block_is_never_trained_in_place_of_reasoning(answer):
-    assert trained(EMPTY, answer) == "<think>It is a rose.</think>A rose.<|im_end|>"
-    assert trained(EMPTY, PLAIN) == "<think></think>A rose.<|im_end|>"
-
-
 # As DeepSeek V3.1 while it thinks: the conversation has an empty block where the prompt opens one
 SHUT = EMPTY.replace("<|im_start|>assistant'", "<|im_start|>assistant<think>'")
 
@@ -342,15 +236,6 @@ SHUT = EMPTY.replace("<|im_start|>assistant'", "<|im_start|>assistant<think>'")
 @pytest.mark.parametrize("answer", [THOUGHT, INLINE])
 def test_reasoning_stands_in_the_block_that_the_prompt_opens(answer):
     assert trained(SHUT, answer) == "It is a rose.</think>A rose.<|im_end|>"
-
-
-def test_a_mark_that_is_an_added_token_may_stand_in_messages():
-    tok = copy.deepcopy(family("chatml"))
-    tok.chat_template = EMPTY.replace("'<think></think>'", "'</think>'")
-    tok.add_tokens(["<think>", "</think>"])
-    ask = Message("user", "What does </think> end?")
-    (samples,) = Renderer(tok).render([Row((ask, PLAIN), "rows.jsonl:1")])
-    assert "What does </think> end?" in tok.decode(samples[0].ids)
 
 
 # As LFM 2.5: a field is written without line breaks, and an answer as it stands

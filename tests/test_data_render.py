@@ -5,7 +5,7 @@ import re
 
 import pytest
 from families import LLAMA3_WORDS, family, tokenizer
-from renderings import CHATML, assert_consistent, row, samples_of, trained
+from renderings import CHATML, row, samples_of, trained
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
@@ -42,44 +42,7 @@ def render(given: Row, tok: PreTrainedTokenizerFast) -> RenderedSample:
 # Answers and their stop tokens
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"trim_offsets": True}, {"strip": True}, {"words": LLAMA3_WORDS}], ids=str
-)
-def test_labels_are_the_answer_and_its_stop_token(options: dict[str, bool]) -> None:
-    tok = tokenizer(CHATML, **options)
-    for answer in ("A rose is red.", "12", "naïve 🙂", "two   blanks\n\n\tand a tab"):
-        rendered = render(row("What is red?", answer), tok)
-        assert trained(rendered, tok) == [answer + "<|im_end|>"]
-        assert_consistent(rendered)
-
-
-def test_the_mask_of_a_chatml_row_by_eye() -> None:
-    tok = tokenizer(CHATML)
-    rendered = render(row("a", "b", system="s"), tok)
-    shown = [
-        tok.decode([token]) if label == IGNORE_INDEX else f"[{tok.decode([token])}]"
-        for token, label in zip(rendered.ids, rendered.labels, strict=True)
-    ]
-    assert (
-        "".join(shown) == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
-        "<|im_start|>assistant\n[b][<|im_end|>]\n"
-    )
-
-
-def test_every_assistant_turn_is_trained() -> None:
-    tok = tokenizer(CHATML)
-    rendered = render(
-        row("What is red?", "A rose.", "And blue?", "The sea.", "Thanks", "You are welcome."), tok
-    )
-    assert trained(rendered, tok) == [
-        "A rose.<|im_end|>",
-        "The sea.<|im_end|>",
-        "You are welcome.<|im_end|>",
-    ]
-    assert_consistent(rendered)
-
-
-def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_its_own() -> None:
+def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_its_own():
     tok = tokenizer(PLAIN)
     assert [trained(sample, tok) for sample in samples_of(row("What is red?", "A rose."), tok)] == [
         [" A rose.\n<eos>"]
@@ -96,9 +59,7 @@ def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_i
     ]
 
 
-def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too() -> (
-    None
-):
+def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too():
     marked = (
         "{% for m in messages %}{{ m['role'] + ':' }}"
         "{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}"
@@ -115,7 +76,7 @@ def test_eos_that_the_template_does_not_write_is_trained_where_the_template_mark
     ]
 
 
-def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None:
+def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample():
     template = (
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
         "{{ '|' if m['role'] == 'user' else '' if loop.last else eos_token }}{% endfor %}"
@@ -127,7 +88,7 @@ def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None
     assert trained(sample, tok) == ["b<eos>", "d<eos>"]
 
 
-def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_out() -> None:
+def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_out():
     tok = tokenizer(
         "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '|' }}{% endif %}",
@@ -136,7 +97,7 @@ def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_o
     assert trained(render(row("a", "b  c   "), tok), tok) == ["b  c   <eos>"]
 
 
-def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not() -> None:
+def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not():
     tok = tokenizer(CHATML)
     for stop in ("<|im_end|>", "<eos>"):
         (error,) = Renderer(tok, tokens_in_text="allow").render([row("q", f"before {stop} after")])
@@ -145,30 +106,23 @@ def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not()
     assert trained(render(row("What is <|im_end|>?", "a mark"), tok), tok) == ["a mark<|im_end|>"]
 
 
-def test_stops_are_eos_and_the_ends_of_turns_that_the_tokenizer_has() -> None:
+def test_stops_are_eos_and_the_ends_of_turns_that_the_tokenizer_has():
     for name, stops in (
         ("chatml", {"<|im_end|>"}),
         ("llama3", {"<|eot_id|>"}),
         ("gemma", {"<end_of_turn>"}),
         ("phi3", {"<|end|>"}),
         ("vicuna", set()),
+        ("harmony", {"<|return|>", "<|call|>"}),  # and not what ends a part of an answer
     ):
         tok = family(name)
         assert set(tok.convert_ids_to_tokens(sorted(stop_ids(tok)))) == {tok.eos_token, *stops}
 
 
-def test_what_ends_a_part_of_an_answer_of_gpt_oss_does_not_end_it() -> None:
-    assert set(family("harmony").convert_ids_to_tokens(sorted(stop_ids(family("harmony"))))) == {
-        "<|endoftext|>",
-        "<|return|>",
-        "<|call|>",
-    }
-
-
 # Templates
 
 
-def test_a_model_without_a_template_is_rendered_in_plain_words() -> None:
+def test_a_model_without_a_template_is_rendered_in_plain_words():
     tok = tokenizer(None)
     rendered = render(row("What is red?", "A rose.", "And blue?", "The sea."), tok)
     assert (
@@ -179,11 +133,7 @@ def test_a_model_without_a_template_is_rendered_in_plain_words() -> None:
     assert (template_text(tok), template_text(tokenizer(CHATML))) == (DEFAULT_TEMPLATE, CHATML)
 
 
-def test_the_default_template_needs_no_token_of_its_own() -> None:
-    assert "<|" not in DEFAULT_TEMPLATE
-
-
-def test_a_base_model_with_a_beginning_of_text_sees_it_once() -> None:
+def test_a_base_model_with_a_beginning_of_text_sees_it_once():
     tok = tokenizer(None, bos="<bos>")
     assert (
         tok.decode(render(row("a", "b"), tok).ids)
@@ -205,7 +155,7 @@ def beginning(chat_template: str | None) -> PreTrainedTokenizerFast:
     return tok
 
 
-def test_the_template_alone_writes_the_beginning_of_a_conversation() -> None:
+def test_the_template_alone_writes_the_beginning_of_a_conversation():
     tok = beginning("{{ bos_token }}" + CHATML)
     rendered = render(ONE_TURN, tok)
     assert rendered == render(ONE_TURN, tokenizer("{{ bos_token }}" + CHATML, bos="<bos>"))
@@ -216,28 +166,7 @@ def test_the_template_alone_writes_the_beginning_of_a_conversation() -> None:
     )
 
 
-def test_a_row_that_brings_the_beginning_of_a_text_itself_is_refused() -> None:
-    tok = tokenizer(
-        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}"
-        "{% if m['role'] == 'user' %}{{ '|' }}{% endif %}{% endfor %}",
-        bos="<bos>",
-    )
-    (error,) = Renderer(tok, tokens_in_text="allow").render([row("<bos>q", "a")])
-    assert isinstance(error, RenderError)
-    assert str(error).startswith(
-        "rows.jsonl:7: the text begins with the beginning-of-text token twice"
-    )
-
-
-def test_a_template_of_two_is_taken_by_whether_there_are_tools() -> None:
-    tok = copy.deepcopy(tokenizer(CHATML))
-    tok.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CHATML}
-    assert tok.decode(render(ONE_TURN, tok).ids).startswith("<|im_start|>")
-    with_tools = Row(ONE_TURN.messages, "r:1", tools=({"name": "find"},))
-    assert tok.decode(render(with_tools, tok).ids).startswith("find<|im_start|>")
-
-
-def test_a_row_that_cannot_be_rendered_is_an_error_of_the_data_and_harms_no_other() -> None:
+def test_a_row_that_cannot_be_rendered_is_an_error_of_the_data_and_harms_no_other():
     tok = family("gemma")
     good, bad = row("q", "a"), row("q", "a", system="s")
     first, error, last = Renderer(tok).render([good, bad, good])
@@ -250,11 +179,7 @@ def test_a_row_that_cannot_be_rendered_is_an_error_of_the_data_and_harms_no_othe
     )
 
 
-def test_no_rows_are_no_samples() -> None:
-    assert Renderer(tokenizer(CHATML)).render([]) == []
-
-
-def test_a_row_without_an_answer_is_refused() -> None:
+def test_a_row_without_an_answer_is_refused():
     with pytest.raises(RenderError, match=r"rows.jsonl:7: no message is the assistant's"):
         render(row("q"), tokenizer(CHATML))
 
@@ -262,7 +187,7 @@ def test_a_row_without_an_answer_is_refused() -> None:
 # Tokens
 
 
-def test_a_token_over_the_seam_is_refused_by_name() -> None:
+def test_a_token_over_the_seam_is_refused_by_name():
     template = PLAIN.replace("'assistant:'", "'assistant: '")
     for trim_offsets in (False, True):
         with pytest.raises(
@@ -272,7 +197,7 @@ def test_a_token_over_the_seam_is_refused_by_name() -> None:
             render(row("What is red?", "A rose."), tokenizer(template, trim_offsets=trim_offsets))
 
 
-def test_a_tokenizer_that_joins_the_blanks_at_the_end_of_a_prompt_is_no_straddling() -> None:
+def test_a_tokenizer_that_joins_the_blanks_at_the_end_of_a_prompt_is_no_straddling():
     tok = tokenizer(
         PLAIN.replace("'assistant:'", "'assistant:\n\n'").replace(
             "': ' + m['content']", "':\n\n' + m['content']"
@@ -282,7 +207,7 @@ def test_a_tokenizer_that_joins_the_blanks_at_the_end_of_a_prompt_is_no_straddli
     assert trained(render(row("a", "b"), tok), tok) == ["b\n<eos>"]
 
 
-def test_a_tokenizer_that_drops_the_end_of_a_prompt_is_no_straddling() -> None:
+def test_a_tokenizer_that_drops_the_end_of_a_prompt_is_no_straddling():
     tok = tokenizer(PLAIN.replace("'assistant:'", "'assistant: '"), drops_blanks=True)
     assert [trained(sample, tok) for sample in samples_of(row("a", "b c", "d", "e"), tok)] == [
         ["bc\n<eos>"],
@@ -290,17 +215,7 @@ def test_a_tokenizer_that_drops_the_end_of_a_prompt_is_no_straddling() -> None:
     ]
 
 
-def test_marks_within_a_question_lead_nobody_astray() -> None:
-    tok = tokenizer(CHATML)
-    question = "<|im_start|>assistant\nNo.<|im_end|>\n<|im_start|>assistant\n"
-    rendered = render(row(question, "Yes.", question, "No."), tok)
-    assert trained(rendered, tok) == ["Yes.<|im_end|>", "No.<|im_end|>"]
-    assert rendered.ids[: rendered.answer_start] == render_prompt(
-        row(question, "Yes.", question).messages, tok
-    )
-
-
-def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused() -> None:
+def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused():
     tok = copy.deepcopy(tokenizer(CHATML))
     tok.backend_tokenizer.normalizer = None
     tok.backend_tokenizer.decoder = None  # which reads bytes back as other characters
@@ -308,7 +223,7 @@ def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused() -> None:
         render(row("q", "naïve"), tok)
 
 
-def test_a_tokenizer_that_spells_its_stop_token_out_is_refused() -> None:
+def test_a_tokenizer_that_spells_its_stop_token_out_is_refused():
     tok = copy.deepcopy(tokenizer(CHATML))
     tok.backend_tokenizer.encode_special_tokens = True
     with pytest.raises(
@@ -319,7 +234,7 @@ def test_a_tokenizer_that_spells_its_stop_token_out_is_refused() -> None:
         render(ONE_TURN, tok)
 
 
-def test_truncation_that_is_left_set_on_a_tokenizer_cuts_nothing() -> None:
+def test_truncation_that_is_left_set_on_a_tokenizer_cuts_nothing():
     tok = copy.deepcopy(tokenizer(CHATML))
     tok.backend_tokenizer.enable_truncation(4)
     tok.backend_tokenizer.enable_padding(length=400)
@@ -329,7 +244,7 @@ def test_truncation_that_is_left_set_on_a_tokenizer_cuts_nothing() -> None:
 # Plain text
 
 
-def test_a_plain_text_is_trained_but_for_its_first_token_and_ends_with_eos() -> None:
+def test_a_plain_text_is_trained_but_for_its_first_token_and_ends_with_eos():
     tok = tokenizer(CHATML, bos="<bos>")
     (sample,) = samples_of(Row((), "r:1", text="A rose is red."), tok)
     assert tok.decode(sample.ids) == "A rose is red.<eos>"
@@ -337,7 +252,7 @@ def test_a_plain_text_is_trained_but_for_its_first_token_and_ends_with_eos() -> 
     assert samples_of(Row((), "r:1", text="A rose is red.<eos>"), tok) == (sample,)
 
 
-def test_a_plain_text_begins_as_the_tokenizer_begins_texts() -> None:
+def test_a_plain_text_begins_as_the_tokenizer_begins_texts():
     tok = beginning(CHATML)
     (sample,) = samples_of(Row((), "r:1", text="A rose."), tok)
     assert tok.decode(sample.ids) == "<bos>A rose.<eos>"
@@ -348,19 +263,9 @@ def test_a_plain_text_begins_as_the_tokenizer_begins_texts() -> None:
 
 
 @pytest.mark.parametrize("end", ["<eos>", "<|im_end|>", "<|im_end|>\n", "<eos> \n\n"])
-def test_a_plain_text_that_has_an_end_gets_no_second_one(end: str) -> None:
+def test_a_plain_text_that_has_an_end_gets_no_second_one(end):
     tok = tokenizer(CHATML)
     (sample,) = samples_of(Row((), "r:1", text=f"A rose.{end}"), tok)
     assert tok.decode(sample.ids) == f"A rose.{end}"
     (sample,) = samples_of(Row((), "r:1", text=f"A {end} rose.\n"), tok)
     assert tok.decode(sample.ids) == f"A {end} rose.\n<eos>"
-
-
-def test_texts_and_conversations_go_in_one_batch() -> None:
-    tok = tokenizer(CHATML)
-    text = Row((), "r:1", text="A rose.")
-    assert Renderer(tok).render([text, ONE_TURN, text]) == [
-        samples_of(text, tok),
-        samples_of(ONE_TURN, tok),
-        samples_of(text, tok),
-    ]

@@ -1,18 +1,13 @@
 """Variables of the chat template that a row brings: chat_template_kwargs, enable_thinking, ..."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from families import LLAMA3_WORDS, tokenizer
-from record_files import read_rows
+from record_files import read_rows, run_data, write_rows
 from renderings import CHATML
 
-from sft_play.config.schema import Config
-from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import Renderer, RenderError, render_prompt
 from sft_play.data.rows import Message, Row
 from sft_play.data.template_sources import with_variables
@@ -30,15 +25,6 @@ TURNS = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "
 BRIEF = {"custom_instructions": "Be brief.", "enable_thinking": False, "xml_tools": []}
 
 
-def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    path = folder / name
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_rows_of_other_variables_have_other_prompts_and_unread_names_are_counted(name, tmp_path):
     rows = []
@@ -46,11 +32,9 @@ def test_rows_of_other_variables_have_other_prompts_and_unread_names_are_counted
         kwargs = BRIEF if n % 2 else {"custom_instructions": None, "enable_thinking": True}
         question = {"role": "user", "content": f"{n}+2?"}
         rows.append({"messages": [question, TURNS[1]], "chat_template_kwargs": kwargs})
-    path = write(tmp_path, name, rows)
-    settings = {"train_path": str(path), "cache_dir": str(tmp_path / "c"), "val_size": 0.1}
-    config = Config.model_validate({"data": settings, "model": {"max_seq_len": 128}})
+    path = write_rows(tmp_path / name, *rows)
     tok = tokenizer(MODES, words=LLAMA3_WORDS)
-    data = build_run_data(config, tok)
+    data = run_data(path, tok, 128, val_size=0.1)
     heads = {}
     for sample in [data.train[index] for index in range(len(data.train))]:
         text = tok.decode(sample.ids.tolist())
@@ -81,7 +65,7 @@ def test_rows_of_other_variables_have_other_prompts_and_unread_names_are_counted
     ],
 )  # fmt: skip
 def test_a_row_brings_its_variables_in_one_column_or_by_their_names(columns, expected, tmp_path):
-    (row,) = read_rows(write(tmp_path, "a.jsonl", [{"messages": TURNS, **columns}]), {})
+    (row,) = read_rows(write_rows(tmp_path / "a.jsonl", {"messages": TURNS, **columns}), {})
     assert row.variables == expected
 
 

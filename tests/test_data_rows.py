@@ -2,13 +2,12 @@
 
 import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
-from record_files import parse_rows, read_rows
+from record_files import parse_rows, read_rows, write_rows
 
-from sft_play.data.files import read_chunks, refuse_bad_rows
+from sft_play.data.files import read_chunks
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import ROW_FORMATS
 from sft_play.data.row_parsing import SystemPrompt
@@ -27,11 +26,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
-
-
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def turn(role: str, content: Any = "x", **more: Any) -> dict[str, Any]:
@@ -61,20 +55,15 @@ CALL_NOW = {"id": "c1", "type": "function", "function": {"name": "now", "argumen
 
 SHAPED = [
     ("messages", chat(ASK, turn("assistant", "a", name="x", weight=1)), QA),
-    ("messages", chat(BE_BRIEF, ASK, ANSWER, ASK, ANSWER), (S, *QA, *QA)),
     ("messages", chat(turn("developer", "s"), ASK, ANSWER), (S, *QA)),
-    ("messages", chat(turn("system", ""), ASK, ANSWER), (Message("system", ""), *QA)),
     ("messages", chat(ASK, ANSWER, system="s"), (S, *QA)),
     ("messages", {"messages": json.dumps([ASK, ANSWER])}, QA),
     ("messages", chat(turn("user", [part("q")]), turn("assistant", [part("a "), part("b")])),
      (Q, Message("assistant", "a b"))),
     ("messages", chat(ASK, turn("assistant", "a", reasoning_content="r")),
      (Q, Message("assistant", "a", "r"))),
-    ("messages", chat(ASK, turn("assistant", "a", reasoning="r")),
-     (Q, Message("assistant", "a", "r"))),
     ("messages", chat(ASK, turn("assistant", "a", thinking="r", reasoning=None)),
      (Q, Message("assistant", "a", "r"))),
-    ("messages", chat(ASK, turn("assistant", "a", thinking=" ", tool_calls=None)), QA),
     ("messages",
      chat(ASK, turn("assistant", None, tool_calls=[CALL]),
           turn("tool", "6", name="add", tool_call_id="c1"), ANSWER),
@@ -91,7 +80,6 @@ SHAPED = [
     ("conversations", said(("human", "q"), ("gpt", "a")), QA),
     ("conversations", said(("system", "s"), ("user", "q"), ("assistant", "a")), (S, *QA)),
     ("conversations", said(("human", "q"), ("gpt", "a"), system="s"), (S, *QA)),
-    ("conversations", said(("human", "q"), ("gpt", "a"), system=""), QA),
     ("conversations",
      said(("human", "q"), ("function_call", f'{{"name": "add", "arguments": {ARGUMENTS}}}'),
           ("observation", "6"), ("gpt", "a")),
@@ -99,21 +87,14 @@ SHAPED = [
     ("conversations",
      said(("human", "q"), ("gpt", "<tool_call>add</tool_call>"), ("tool", "6"), ("gpt", "a")),
      (Q, Message("assistant", "<tool_call>add</tool_call>"), Message("tool", "6"), A)),
-    ("conversations", {"conversations": [ASK, ANSWER]}, QA),
     ("instruction", {"instruction": "q", "output": "a"}, QA),
-    ("instruction", {"instruction": "q", "input": "", "output": "a"}, QA),
     ("instruction", {"instruction": "q", "input": " \n", "output": "a"}, QA),
-    ("instruction", {"instruction": "q", "input": None, "output": "a"}, QA),
     ("instruction", {"instruction": "q", "input": "of this ", "output": "a"},
      (Message("user", "q\n\nof this "), A)),
-    ("instruction", {"instruction": "q", "output": "a", "system": "s"}, (S, *QA)),
-    ("prompt", {"prompt": "q", "completion": "a", "id": 3}, QA),
     ("prompt", {"prompt": [BE_BRIEF, ASK], "completion": [ANSWER]}, (S, *QA)),
-    ("question", {"question": "q", "answer": "a"}, QA),
     ("question", {"question": " q\n", "answer": "a\u2028b"},
      (Message("user", " q\n"), Message("assistant", "a\u2028b"))),
     ("user", {"system": "s", "user": "q", "assistant": "a"}, (S, *QA)),
-    ("user", {"system": None, "user": "q", "assistant": "a"}, QA),
     ("target", {"input": "q", "target": "a"}, QA),
     ("input", {"input": "q", "output": "a"}, QA),
     ("conversation", {"conversation": [{"input": "q", "output": "a"}]}, QA),
@@ -141,32 +122,32 @@ SHAPED = [
 
 
 @pytest.mark.parametrize(("shape", "record", "messages"), SHAPED)
-def test_the_keys_of_a_record_say_what_it_is(
-    shape: str, record: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path
-) -> None:
-    path = write(tmp_path / "a.jsonl", record)
+def test_the_keys_of_a_record_say_what_it_is(shape, record, messages, tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", record)
     assert detect_format(path, {}).name == shape
     assert read_rows(path) == [Row(messages, f"{path}:1")]
 
 
-def test_every_row_format_of_conversations_has_an_example() -> None:
+def test_every_row_format_of_conversations_has_an_example():
     assert {shape for shape, _, _ in SHAPED} == ROW_FORMATS.keys() - {"text", "segments"}
 
 
-def test_plain_text_is_taken_as_it_stands_and_gets_no_system_prompt(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": " Once\n", "label": 1})
+def test_plain_text_is_taken_as_it_stands_and_gets_no_system_prompt(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", {"text": " Once\n", "label": 1})
     assert read_rows(path, system_prompt="ours") == [Row((), f"{path}:1", text=" Once\n")]
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
-def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
+def test_tools_stand_beside_a_conversation(tools, tmp_path):
     (row,) = read_rows(
-        write(tmp_path / "a.jsonl", chat(turn("user", "q"), turn("assistant", "a"), tools=tools))
+        write_rows(
+            tmp_path / "a.jsonl", chat(turn("user", "q"), turn("assistant", "a"), tools=tools)
+        )
     )
     assert row.tools == (TOOL,)
     for none in (None, [], "", "[]"):
         (row,) = read_rows(
-            write(tmp_path / "a.jsonl", {"question": "q", "answer": "a", "tools": none})
+            write_rows(tmp_path / "a.jsonl", {"question": "q", "answer": "a", "tools": none})
         )
         assert row.tools == ()
 
@@ -184,29 +165,29 @@ def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
         ("input output text", "input"),
     ],
 )
-def test_of_several_shapes_the_first_holds(keys: str, shape: str, tmp_path: Path) -> None:
+def test_of_several_shapes_the_first_holds(keys, shape, tmp_path):
     assert (
-        detect_format(write(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name
+        detect_format(write_rows(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name
         == shape
     )
 
 
-def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
-    path = write(
+def test_columns_say_what_a_file_calls_its_fields(tmp_path):
+    path = write_rows(
         tmp_path / "a.jsonl",
         {"text": "t", "messages": "m", "problem": "q", "solution": "a", "persona": "s"},
     )
     columns = {"question": "problem", "answer": "solution", "system": "persona"}
     assert [row.messages for row in read_rows(path, columns)] == [(S, *QA)]
-    turns = write(
+    turns = write_rows(
         tmp_path / "b.jsonl",
         {"dialogue": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     )
     assert [row.messages for row in read_rows(turns, {"conversations": "dialogue"})] == [QA]
 
 
-def test_rows_of_token_ids_are_refused_with_what_to_write(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"input_ids": [1, 2], "labels": [-100, 2]})
+def test_rows_of_token_ids_are_refused_with_what_to_write(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", {"input_ids": [1, 2], "labels": [-100, 2]})
     with pytest.raises(
         DataError, match=r"input_ids, labels; tokens are not read, .* as messages or"
     ):
@@ -216,31 +197,22 @@ def test_rows_of_token_ids_are_refused_with_what_to_write(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"question": "problm"},
-         "no column 'problm', which data.columns names as the question; "
-         "the columns are problem, solution; did you mean problem?"),
-        ({"qestion": "problem"}, "no row format has a field 'qestion'; did you mean question?"),
-        ({"xyz": "problem"}, "no row format has a field 'xyz'; fields are messages, conversations"),
-        ({"question": "problem"},
-         "a.jsonl: the columns are problem, solution besides {'question': 'problem'}; "
-         "a row has messages, or"),
-        ({"text": "problem", "answer": "solution"},
-         "a.jsonl: the columns are problem, solution besides"),
-        ({}, "a.jsonl: the columns are problem, solution; no row format has these. "
-         "Say which hold what: DATA_COLUMNS='{question: problem, answer: solution}'"),
+        ({"question": "problm"}, "no column 'problm'.* problem, solution; did you mean problem"),
+        ({"qestion": "problem"}, "'qestion'; did you mean question"),
+        ({"xyz": "problem"}, "'xyz'; fields are messages, conversations"),
+        ({"question": "problem"}, "problem, solution besides {'question': 'problem'}"),
+        ({"text": "problem", "answer": "solution"}, "problem, solution besides"),
+        ({}, "DATA_COLUMNS='{question: problem, answer: solution}'"),
     ],
 )  # fmt: skip
-def test_columns_that_a_file_lacks_are_named_with_the_nearest(
-    columns: dict[str, str], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError) as error:
-        detect_format(write(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
-    assert words in str(error.value)
+def test_columns_that_a_file_lacks_are_named_with_the_nearest(columns, words, tmp_path):
+    with pytest.raises(DataError, match=words):
+        detect_format(write_rows(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
 
 
-def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path: Path) -> None:
+def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path):
     own = chat(turn("system", "own"), turn("user", "q"), turn("assistant", "a"))
-    path = write(
+    path = write_rows(
         tmp_path / "a.jsonl",
         own,
         chat(turn("user", "q"), turn("assistant", "a")),
@@ -259,15 +231,10 @@ def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path
     assert first("ours", False) == ["own", "ours", "column"]
     assert first("ours", True) == ["ours", "ours", "ours"]
     assert first(None, True) == ["own", "q", "column"]
-    assert [
-        len(row.messages)
-        for row in parse_rows(chunk, shape, SystemPrompt("ours", True))
-        if isinstance(row, Row)
-    ] == [3, 3, 3]
 
 
-def test_a_shape_travels_to_other_processes(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"problem": "q", "answer": "a"}, {"problem": "q"})
+def test_a_shape_travels_to_other_processes(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", {"problem": "q", "answer": "a"}, {"problem": "q"})
     shape = detect_format(path, {"question": "problem"})
     assert pickle.loads(pickle.dumps(shape)) == shape
     (chunk,) = read_chunks(path)
@@ -289,18 +256,13 @@ def turns(*roles: str) -> dict[str, Any]:
 
 # A file's first row, and another whose reason is given.
 BAD: list[tuple[dict[str, Any], Any, str]] = [
-    (QUESTION, "{", "the line ends behind the first bracket; a row stands on one line, whole"),
     (QUESTION, '{"question": "q", "answer": }', "not valid JSON: Expecting value at column 29"),
-    (QUESTION, '{"question": "q", "answer": "a"} {}', "not valid JSON: Extra data at column 34"),
     (QUESTION, '{"question": "q", "answer": "a',
      "not valid JSON: Unterminated string starting at column 29"),
-    (QUESTION, '{"question": "q", "answer": "a\tb"}',
-     "not valid JSON: Invalid control character at column 31"),
     (QUESTION, "[" * 100_000, "not valid JSON: nested too deeply"),
     (QUESTION, "1" * 5000, "not valid JSON: a number has too many digits"),
     (QUESTION, b'{"question": "\xff", "answer": "a"}',
      "not UTF-8 at byte 14; save the file as UTF-8"),
-    (QUESTION, b'{"question": "\xed\xa0\x80", "answer": "a"}', "not UTF-8 at byte 14"),
     (QUESTION, b'{"question": "q\0", "answer": "a"}', "not valid JSON: it holds NUL bytes"),
     (QUESTION, '{"question": "q", "question": "r", "answer": "a"}',
      "not valid JSON: the key 'question' stands twice in one object"),
@@ -308,56 +270,35 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
     (QUESTION, '{"question": "q", "answer": "a", "tools": [{"name": "f", "x": -Infinity}]}',
      "tools cannot be written as JSON"),
     (QUESTION, "[1]", "a row is a JSON object, not a list"),
-    (QUESTION, "null", "a row is a JSON object, not null"),
     (QUESTION, '"text"', "a row is a JSON object, not a text"),
-    (QUESTION, "true", "a row is a JSON object, not true or false"),
-    (QUESTION, {}, "the keys are none; the rows of this file have question and answer"),
-    (QUESTION, {"text": "x"}, "the keys are text; the rows of this file have question and answer"),
     (QUESTION, {"question": "q"}, "the keys are question; the rows of this file have"),
-    (QUESTION, PROMPT,
-     "the keys are prompt, completion; the rows of this file have question and answer"),
     (CHAT, QUESTION, "the keys are question, answer; the rows of this file have messages"),
     (QUESTION, {"question": "", "answer": "a"}, "question is empty"),
     (QUESTION, {"question": "q", "answer": " \n"}, "answer is empty"),
-    (QUESTION, {"question": 1, "answer": "a"}, "question is 1, not a text"),
-    (QUESTION, {"question": "q", "answer": float("inf")},
-     "answer is Infinity, not a text"),
     (QUESTION, {"question": "\ud800", "answer": "a"}, "question holds half of a surrogate pair"),
     (QUESTION, {"question": "q\0", "answer": "a"}, "question holds a NUL character"),
     (QUESTION, {**QUESTION, "system": 3}, "system is 3, not a text"),
     (QUESTION, {**QUESTION, "tools": "x"},
      "tools is a text that is no JSON (not valid JSON: Expecting value at column 1): x"),
     (QUESTION, {**QUESTION, "tools": [1]}, "tools is [1], not a list of objects"),
-    (QUESTION, {**QUESTION, "tools": [{"name": "\udc00"}]}, "tools holds half of a surrogate pair"),
     (PROMPT, {"prompt": "q", "completion": None}, "completion is null, not a text"),
-    (PROMPT, {"prompt": ["q"], "completion": "a"}, 'prompt is ["q"], not a text'),
     (PROMPT, {"prompt": [turn("user")], "completion": [turn("user")]},
      "completion[0], the last turn, is the user's; a row ends with an answer"),
-    (PROMPT, {"prompt": [turn("user")], "completion": []}, "completion is [], not a list of turns"),
     (INSTRUCTION, {"instruction": "i", "input": 5, "output": "o"}, "input is 5, not a text"),
-    (INSTRUCTION, {"instruction": " ", "input": "x", "output": "o"}, "instruction is empty"),
-    (INSTRUCTION, {"instruction": "i", "output": ""}, "output is empty"),
     ({"text": "x"}, {"text": "\t"}, "text is empty"),
     (CHAT, chat(), "messages is [], not a list of turns"),
-    (CHAT, {"messages": None}, "messages is null, not a list of turns"),
-    (CHAT, {"messages": {"role": "user"}}, 'messages is {"role": "user"}, not a list of turns'),
     (CHAT, {"messages": "hello"}, "messages is a text that is no JSON"),
     (CHAT, {"messages": [5]}, "messages[0] is 5, not an object"),
     (CHAT, {"messages": [{"speaker": "human", "value": "x"}]},
      "messages[0] is not an object with role and content; its keys are speaker, value"),
     (CHAT, turns("user", "robot"),
      "messages[1] has the role 'robot'; roles are system, developer, user, assistant, tool"),
-    (CHAT, chat({"role": ["user"], "content": "x"}),
-     """messages[0] has the role '["user"]'; roles are"""),
-    (CHAT, chat(turn("user", None)), "messages[0].content is null, not a text"),
     (CHAT, chat(turn("user"), {"role": "assistant"}), "messages[1].content is null, not a text"),
     (CHAT, chat(turn("user", [{"type": "text"}])),
      "messages[0].content[0].text is null, not a text"),
     (CHAT, chat(turn("user", [{"type": "file", "file": "x"}])),
      'messages[0].content[0] is {"type": "file", "file": "x"}; models here take texts and images'),
     (CHAT, chat(turn("user"), turn("assistant", "")), "messages[1].content is empty"),
-    (CHAT, chat(turn("user"), turn("assistant", "", tool_calls=[])),
-     "messages[1].content is empty"),
     (CHAT, chat(turn("user"), turn("assistant", reasoning=True)),
      "messages[1].reasoning is true, not a text"),
     (CHAT, chat(turn("user"), turn("assistant", tool_calls="f()")),
@@ -371,36 +312,21 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
      "a system column and a system message; keep one of them"),
     (CHAT, turns("user"),
      "messages[0], the last turn, is the user's; a row ends with an answer of the assistant"),
-    (CHAT, turns("system"), "messages[0], the last turn, is the system's; a row ends"),
-    (CHAT, turns("assistant", "user"),
-     "messages[1], the last turn, is the user's; a row ends with an answer of the assistant"),
     (CHAT, turns("assistant"), "messages[0] answers nothing: no turn is the user's"),
-    (CHAT, turns("tool", "user", "assistant"),
-     "messages[0] is a tool's answer, and the turn before it calls no tool"),
-    (CHAT, turns("user", "assistant", "user"),
-     "messages[2], the last turn, is the user's; a row ends with an answer"),
     (CHAT, turns("assistant", "assistant", "user", "assistant"),
      "messages[1] is the second answer before the first question"),
     (CHAT, chat(turn("user"), turn("assistant", channel="analysis")),
      "messages[1] has reasoning and no answer"),
-    (CHAT, turns("user", "assistant", "tool", "assistant"),
-     "messages[2] is a tool's answer, and the turn before it calls no tool"),
     (CHAT, turns("user", "tool", "assistant"),
      "messages[1] is a tool's answer, and the turn before it calls no tool"),
     (CHAT, chat(turn("user"), turn("assistant", tool_calls=[CALL]), turn("tool")),
      "messages[2], the last turn, is the tool's"),
-    (CHAT, chat(turn("user"), turn("assistant", tool_calls=[CALL]), turn("tool"), turn("user")),
-     "messages[3], the last turn, is the user's"),
-    (SAID, said(("robot", "x")), "conversations[0] has the role 'robot'; roles are system"),
     (SAID, said(("human", "q"), ("function_call", '{"name": "f", "arguments": "{\\"x\\": NaN}"}')),
      "conversations[1].value[0].arguments cannot be written as JSON"),
     (SAID, said(("human", "q"), ("function_call", "add(1)")),
      "conversations[1].value is a text that is no JSON"),
     (SAID, said(("human", "q"), ("function_call", "[]")),
      "conversations[1].value calls no function"),
-    (SAID, said(("human", "q"), ("gpt", " ")), "conversations[1].value is empty"),
-    (SAID, said(("gpt", "a"), ("human", "q")),
-     "conversations[1], the last turn, is the user's; a row ends with an answer"),
 ]  # fmt: skip
 
 
@@ -413,9 +339,7 @@ def as_line(record: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("good", "bad", "reason"), BAD)
-def test_a_bad_row_is_named_by_file_line_and_reason(
-    good: dict[str, Any], bad: Any, reason: str, tmp_path: Path
-) -> None:
+def test_a_bad_row_is_named_by_file_line_and_reason(good, bad, reason, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_line(good) + b"\n\n" + as_line(bad) + b"\n" + as_line(good))
     with pytest.raises(DataError) as error:
@@ -430,25 +354,10 @@ def test_a_bad_row_is_named_by_file_line_and_reason(
     assert set_aside.raw == as_line(bad).decode("utf-8", "backslashreplace")
 
 
-def test_bad_rows_may_come_first(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", 1, {}, {"question": "q", "answer": "a"})
-    (chunk,) = read_chunks(path)
-    assert [type(row) for row in parse_rows(chunk, detect_format(path, {}))] == [
-        BadRow,
-        BadRow,
-        Row,
-    ]
-
-
-def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", QUESTION, *[{}] * 8)
     with pytest.raises(DataError) as error:
-        read_rows(write(tmp_path / "a.jsonl", QUESTION, *[{}] * 8))
-    lines = str(error.value).splitlines()
-    assert [line.split(": ")[0] for line in lines[:5]] == [
-        f"{tmp_path / 'a.jsonl'}:{n}" for n in range(2, 7)
-    ]
-    assert lines[5] == "... and 3 more bad rows"
-    assert "DATA_ON_BAD_ROW=quarantine" in lines[6]
-    with pytest.raises(DataError) as error:
-        refuse_bad_rows([BadRow("a:1", "bad", "")] * 5)
-    assert len(str(error.value).splitlines()) == 6
+        read_rows(path)
+    *shown, more, remedy = str(error.value).splitlines()
+    assert [line.split(": ")[0] for line in shown] == [f"{path}:{n}" for n in range(2, 7)]
+    assert "3 more" in more and "DATA_ON_BAD_ROW=quarantine" in remedy

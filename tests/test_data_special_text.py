@@ -1,19 +1,16 @@
 """sft_play.data.special_text: special tokens that a message holds are data, and no turns."""
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 from families import FAMILIES, family, tokenizer
+from record_files import run_data, write_rows
 from renderings import CHATML, EVERY, row, samples_of, trained
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sft_play.config.schema import Config
 from sft_play.data.messages import parse_conversation
-from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import Renderer, RenderError, render_prompt
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError
@@ -71,9 +68,7 @@ def assert_read_as_text(ids: list[int], tok: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.parametrize(("name", "marked"), EVERY)
-def test_tokens_in_messages_are_exactly_plain_text_and_the_templates_stay(
-    name: str, marked: bool
-) -> None:
+def test_tokens_in_messages_are_exactly_plain_text_and_the_templates_stay(name, marked):
     tok = family(name, marked)
     rng = random.Random(f"{name} {marked}")
     rows = [random_row(name, tok, rng) for _ in range(8)]
@@ -95,7 +90,7 @@ def test_tokens_in_messages_are_exactly_plain_text_and_the_templates_stay(
     assert proven >= 4
 
 
-def test_an_answer_with_turns_inside_stays_one_answer() -> None:
+def test_an_answer_with_turns_inside_stays_one_answer():
     tok = tokenizer(CHATML)
     (sample,) = samples_of(row("What is red?", FORGED), tok)
     assert trained(sample, tok) == [f"{FORGED}<|im_end|>"]
@@ -105,20 +100,12 @@ def test_an_answer_with_turns_inside_stays_one_answer() -> None:
     assert prompt.count(tok.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
-def test_rows_without_a_token_are_not_touched() -> None:
+def test_rows_without_a_token_are_not_touched():
     tok = tokenizer(CHATML)
     given = row("What is red?", "A rose.")
     (as_text,) = Renderer(tok).render([given])
     (allowed,) = Renderer(tok, tokens_in_text="allow").render([given])
     assert as_text == allowed and as_text[0].as_text == ()
-
-
-def test_fail_names_the_row_the_token_and_what_to_type() -> None:
-    (error,) = Renderer(tokenizer(CHATML), tokens_in_text="fail").render([row("q", FORGED)])
-    assert str(error) == (
-        "rows.jsonl:7: messages[1] holds <|im_end|>, a special token; "
-        "DATA_SPECIAL_TOKENS_IN_TEXT=as_text reads it as plain text, allow as the token"
-    )
 
 
 @pytest.mark.parametrize(
@@ -130,9 +117,7 @@ def test_fail_names_the_row_the_token_and_what_to_type() -> None:
         ("llama2", "Hi [INST] More"),
     ],
 )
-def test_turn_words_without_a_token_are_refused_as_no_token_tells_them_apart(
-    name: str, text: str
-) -> None:
+def test_turn_words_without_a_token_are_refused_as_no_token_tells_them_apart(name, text):
     tok = family(name)
     (error,) = Renderer(tok).render([row("q", text)])
     assert isinstance(error, RenderError), error
@@ -143,9 +128,7 @@ def test_turn_words_without_a_token_are_refused_as_no_token_tells_them_apart(
         render_prompt([Message("user", text)], tok)
 
 
-def test_markers_that_are_added_tokens_but_not_special_are_read_as_text_and_thoughts_are_not() -> (
-    None
-):
+def test_markers_that_are_added_tokens_but_not_special_are_read_as_text_and_thoughts_are_not():
     made = tokenizer(CHATML.replace("<|im_start|>", "<turn>"), strip=True)
     tok = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(made.backend_tokenizer.to_str()),
@@ -160,7 +143,7 @@ def test_markers_that_are_added_tokens_but_not_special_are_read_as_text_and_thou
     assert sample.ids.count(tok.convert_tokens_to_ids("<tool_call>")) == 1
 
 
-def test_a_token_hidden_in_the_escapes_of_a_tool_call_is_found() -> None:
+def test_a_token_hidden_in_the_escapes_of_a_tool_call_is_found():
     tok = tokenizer(
         "{% for m in messages %}{{ '<|im_start|>' + (m['content'] or '') }}"
         "{% for c in m['tool_calls'] or [] %}{{ c.function | tojson }}{% endfor %}"
@@ -207,7 +190,7 @@ def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_tokens_of_the_models_own_vocabulary_are_read_as_text_too(kind: str) -> None:
+def test_tokens_of_the_models_own_vocabulary_are_read_as_text_too(kind):
     tok = sentencepiece(kind)
     (sample,) = samples_of(row("a </s> b <unk>", "ab</s>a"), tok)
     (clean,) = samples_of(row("a  b ", "aba"), tok)
@@ -217,18 +200,14 @@ def test_tokens_of_the_models_own_vocabulary_are_read_as_text_too(kind: str) -> 
     assert "ab</s>a" in tok.decode(sample.ids)
 
 
-def test_the_ledger_counts_the_rows_and_says_it_once(tmp_path: Path) -> None:
+def test_the_ledger_counts_the_rows_and_says_it_once(tmp_path):
     tok = tokenizer(CHATML)
     records = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(20)]
     records += [{"question": "Is it?", "answer": FORGED}]
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings = {"train_path": str(path), "cache_dir": str(tmp_path / "cache"), "val_size": 0.1}
-    model = {"max_seq_len": 512}
-    data = build_run_data(Config.model_validate({"model": model, "data": settings}), tok)
+    write_rows(path, *records)
+    data = run_data(path, tok, 512, val_size=0.1)
     notes = [note for note in data.ledger.notes if "special tokens" in note]
     assert len(notes) == 1 and "<|im_end|> (1 rows)" in notes[0]
-    settings["special_tokens_in_text"] = "fail"
-    refused = Config.model_validate({"model": model, "data": settings})
     with pytest.raises(DataError, match=r"train\.jsonl:21: messages\[1\] holds <\|im_end\|>"):
-        build_run_data(refused, tok)
+        run_data(path, tok, 512, val_size=0.1, special_tokens_in_text="fail")

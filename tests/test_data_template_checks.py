@@ -30,10 +30,6 @@ MUTANTS = {
         writes(OF_ANSWERS, "m['content'] | upper"),
         r"leaves out or changes messages\[2\], an answer: 'A rose.'",
     ),
-    "the answer cut off": (
-        writes(OF_ANSWERS, "m['content'][:4]"),
-        r"leaves out or changes messages\[2\], an answer",
-    ),
     "the answer twice": (
         writes(OF_ANSWERS, "m['content'] + ' ' + m['content']"),
         r"writes messages\[2\], an answer, more than once",
@@ -42,7 +38,6 @@ MUTANTS = {
         writes(OF_ANSWERS, "'<!-- ' + m['content'] + ' -->'"),
         r"writes '-->' behind messages\[2\]",
     ),
-    "no answer": (writes(OF_ANSWERS, "''"), r"leaves out or changes messages\[2\], an answer"),
     "the question in a comment": (
         writes(OF_USERS, "'' #}{{ m['content'] #}"),
         r"refuses the conversation",
@@ -50,10 +45,6 @@ MUTANTS = {
     "the question in lower case": (
         writes(OF_USERS, "m['content'] | lower"),
         r"leaves out or changes messages\[1\], of the role user: 'What is red\?'",
-    ),
-    "the question cut off": (
-        writes(OF_USERS, "m['content'][:4]"),
-        r"leaves out or changes messages\[1\], of the role user",
     ),
     "no system message": (
         "{% set messages = messages[1:] %}" + CHATML,
@@ -78,10 +69,6 @@ MUTANTS = {
     "the stop token before the answer": (
         writes(OF_ANSWERS, "'<|im_end|>' + m['content']"),
         r"writes a stop token before messages\[2\]",
-    ),
-    "the stop token in the answer": (
-        writes(OF_ANSWERS, "m['content'][:4] + '<|im_end|>' + m['content'][4:]"),
-        r"leaves out or changes messages\[2\]",
     ),
     "the beginning twice": (
         "{{ bos_token + bos_token }}" + CHATML,
@@ -131,10 +118,6 @@ MUTANTS = {
         "{{ nowhere.at_all }}" + CHATML,
         r"the chat template refuses the conversation: 'nowhere' is undefined",
     ),
-    "a sum of text and number": (
-        "{{ 'a' + 1 }}" + CHATML,
-        r"the chat template refuses the conversation: can only concatenate str",
-    ),
     "marks without the stop token": (
         MARKED.replace(
             "m['content'] + '<|im_end|>' }}{% endgeneration %}",
@@ -167,24 +150,17 @@ MUTANTS = {
         ),
         r"which no answer holds",
     ),
-    "marks around one answer of two": (
-        MARKED.replace(
-            "{% if m['role'] == 'assistant' %}",
-            "{% if m['role'] == 'assistant' and loop.index0 > 2 %}",
-        ),
-        r"generation marks leave out the stop token of messages\[2\]",
-    ),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_template_that_cannot_be_trained_through_is_refused(mutant: str) -> None:
+def test_a_template_that_cannot_be_trained_through_is_refused(mutant):
     chat_template, reason = MUTANTS[mutant]
     assert re.search(reason, error_of(conversation("chatml"), chat_template))
 
 
 @pytest.mark.parametrize("chat_template", [CHATML, MARKED])
-def test_the_templates_that_these_come_from_are_proven(chat_template: str) -> None:
+def test_the_templates_that_these_come_from_are_proven(chat_template):
     tok = tokenizer(chat_template, bos="<bos>", words=LLAMA3_WORDS)
     assert [trained(sample, tok) for sample in samples_of(conversation("chatml"), tok)] == TRAINED[
         "chatml"
@@ -195,14 +171,14 @@ def test_the_templates_that_these_come_from_are_proven(chat_template: str) -> No
 @pytest.mark.parametrize(
     "change", ["''", "m['content'] | upper", "m['content'] | capitalize", "m['content'][:1]"]
 )
-def test_a_change_of_messages_of_a_letter_is_refused_too(form: str, change: str) -> None:
+def test_a_change_of_messages_of_a_letter_is_refused_too(form, change):
     row = Row(
         (Message("system", "s"), Message("user", "a"), Message("assistant", "s")), "rows.jsonl:7"
     )
     assert "leaves out or changes messages" in error_of(row, writes(form, change))
 
 
-def test_marks_are_compared_by_token() -> None:
+def test_marks_are_compared_by_token():
     in_prompt = template("vicuna", marked=True).replace(
         "{%- generation %}{{- ' ' + message.content",
         "{{- ' ' }}{%- generation %}{{- message.content",
@@ -213,7 +189,7 @@ def test_marks_are_compared_by_token() -> None:
     ]  # " A" is one token, which is marked
 
 
-def test_marks_of_earlier_answers_are_not_asked_of_the_last() -> None:
+def test_marks_of_earlier_answers_are_not_asked_of_the_last():
     tok = family("chatml", marked=True)
     (sample,) = samples_of(conversation("chatml"), tok, "last")
     assert trained(sample, tok) == ["The sea.<|im_end|>"]
@@ -223,20 +199,10 @@ def test_marks_of_earlier_answers_are_not_asked_of_the_last() -> None:
     )
 
 
-def test_a_template_that_escapes_is_refused() -> None:
-    row = Row((Message("user", "Is 1 < 2?"), Message("assistant", "1 < 2")), "rows.jsonl:7")
-    assert "leaves out or changes messages[0], of the role user" in error_of(
-        row, writes(OF_USERS, "m['content'] | replace('<', '&lt;')")
-    )
-    assert "leaves out or changes messages[1], an answer" in error_of(
-        row, writes(OF_ANSWERS, "m['content'] | replace('<', '&lt;')")
-    )
-
-
 LAST_PART = writes(OF_ANSWERS, "m['content'].split('</think>')[-1]")  # and no field
 
 
-def test_reasoning_that_is_never_written_is_refused() -> None:
+def test_reasoning_that_is_never_written_is_refused():
     row = Row(
         (Message("user", "q"), Message("assistant", "a", reasoning="because")), "rows.jsonl:7"
     )
@@ -246,7 +212,7 @@ def test_reasoning_that_is_never_written_is_refused() -> None:
     )
 
 
-def test_an_error_says_where_training_on_the_last_answer_helps() -> None:
+def test_an_error_says_where_training_on_the_last_answer_helps():
     thought, plain = Message("assistant", "a", reasoning="because"), Message("assistant", "b")
     ask = Message("user", "q")
     assert error_of(Row((ask, thought, ask, plain), "r:1"), LAST_PART).endswith(
@@ -257,7 +223,7 @@ def test_an_error_says_where_training_on_the_last_answer_helps() -> None:
     )
 
 
-def test_a_clock_stands_still() -> None:
+def test_a_clock_stands_still():
     tok = tokenizer("{{ strftime_now('%H:%M:%S.%f %d %b %Y') }}" + CHATML, words=LLAMA3_WORDS)
     sample = samples_of(conversation("chatml"), tok)[-1]
     assert tok.decode(sample.ids).startswith("00:00:00.000000 26 Jul 2024<|im_start|>")

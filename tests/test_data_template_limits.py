@@ -19,7 +19,7 @@ DOUBLING = (
 )
 
 
-def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch) -> None:
+def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch):
     monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.3)
     tok = tokenizer(NESTED)
     begin = time.process_time()
@@ -31,7 +31,7 @@ def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch) -> None:
     assert time.process_time() - begin < 3
 
 
-def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch) -> None:
+def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch):
     monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.3)
     tok = tokenizer("x")
     counter = TokenCounter(tok.backend_tokenizer, NESTED, {})
@@ -39,7 +39,7 @@ def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch) -> None:
         counter.count([row("q", "a")])
 
 
-def test_a_text_that_doubles_is_stopped_before_the_memory_is_full(monkeypatch) -> None:
+def test_a_text_that_doubles_is_stopped_before_the_memory_is_full(monkeypatch):
     monkeypatch.setattr(limits, "MAX_GROWN_BYTES", 64 << 20)
     monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 60.0)  # memory is what stops it
     with pytest.raises(DataError, match="iB of memory"):

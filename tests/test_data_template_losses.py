@@ -2,15 +2,13 @@
 our own, then refused, or said once with the rows that have it."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from families import LLAMA3_WORDS, TEMPLATES, family, tokenizer
+from families import LLAMA3_WORDS, tokenizer
+from record_files import run_data, write_rows
 from renderings import CHATML, WRITES
 
-from sft_play.config.schema import Config
-from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import Renderer, RenderError
 from sft_play.data.rows import Message, Row
 
@@ -135,28 +133,15 @@ def test_words_and_thoughts_beside_an_earlier_call_are_said_if_lost():
     assert "leaves out of earlier calls: words beside them;" in note
 
 
-def test_the_run_counts_the_rows_that_lose_something(tmp_path: Path) -> None:
+def test_the_run_counts_the_rows_that_lose_something(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = []
     for n in range(20):
         turns = [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]
         rows.append({"messages": turns, "tools": [TOOL] if n % 2 else None})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"train_path": str(path), "cache_dir": str(tmp_path / "cache"), "val_size": 0.1}
-    config = Config.model_validate({"data": settings, "model": {"max_seq_len": 64}})
-    ledger = build_run_data(config, tokenizer(CHATML)).ledger.as_json()
+    write_rows(path, *rows)
+    ledger = run_data(path, tokenizer(CHATML), val_size=0.1).ledger.as_json()
     (note,) = ledger["notes"]
     assert note.startswith(f"{path}: 10 rows: the chat template leaves out the tools")
-    again = build_run_data(config, tokenizer(CHATML)).ledger.as_json()
+    again = run_data(path, tokenizer(CHATML), val_size=0.1).ledger.as_json()
     assert again == ledger, "out of the cache, too"
-
-
-@pytest.mark.parametrize("name", ["harmony", "phi3", "gemma"])
-def test_templates_of_published_models_are_found_out(name):
-    tok = family(name)
-    rows = [Row((ASK, calling(*PAIRS["numbers"])), "r:1", tools=(TOOL,))]
-    rows.append(Row((ASK, Message("assistant", "6.")), "r:2", tools=(TOOL,)))
-    refused, (sample,) = Renderer(tok).render(rows)
-    assert "a tool call of messages[1]" in str(refused)
-    assert "leaves out the tools" in sample.notes[0]
-    assert (TEMPLATES / f"{name}.jinja").exists()

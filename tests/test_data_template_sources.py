@@ -97,9 +97,7 @@ def write_named(folder: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["list", "files", "files beside a config"])
-def test_of_several_templates_the_default_one_is_used_and_name_takes_another(
-    folder, form: str
-) -> None:
+def test_of_several_templates_the_default_one_is_used_and_name_takes_another(folder, form):
     write_named(folder, form)
     assert load(folder).chat_template == {"default": CHATML, "rag": RAG}
     assert prompt(load(folder)).startswith("<|im_start|>user")
@@ -109,7 +107,7 @@ def test_of_several_templates_the_default_one_is_used_and_name_takes_another(
     assert trained(sample, load(folder)) == ["A rose.<|im_end|>"]
 
 
-def test_rows_with_tools_have_the_template_for_tools(folder) -> None:
+def test_rows_with_tools_have_the_template_for_tools(folder):
     set_config(folder, chat_template=[*NAMED, {"name": "tool_use", "template": TOOLS}])
     template = ChatTemplate(load(folder))
     messages = [{"role": "user", "content": "What is red?"}]
@@ -118,9 +116,7 @@ def test_rows_with_tools_have_the_template_for_tools(folder) -> None:
 
 
 @pytest.mark.parametrize("setting", [None, "name:rag"])
-def test_what_is_saved_opens_the_same_and_keeps_the_other_templates(
-    folder, tmp_path, setting: str | None
-) -> None:
+def test_what_is_saved_opens_the_same_and_keeps_the_other_templates(folder, tmp_path, setting):
     write_named(folder, "list")
     tok = load(folder, setting)
     saved = tmp_path / "adapter"
@@ -142,21 +138,21 @@ def test_what_is_saved_opens_the_same_and_keeps_the_other_templates(
     ],
 )
 def test_a_name_that_there_is_not_is_an_error_with_those_that_there_are(
-    folder, templates, setting: str | None, message: str
-) -> None:
+    folder, templates, setting, message
+):
     set_config(folder, chat_template=templates)
     with pytest.raises(ConfigError, match=message):
         load(folder, setting)
 
 
 @pytest.mark.parametrize("entry", ["rag", {"name": "rag"}])
-def test_a_list_that_holds_no_named_templates_is_refused(folder, entry: object) -> None:
+def test_a_list_that_holds_no_named_templates_is_refused(folder, entry):
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": [entry]}))
     with pytest.raises(EnvironmentFault, match=r"objects with name and template; correct it in"):
         load(folder)
 
 
-def test_a_template_is_read_from_four_files_the_first_one_counts(folder) -> None:
+def test_a_template_is_read_from_four_files_the_first_one_counts(folder):
     def ends_with(text: str) -> str:
         return f"{{{{ '{text}' }}}}{CHATML}"
 
@@ -170,7 +166,7 @@ def test_a_template_is_read_from_four_files_the_first_one_counts(folder) -> None
     assert prompt(load(folder)).startswith("1")
 
 
-def test_a_model_in_the_hubs_cache_has_the_template_of_its_processor(tmp_path, monkeypatch) -> None:
+def test_a_model_in_the_hubs_cache_has_the_template_of_its_processor(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     commit = "0" * 40
@@ -196,8 +192,8 @@ def test_a_model_in_the_hubs_cache_has_the_template_of_its_processor(tmp_path, m
     ],
 )
 def test_a_template_that_takes_parts_alone_is_saved_as_one_that_takes_strings(
-    folder, tmp_path, jinja: str, text: str
-) -> None:
+    folder, tmp_path, jinja, text
+):
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": jinja}))
     tok = load(folder)
     strings = [{"role": "user", "content": "What is red?"}]
@@ -223,7 +219,7 @@ def test_a_template_that_takes_parts_alone_is_saved_as_one_that_takes_strings(
     assert load(saved).chat_template == opened.chat_template
 
 
-def test_an_answer_of_idefics_ends_at_its_turns_end_rather_than_at_eos(tmp_path) -> None:
+def test_an_answer_of_idefics_ends_at_its_turns_end_rather_than_at_eos(tmp_path):
     marks = ("<|im_start|>", "<end_of_utterance>")
     made_tokenizer(None, marks).save_pretrained(tmp_path)
     jinja = SMOLVLM.replace("<|im_end|>", "<end_of_utterance>")
@@ -234,18 +230,18 @@ def test_an_answer_of_idefics_ends_at_its_turns_end_rather_than_at_eos(tmp_path)
 
 
 @pytest.mark.parametrize("jinja", [CHATML, BOTH, DEFAULT_TEMPLATE, "{{ 'nothing' }}", "{% broken"])
-def test_a_template_that_takes_strings_or_nothing_is_left_as_it_is(folder, jinja: str) -> None:
+def test_a_template_that_takes_strings_or_nothing_is_left_as_it_is(folder, jinja):
     (folder / "chat_template.jinja").write_text(jinja)
     assert load(folder).chat_template == jinja
 
 
-def test_the_first_line_of_a_template_is_written_alike_with_parts(folder) -> None:
+def test_the_first_line_of_a_template_is_written_alike_with_parts(folder):
     jinja = "  {% if true %}\n" + SMOLVLM + "{% endif %}"
     (folder / "chat_template.jinja").write_text(jinja)
     assert prompt(load(folder)).startswith("<|im_start|>User: What is red?")
 
 
-def test_one_line_says_that_there_is_no_template(folder, caplog) -> None:
+def test_one_line_says_that_there_is_no_template(folder, caplog):
     with caplog.at_level(logging.INFO, "sft_play"):
         assert load(folder).chat_template == DEFAULT_TEMPLATE
         load(folder)
@@ -254,5 +250,5 @@ def test_one_line_says_that_there_is_no_template(folder, caplog) -> None:
     assert "### User:" in line and "MODEL_CHAT_TEMPLATE=" in line
 
 
-def test_both_tries_hold_a_question_and_an_answer() -> None:
+def test_both_tries_hold_a_question_and_an_answer():
     assert all({"user", "assistant"} <= {turn["role"] for turn in turns} for turns in TRIED)

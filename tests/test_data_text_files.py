@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 from openpyxl import Workbook
-from record_files import read_rows, zstd
+from record_files import contents, read_rows, zstd
 
 from sft_play.errors import DataError
 
 PAIR = ["q; r, s", "a"]
-
-
-def contents(path: Path) -> list[list[str]]:
-    return [[message.content for message in row.messages] for row in read_rows(path)]
 
 
 def texts(path: Path) -> list[tuple[str, str | None]]:
@@ -36,13 +32,13 @@ def texts(path: Path) -> list[tuple[str, str | None]]:
         '"question, long";answer;question\nx;a;"q; r, s"\n',
     ],
 )
-def test_tables_are_read_as_spreadsheets_and_pandas_write_them(table: str, tmp_path: Path) -> None:
+def test_tables_are_read_as_spreadsheets_and_pandas_write_them(table, tmp_path):
     (tmp_path / "a.csv").write_text(table, encoding="utf-8")
     rows = contents(tmp_path / "a.csv")
     assert rows == [PAIR] * table.count("q; r, s")
 
 
-def test_lines_are_counted_behind_the_hint_for_excel(tmp_path: Path) -> None:
+def test_lines_are_counted_behind_the_hint_for_excel(tmp_path):
     (tmp_path / "a.csv").write_text("sep=;\nquestion;answer\nq;a\nq;\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"a.csv:4: answer is empty"):
         read_rows(tmp_path / "a.csv")
@@ -52,9 +48,7 @@ def test_lines_are_counted_behind_the_hint_for_excel(tmp_path: Path) -> None:
     ("name", "encoding"),
     [("a.csv", "cp1252"), ("a.csv", "utf-16"), ("a.jsonl", "latin-1"), ("a.txt", "cp1252")],
 )
-def test_another_encoding_is_refused_with_the_command_that_converts_it(
-    name: str, encoding: str, tmp_path: Path
-) -> None:
+def test_another_encoding_is_refused_with_the_command_that_converts_it(name, encoding, tmp_path):
     record = {"question": "Où est le café ?", "answer": "Près de l’église." if "cp" in encoding
               else "Près du théâtre."}  # fmt: skip
     text = {
@@ -79,7 +73,7 @@ def test_another_encoding_is_refused_with_the_command_that_converts_it(
     assert (row.text or row.messages[0].content) == record["question"]
 
 
-def test_files_of_two_encodings_that_were_joined_are_not_converted_as_one(tmp_path: Path) -> None:
+def test_files_of_two_encodings_that_were_joined_are_not_converted_as_one(tmp_path):
     utf8, western = (
         json.dumps({"question": "Grüße?", "answer": answer}, ensure_ascii=False).encode(encoding)
         for answer, encoding in (("日本", "utf-8"), ("Schöne!", "cp1252"))
@@ -93,7 +87,7 @@ def test_files_of_two_encodings_that_were_joined_are_not_converted_as_one(tmp_pa
     assert "iconv" not in str(error.value), "it would spoil the lines that are right"
 
 
-def test_no_encoding_is_guessed_from_a_few_letters(tmp_path: Path) -> None:
+def test_no_encoding_is_guessed_from_a_few_letters(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b"question,answer\nq,\xff\xfd\n")
     with pytest.raises(DataError) as error:
@@ -102,7 +96,7 @@ def test_no_encoding_is_guessed_from_a_few_letters(tmp_path: Path) -> None:
     assert "looks like" not in str(error.value)
 
 
-def test_a_text_file_is_one_document_or_several(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_or_several(tmp_path):
     (tmp_path / "a.txt").write_text("One.\n\nTwo.\n", encoding="utf-8")
     assert texts(tmp_path / "a.txt") == [(":1", "One.\n\nTwo.\n")]
     (tmp_path / "b.txt").write_text(
@@ -113,7 +107,7 @@ def test_a_text_file_is_one_document_or_several(tmp_path: Path) -> None:
     assert texts(tmp_path / "b.txt.zst") == [(":1", "One.\n")]
 
 
-def test_excel_files_have_one_sheet(tmp_path: Path) -> None:
+def test_excel_files_have_one_sheet(tmp_path):
     path = tmp_path / "a.xlsx"
     book = Workbook()
     for cells in (["question", "answer", None], [None, None, None], ["q; r, s", "a", None]):

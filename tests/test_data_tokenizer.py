@@ -19,7 +19,7 @@ def template(base, setting: str | None) -> str:
 
 def test_the_template_is_the_tokenizers_the_built_in_one_or_that_of_a_file(
     tiny_base, tokenizer, tmp_path
-) -> None:
+):
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[0]['content'] }}")
     assert template(tiny_base, None) == tokenizer.chat_template
@@ -28,16 +28,14 @@ def test_the_template_is_the_tokenizers_the_built_in_one_or_that_of_a_file(
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b"\xff", "not UTF-8")])
-def test_a_template_that_cannot_be_read_is_named(
-    tiny_base, tmp_path, content: bytes | None, reason: str
-) -> None:
+def test_a_template_that_cannot_be_read_is_named(tiny_base, tmp_path, content, reason):
     if content:
         (tmp_path / "own.jinja").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"model.chat_template=.*own.jinja: {reason}"):
         template(tiny_base, str(tmp_path / "own.jinja"))
 
 
-def test_a_full_disk_of_the_hubs_cache_is_no_fault_of_the_tokenizers_files(monkeypatch) -> None:
+def test_a_full_disk_of_the_hubs_cache_is_no_fault_of_the_tokenizers_files(monkeypatch):
     def fill(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/cache/tokenizer.json")
 
@@ -49,7 +47,7 @@ def test_a_full_disk_of_the_hubs_cache_is_no_fault_of_the_tokenizers_files(monke
 
 def test_a_run_and_its_use_have_the_template_of_the_config_and_the_stamp_says_so(
     plan_run, run_worker, tmp_path
-) -> None:
+):
     import json
 
     from sft_play.inference.load import load_run

@@ -39,7 +39,7 @@ def calling(arguments: object, reasoning: str | None = None) -> Row:
 @pytest.mark.parametrize(
     "arguments", [{"city": "Köln"}, '{"city": "Köln"}'], ids=["object", "text"]
 )
-def test_calls_of_tools_are_trained_and_their_answers_are_not(arguments: object) -> None:
+def test_calls_of_tools_are_trained_and_their_answers_are_not(arguments):
     tok = family("llama3", marked=True)
     (sample,) = samples_of(calling(arguments), tok)
     assert trained(sample, tok) == [
@@ -52,7 +52,7 @@ def test_calls_of_tools_are_trained_and_their_answers_are_not(arguments: object)
     )
 
 
-def test_an_answer_in_several_steps_is_one_sample_as_long_as_its_reasoning_stays() -> None:
+def test_an_answer_in_several_steps_is_one_sample_as_long_as_its_reasoning_stays():
     tok = family("qwen3")
     row = calling({"city": "Köln"}, "Ask.")
     longer = Row(
@@ -70,7 +70,7 @@ def test_an_answer_in_several_steps_is_one_sample_as_long_as_its_reasoning_stays
     assert "Ask." not in tok.decode(last.ids)
 
 
-def test_a_template_that_wants_arguments_as_text_gets_them() -> None:
+def test_a_template_that_wants_arguments_as_text_gets_them():
     function = "m.tool_calls[0].function"
     call = f"{function}.name + '(' + {function}.arguments + ')'"
     adds = f"m['content'] + ({call} if m.tool_calls else '')"
@@ -93,7 +93,7 @@ WITH_IDS = (
 
 
 @pytest.mark.parametrize("call_id", ["c1", None, "abcdefgh1"])
-def test_a_template_that_wants_ids_of_calls_gets_them(call_id: str | None) -> None:
+def test_a_template_that_wants_ids_of_calls_gets_them(call_id):
     row = calling({"city": "Köln"})
     call = {**row.messages[1].tool_calls[0], "id": call_id}
     if call_id is None:
@@ -112,7 +112,7 @@ def test_a_template_that_wants_ids_of_calls_gets_them(call_id: str | None) -> No
     assert trained(sample, tok)[0].endswith(f"{expected}<|im_end|>")
 
 
-def test_a_template_that_takes_any_id_gets_the_rows_own() -> None:
+def test_a_template_that_takes_any_id_gets_the_rows_own():
     writes = (
         "m['content'] + (m.tool_calls[0].id ~ m.tool_calls[0].function if m.tool_calls else '')"
     )
@@ -121,7 +121,7 @@ def test_a_template_that_takes_any_id_gets_the_rows_own() -> None:
     assert "c1{" in trained(sample, tok)[0]
 
 
-def test_calls_that_a_template_leaves_out_are_refused() -> None:
+def test_calls_that_a_template_leaves_out_are_refused():
     advice = "; MODEL_CHAT_TEMPLATE=default writes them in plain words"
     assert f"leaves out or changes a tool call of messages[1]: 'weather'{advice}" in error_of(
         calling({"city": "Köln"}), CHATML
@@ -131,14 +131,4 @@ def test_calls_that_a_template_leaves_out_are_refused() -> None:
     )
     assert "leaves out or changes a tool call of messages[1]: 'city'" in error_of(
         calling({"city": "Köln"}), named
-    )
-
-
-def test_the_answer_of_a_tool_that_a_template_leaves_out_is_refused() -> None:
-    row = Row(
-        (Message("user", "q"), Message("tool", "12 degrees"), Message("assistant", "a")),
-        "rows.jsonl:7",
-    )
-    assert "leaves out or changes messages[1], of the role tool" in error_of(
-        row, CHATML.replace(WRITES, "(m['content'] if m['role'] != 'tool' else '')")
     )

@@ -16,7 +16,7 @@ def row(content: str, question: str = "Complete f.") -> Row:
 
 @pytest.mark.parametrize("name", [*TRIMS, "chatml", "qwen3", "harmony", "mistral", "default"])
 @pytest.mark.parametrize("content", [CODE, "\treturn x", f"\n{CODE}\n\n    # done"])
-def test_the_indentation_of_an_answer_is_trained(name: str, content: str) -> None:
+def test_the_indentation_of_an_answer_is_trained(name, content):
     tok = family(name)
     (sample,) = samples_of(row(content), tok)
     (text,) = trained(sample, tok)
@@ -30,7 +30,7 @@ def test_the_indentation_of_an_answer_is_trained(name: str, content: str) -> Non
 @pytest.mark.parametrize(
     "given", [row("x\n"), row("\n\n\nx"), row("x", "Why?\n"), row(f"\n\n\n{CODE}")]
 )
-def test_other_blanks_are_trimmed_as_the_template_does_and_said(name: str, given: Row) -> None:
+def test_other_blanks_are_trimmed_as_the_template_does_and_said(name, given):
     (sample,) = samples_of(given, family(name))
     (note,) = sample.notes
     assert "the chat template trims messages" in note
@@ -41,13 +41,13 @@ def test_other_blanks_are_trimmed_as_the_template_does_and_said(name: str, given
 
 
 @pytest.mark.parametrize("name", ["chatml", "default", "harmony"])
-def test_nothing_is_said_where_nothing_is_trimmed(name: str) -> None:
+def test_nothing_is_said_where_nothing_is_trimmed(name):
     (sample,) = samples_of(row("x\n", "Why?\n"), family(name))
     assert not sample.notes
 
 
 @pytest.mark.parametrize("name", TRIMS)
-def test_an_indented_answer_of_the_history_is_read_as_at_use(name: str) -> None:
+def test_an_indented_answer_of_the_history_is_read_as_at_use(name):
     again = (Message("user", "And g?"), Message("assistant", CODE.replace("x", "y")))
     longer = Row((*row(CODE).messages, *again), "r:1")
     first, second = samples_of(longer, family(name))

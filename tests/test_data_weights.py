@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import run_two_workers
+from record_files import run_data
 from run_files import run_json
 from test_packed_training import IGNORE_INDEX, Document, collator_of, documents, llama
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from sft_play.config.schema import Config
 from sft_play.data.chunk_tokenizer import WEIGHTS, fit_sample
 from sft_play.data.collate import TrainRows
-from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import weight_note
 from sft_play.data.render import RenderedSample, Renderer
 from sft_play.data.row_formats import match_format
@@ -51,7 +50,7 @@ def trained_weights(sample: RenderedSample) -> list[float]:
     return [weight for label, weight in pairs if label != IGNORE_INDEX]
 
 
-def test_an_answer_s_tokens_have_its_weight() -> None:
+def test_an_answer_s_tokens_have_its_weight():
     plain = [{**turn, "weight": None} for turn in TURNS]
     sample, other = render({"messages": TURNS}), render({"messages": plain})
     assert other.weights is None
@@ -63,7 +62,7 @@ def test_an_answer_s_tokens_have_its_weight() -> None:
 
 
 @pytest.mark.parametrize("column", ["weight", "sample_weight"])
-def test_a_row_s_weight_is_that_of_all_it_trains(column: str) -> None:
+def test_a_row_s_weight_is_that_of_all_it_trains(column):
     found = set(trained_weights(render({"messages": TURNS, column: 0.5})))
     assert found == {0.125, 0.5}
     assert set(trained_weights(render({"text": "The sea is blue.", column: 2}))) == {2.0}
@@ -79,7 +78,7 @@ def test_a_row_s_weight_is_that_of_all_it_trains(column: str) -> None:
     assert set(trained_weights(render({"segments": segments, column: 0.5}))) == {0.25, 0.5}
 
 
-def test_pieces_of_a_cut_sample_keep_their_weights() -> None:
+def test_pieces_of_a_cut_sample_keep_their_weights():
     ids = list(range(1, 9))
     sample = RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], 0, weights=[float(i) for i in ids])
     pieces = fit_sample(sample, 3, "split").samples
@@ -88,7 +87,7 @@ def test_pieces_of_a_cut_sample_keep_their_weights() -> None:
     assert (kept.ids, kept.weights) == ([1, 6, 7, 8], [1.0, 6, 7, 8])
 
 
-def test_the_preview_says_what_answers_weigh() -> None:
+def test_the_preview_says_what_answers_weigh():
     labels = np.array([IGNORE_INDEX, 1, 2, IGNORE_INDEX, 3, 4])
     weights = np.array([1, 0.25, 0.25, 1, 1, 0.5], np.float32)
     sample = Sample(labels, labels, 0, weights)
@@ -96,7 +95,7 @@ def test_the_preview_says_what_answers_weigh() -> None:
     assert weight_note(Sample(labels, labels, 0)) is None
 
 
-def test_a_store_has_the_weights_of_samples_that_have_some(tmp_path: Path) -> None:
+def test_a_store_has_the_weights_of_samples_that_have_some(tmp_path):
     weights = [None, [1.0, 0.5, 0.5], None, [1.0, 0.25]]
     with StoreWriter(tmp_path) as writer:
         for part in (weights[:2], weights[2:]):
@@ -122,7 +121,7 @@ def weighted(samples: list[Document]) -> list[Document]:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_loss_is_the_weighted_mean_over_tokens(packed: bool, is_fused: bool) -> None:
+def test_the_loss_is_the_weighted_mean_over_tokens(packed, is_fused):
     samples = weighted(documents(8))
     plain = llama()
     nats = weights = 0.0
@@ -175,14 +174,11 @@ def rows_with(folder: Path, weights: list[float | None]) -> Path:
     return folder / "rows.jsonl"
 
 
-def test_the_ledger_counts_rows_with_weights(tmp_path: Path) -> None:
-    settings = {"cache_dir": str(tmp_path / "cache"), "val_size": 0.2}
+def test_the_ledger_counts_rows_with_weights(tmp_path):
     notes = {}
     for name, weights in {"some": [0.5, None, 1], "none": [None]}.items():
         path = rows_with(tmp_path, weights)
-        data = {**settings, "train_path": str(path)}
-        config = Config.model_validate({"data": data, "model": {"max_seq_len": 64}})
-        ledger = build_run_data(config, AutoTokenizer.from_pretrained(TINY)).ledger
+        ledger = run_data(path, AutoTokenizer.from_pretrained(TINY), val_size=0.2).ledger
         notes[name] = [note for note in ledger.notes if "weigh" in note]
     assert notes == {"some": [f"{path}: 4 rows: {WEIGHTS}"], "none": []}
 
@@ -190,8 +186,8 @@ def test_the_ledger_counts_rows_with_weights(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_train_weighted_rows_as_one_process_does(
-    plan_run, run_worker, losses_of, tmp_path: Path
-) -> None:
+    plan_run, run_worker, losses_of, tmp_path
+):
     settings = {
         "data.train_path": rows_with(tmp_path, [1, 0.5, None, 0.1]),
         "train.predict_with_generate": False,
@@ -206,7 +202,7 @@ def test_two_ranks_train_weighted_rows_as_one_process_does(
     assert losses_of(unweighted) != pytest.approx(losses_of(alone), rel=1e-3)
 
 
-def test_weights_that_are_all_alike_change_nothing(plan_run, run_worker, tmp_path: Path) -> None:
+def test_weights_that_are_all_alike_change_nothing(plan_run, run_worker, tmp_path):
     scores = []
     for weight in (None, 0.5):
         path = rows_with(tmp_path, [weight])

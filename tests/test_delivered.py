@@ -63,7 +63,7 @@ def whole_weight(module: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_of_the_weight_that_is_written(kind, adapted) -> None:
+def test_products_are_of_the_weight_that_is_written(kind, adapted):
     (module,) = linears(kind, adapted)
     x = torch.randn(2, TOKENS, IN)
     written = rounding(kind).weight(whole_weight(module).bfloat16()).float()
@@ -82,7 +82,7 @@ def test_products_are_of_the_weight_that_is_written(kind, adapted) -> None:
 
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_pass_the_rounding(kind, adapted) -> None:
+def test_gradients_pass_the_rounding(kind, adapted):
     (module,) = linears(kind, adapted)
     plain = copy.deepcopy(module)
     x, dy = torch.randn(TOKENS, IN, requires_grad=True), torch.randn(TOKENS, OUT)
@@ -110,7 +110,7 @@ def own_and_fused(modules: list[nn.Module], x: torch.Tensor) -> tuple[list, list
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_linears_compute_the_same(kind) -> None:
+def test_fused_linears_compute_the_same(kind):
     modules = linears(kind, count=3)
     x = torch.randn(2, TOKENS, IN, requires_grad=True)
     own, fused = own_and_fused(modules, x)
@@ -162,7 +162,7 @@ def delivered(plan_run, run_worker):
         pytest.param("nvfp4", "lora", marks=LONG),
     ],
 )
-def test_a_run_scores_what_its_export_says(delivered, kind, mode, monkeypatch) -> None:
+def test_a_run_scores_what_its_export_says(delivered, kind, mode, monkeypatch):
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     run = delivered(kind, mode)
     lines = export_run(run, ExportAsked(kind), "cpu")
@@ -177,7 +177,7 @@ def test_a_run_scores_what_its_export_says(delivered, kind, mode, monkeypatch) -
 
 
 @pytest.mark.usefixtures("opens_here")
-def test_other_formats_are_written_with_a_warning(delivered, monkeypatch, losses_of) -> None:
+def test_other_formats_are_written_with_a_warning(delivered, monkeypatch, losses_of):
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     run = delivered("int4")
     lines = export_run(run, ExportAsked("safetensors"), "cpu")
@@ -200,7 +200,7 @@ def test_other_formats_are_written_with_a_warning(delivered, monkeypatch, losses
     ],
 )
 @pytest.mark.slow
-def test_ranks_train_as_one_process_does(delivered, plan_run, strategy, mode, losses_of) -> None:
+def test_ranks_train_as_one_process_does(delivered, plan_run, strategy, mode, losses_of):
     alone = delivered("int4", mode)
     zero = "configs/deepspeed_zero2.json" if strategy == "zero2" else None
     settings = SETTINGS | {"train.deliver_as": "int4", "tuning.mode": mode}
@@ -211,7 +211,7 @@ def test_ranks_train_as_one_process_does(delivered, plan_run, strategy, mode, lo
     assert losses_of(together) == pytest.approx(losses_of(alone), abs=2e-3)
 
 
-def test_models_that_are_not_rounded_are_refused() -> None:
+def test_models_that_are_not_rounded_are_refused():
     config = Config.model_validate({"model": {"name": "a"}, "train": {"deliver_as": "int4"}})
     experts = tiny_model("qwen3_moe")
     with pytest.raises(ConfigError, match=r"experts of Qwen3Moe.*TRAIN_DELIVER_AS=null"):

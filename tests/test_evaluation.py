@@ -5,17 +5,15 @@ import json
 import math
 import random
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from casts import Casts
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
@@ -79,20 +77,15 @@ def texts(answers: Sequence[Answer]) -> list[str]:
 
 def test_the_loss_is_the_mean_over_all_labelled_tokens_row_by_row(untrained, split, tokenizer):
     nats = tokens = 0.0
-    with torch.no_grad():
-        for row in split:
-            scores = (
-                untrained(input_ids=torch.tensor(row.ids[None])).logits[0].double().log_softmax(-1)
-            )
-            nats -= sum(
-                scores[t, label].item()
-                for t, label in enumerate(row.labels[1:])
-                if label != IGNORE_INDEX
-            )
-            tokens += sum(label != IGNORE_INDEX for label in row.labels[1:])
-    assert mean_loss(evaluator(split, tokenizer).row_losses(untrained)) == pytest.approx(
-        nats / tokens, rel=1e-6
-    )  # float32 logits
+    for row in split:
+        with torch.no_grad():
+            logits = untrained(input_ids=torch.tensor(row.ids[None])).logits[0]
+        scores = logits.double().log_softmax(-1)
+        labelled = [(t, id_) for t, id_ in enumerate(row.labels[1:]) if id_ != IGNORE_INDEX]
+        nats -= sum(scores[t, id_].item() for t, id_ in labelled)
+        tokens += len(labelled)
+    found = mean_loss(evaluator(split, tokenizer).row_losses(untrained))
+    assert found == pytest.approx(nats / tokens, rel=1e-6)  # float32 logits
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -109,24 +102,6 @@ def test_each_row_has_the_loss_that_it_has_alone(tiny_base, split, tokenizer, is
     rows = scores.score(model).row_losses
     assert [row.nats for row in rows] == pytest.approx(alone, rel=1e-5)
     assert [row.tokens for row in rows] == [row.trained_tokens for row in split]
-
-
-@pytest.mark.parametrize("batch_size", [2, 5, 6])
-def test_the_loss_depends_neither_on_the_batch_size_nor_on_the_padding_that_comes_with_it(
-    untrained, split, tokenizer, batch_size
-):
-    alone = mean_loss(evaluator(split, tokenizer, eval_batch_size=1).row_losses(untrained))
-    assert mean_loss(
-        evaluator(split, tokenizer, eval_batch_size=batch_size).row_losses(untrained)
-    ) == pytest.approx(alone, rel=1e-6)  # sums in another order
-
-
-def test_the_loss_does_not_depend_on_the_order_of_the_rows(untrained, split, tokenizer):
-    order = random.Random(0).sample(range(len(split)), len(split))
-    shuffled = Split(split.stores, [split.index_in[order]])
-    assert mean_loss(evaluator(shuffled, tokenizer).row_losses(untrained)) == pytest.approx(
-        mean_loss(evaluator(split, tokenizer).row_losses(untrained)), rel=1e-6
-    )
 
 
 def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base, split, tokenizer):
@@ -150,23 +125,10 @@ def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(
     for batch_size in (2, 3, 5, None):
         batched = evaluator(split, tokenizer, generation_batch_size=batch_size)
         assert texts(batched.answers(model)) == alone
-    by_hand = []
-    for record in records:
+    for record, answer in zip(records, alone, strict=True):
         ids = torch.tensor([render_prompt([Message("user", record["question"])], tokenizer)])
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
-        )
-        by_hand.append(
-            tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip()
-        )
-    assert alone == by_hand
-
-
-def test_the_prompt_is_no_part_of_an_answer(model, split, tokenizer, records):
-    answers = texts(evaluator(split, tokenizer).answers(model))
-    for record, answer in zip(records, answers, strict=True):
-        assert record["question"].startswith(f"Count to {record['answer'].split()[-1]}")
-        assert "Count" not in answer and "<|" not in answer
+        generated = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+        assert answer == tokenizer.decode(generated, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("most", [1, 4])
@@ -174,11 +136,6 @@ def test_no_answer_is_longer_than_generation_max_new_tokens(model, split, tokeni
     answers = texts(evaluator(split, tokenizer, generation_max_new_tokens=most).answers(model))
     lengths = [len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers]
     assert max(lengths) <= most and max(lengths) == most, lengths
-
-
-def test_only_the_first_generation_max_rows_rows_are_answered(model, split, tokenizer):
-    scores = evaluator(split, tokenizer, generation_max_rows=2).score(model)
-    assert list(scores.generation.answers) == evaluator(split, tokenizer).answers(model)[:2]
 
 
 def test_without_predict_with_generate_there_is_a_loss_alone(model, split, tokenizer):
@@ -301,17 +258,10 @@ def test_the_lines_of_answers_count_tokens_and_say_what_leaves_them_out(
     made.is_stopping = within_a_batch
     made.answers(model)
     assert re.search("0/.* 5 s so far, token 2 of at most 5$", lines[1])
-    assert lines[-1].endswith("of at most 5; TRAIN_PREDICT_WITH_GENERATE=false leaves answers out")
+    assert "TRAIN_PREDICT_WITH_GENERATE=false" in lines[-1]
 
 
 # How long generated answers may become
-
-
-def test_the_answer_limit_holds_the_longest_answer_with_room(split):
-    longest = max(len(row.ids) - row.answer_start for row in split)
-    limit = answer_token_limit([split], None, max_seq_len=2048)
-    assert limit == 64 and 5 * longest // 4 <= 64, "short answers keep the smallest limit"
-    assert answer_token_limit([], None, max_seq_len=2048) == 64
 
 
 def test_a_run_is_given_a_number_for_auto(plan_run):
@@ -327,6 +277,7 @@ def test_a_run_is_given_a_number_for_auto(plan_run):
         ([200, 40], 2048, 256),  # a quarter more is 250, in steps of 16
         ([40, 200], 2048, 64),  # only scored rows count: the first one here
         ([5000], 8192, 1024),
+        ([], 2048, 64),
         ([200], 240, 230),  # prompt and answer stay within max_seq_len
         ([30], 40, 30),
     ],
@@ -374,20 +325,6 @@ ANSWERS = ["the cat sat on the mat", "", "one two", "Completely different words"
 REFERENCES = ["the cat is on the mat", "something", "One, two!", "nothing shared here", "d c b a"]
 
 
-def test_rouge_l_is_the_mean_f_measure_of_the_rouge_score_package():
-    scorer = RougeScorer(["rougeL"], use_stemmer=False)
-    expected = [
-        scorer.score(reference, answer)["rougeL"].fmeasure
-        for answer, reference in zip(ANSWERS, REFERENCES, strict=True)
-    ]
-    assert (
-        expected[2] == 1.0 and expected[1] == 0.0 and expected[0] == pytest.approx(2 * 5 / 12)
-    )  # the cat on the mat: 5 of 6 words
-    found = rouge("rougeL", ANSWERS, REFERENCES)
-    assert found.estimate.mean == sum(expected) / len(expected)
-    assert list(found.of_answers) == expected
-
-
 @pytest.mark.parametrize("batch_rows", [1, 2, 4, 99])
 def test_rouge_l_in_batches_is_rouge_l_at_once(batch_rows):
     in_batches = rouge("rougeL", ANSWERS, REFERENCES, batch_rows)
@@ -403,6 +340,7 @@ SCRIPTS = [
     ("고양이가 매트 위에", "고양이가 침대 위에", 2 / 3),
     ("η γάτα κοιμάται", "η γάτα τρώει", 2 / 3),
     ("ответ: 42", "ответ: 43", 1 / 2),
+    ("й Й", "и\u0306 И\u0306", 1.0),
 ]
 
 
@@ -414,11 +352,6 @@ def test_rouge_l_reads_words_of_every_script(answer, reference, score):
     )
 
 
-def test_combining_characters_are_the_letters_that_they_compose():
-    composed, combining = "й Й", "и\u0306 И\u0306"
-    assert composed != combining and rouge("rougeL", [composed], [combining]).estimate.mean == 1.0
-
-
 def test_text_in_latin_script_has_the_words_of_the_rouge_score_package():
     letters = "abcXYZ019 \n.,-_'´éÉßøœİıñçµ²½ªº°€“”–…\u0301\u00a0ﬁＡ"
     random.seed(0)
@@ -426,15 +359,6 @@ def test_text_in_latin_script_has_the_words_of_the_rouge_score_package():
     for _ in range(2000):
         text = "".join(random.choices(letters, k=30))
         assert latin.tokenize(text) == DefaultTokenizer().tokenize(text), text
-
-
-def test_rouge_l_needs_no_network(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("scoring opened a connection")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert rouge("rougeL", ["a b"], ["a b"]).estimate.mean == 1.0
 
 
 # The model, before and after
@@ -480,18 +404,6 @@ def test_a_model_is_after_an_evaluation_what_it_was_before_also_when_the_evaluat
 # Speed of generation in 16 bits, with adapters
 
 
-class CastsToFloat32(TorchDispatchMode):
-    """Counts bfloat16 tensors that are cast to float32."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
-            self.count += kwargs.get("dtype") == torch.float32
-        return func(*args, **kwargs)
-
-
 def test_generation_casts_no_input_of_an_adapter_to_float32_and_back(
     taught_base, split, tokenizer, monkeypatch
 ):
@@ -511,7 +423,7 @@ def test_generation_casts_no_input_of_an_adapter_to_float32_and_back(
         if not is_active:
             plain = lambda model, active: contextlib.nullcontext()  # noqa: E731
             monkeypatch.setattr(generate, "disable_input_dtype_casting", plain)
-        with CastsToFloat32() as casts:
+        with Casts(torch.bfloat16, torch.float32) as casts:
             ids = Generator(tokenizer, train, process).generate(model, prompts)
         found.append((ids, casts.count))
     (ids, casts), (plain_ids, plain_casts) = found

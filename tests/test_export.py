@@ -264,19 +264,17 @@ def test_a_server_without_chat_is_checked_by_completions(taught_base, taught_row
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        (Faults(system_prompt="Be brief."), "it uses another chat template or system prompt"),
-        (Faults(adds_token=0), "it may add a BOS token to a prompt that has all it needs"),
-        (Faults(forgets_stop=True), "it runs on behind the trained stop"),
+        (Faults(system_prompt="Be brief."), "chat template or system prompt"),
+        (Faults(adds_token=0), "BOS token"),
+        (Faults(forgets_stop=True), "stop"),
+        (None, "after 0 characters, where .* nats"),
     ],
 )
-def test_a_server_that_does_otherwise_is_told_what(taught_base, taught_rows, faults, said):
+def test_a_server_that_does_otherwise_is_told_what(
+    taught_base, tiny_base, taught_rows, faults, said
+):
     with pytest.raises(CheckpointError, match=said):
-        told(taught_base, taught_rows[:1], faults)
-
-
-def test_a_server_of_other_weights_is_told_where_its_answers_part(tiny_base, taught_rows):
-    with pytest.raises(CheckpointError, match=r"they part after 0 characters, where .* nats"):
-        told(tiny_base, taught_rows[:1])
+        told(taught_base if faults else tiny_base, taught_rows[:1], faults)
 
 
 def test_an_answer_that_parts_at_a_near_tie_is_none_of_the_servers_doing(taught_rows):
@@ -327,37 +325,17 @@ def called(folder: RunFolder, words: list[str], **variables: str):
 @pytest.mark.parametrize(
     ("words", "variables", "said"),
     [
-        (["push"], {}, "REPO: write the repository on the hub"),
-        (["push"], {"REPO": "model"}, "REPO=model: write owner/name"),
-        (
-            ["push"],
-            {"REPO": "a/b", "SFT_PLAY_VARIABLES": "HF_TOKEN"},
-            "HF_TOKEN: other users can read a command line",
-        ),
-        (
-            ["train"],
-            {"SFT_PLAY_VARIABLES": "HF_TOKEN"},
-            "HF_TOKEN: other users can read a command line",
-        ),
-        (
-            ["check-variables"],
-            {"SFT_PLAY_VARIABLES": "HF_TOKEN"},
-            "HF_TOKEN: other users can read a command line",
-        ),
-        (
-            ["export"],
-            {"FORMAT": "onnx"},
-            "FORMAT=onnx: write safetensors, gguf, adapter, vllm-adapter, fp8, int4, nvfp4 or awq",
-        ),
-        (["export"], {"QUANT": "Q8_0"}, "QUANT: FORMAT=safetensors does not read it"),
+        (["push"], {}, "REPO: "),
+        (["push"], {"REPO": "model"}, "REPO=model: "),
+        (["push"], {"REPO": "a/b", "SFT_PLAY_VARIABLES": "HF_TOKEN"}, "HF_TOKEN: "),
+        (["train"], {"SFT_PLAY_VARIABLES": "HF_TOKEN"}, "HF_TOKEN: "),
+        (["check-variables"], {"SFT_PLAY_VARIABLES": "HF_TOKEN"}, "HF_TOKEN: "),
+        (["export"], {"FORMAT": "onnx"}, "FORMAT=onnx: write safetensors, gguf, adapter, "),
+        (["export"], {"QUANT": "Q8_0"}, "QUANT: "),
         (["export"], {"FORMAT": "adapter", "MODEL_DTYPE": "bfloat16"}, "does not read it"),
-        (
-            ["serve"],
-            {"FORMAT": "adapter"},
-            "FORMAT=adapter: write safetensors, gguf, fp8, int4, nvfp4 or awq",
-        ),
-        (["serve"], {"FORMAT": "gguf"}, "make export RUN=run FORMAT=gguf writes it"),
-        (["check-server"], {}, "URL: write where the server is"),
+        (["serve"], {"FORMAT": "adapter"}, "FORMAT=adapter: write safetensors, gguf, fp8, "),
+        (["serve"], {"FORMAT": "gguf"}, "make export RUN=run FORMAT=gguf"),
+        (["check-server"], {}, "URL: "),
     ],
 )
 def test_words_that_cannot_be_are_refused_before_anything_is_done(

@@ -58,7 +58,7 @@ def said_in_child(call: Callable[[], None], path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_is_read_or_refused_in_words(name: str, tmp_path: Path) -> None:
+def test_a_folder_is_read_or_refused_in_words(name, tmp_path):
     folder = hostile.copied(tmp_path / "model")
     FOLDERS[name](folder)
     config = config_of(folder)
@@ -77,8 +77,8 @@ def count(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in templates() if name.startswith(STOPPED)])
-def test_a_template_is_stopped_in_words(name: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.2)
+def test_a_template_is_stopped_in_words(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.1)
     folder = hostile.copied(tmp_path / "model")
     templates()[name](folder)
     said = said_in_child(lambda: count(folder), tmp_path / "said")
@@ -87,10 +87,8 @@ def test_a_template_is_stopped_in_words(name: str, tmp_path: Path, monkeypatch) 
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_tokenizer_that_does_not_end_is_left_in_words(
-    name: str, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.2)
+def test_a_tokenizer_that_does_not_end_is_left_in_words(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.1)
     folder = hostile.copied(tmp_path / "model")
     tokenizers()[name](folder)
     said = said_in_child(lambda: count(folder), tmp_path / "said")
@@ -101,20 +99,18 @@ def test_a_tokenizer_that_does_not_end_is_left_in_words(
     ("key", "value"),
     [
         ("r", 10**9),
-        ("r", 0),
         ("r", "8"),
-        ("target_modules", {"q_proj": 1}),
         ("target_modules", [1]),
         ("modules_to_save", ".*"),
     ],
 )
-def test_an_adapter_whose_config_has_other_values_is_refused(key, value, tmp_path) -> None:
+def test_an_adapter_whose_config_has_other_values_is_refused(key, value, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", key: value}))
     with pytest.raises(EnvironmentFault, match=rf"adapter_config.json: {key}=.*get the adapter"):
         read_adapter_config(tmp_path)
 
 
-def test_an_adapter_that_is_a_pickle_is_refused(tmp_path) -> None:
+def test_an_adapter_that_is_a_pickle_is_refused(tmp_path):
     config = {"peft_type": "LORA", "base_model_name_or_path": "owner/name"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.bin").write_bytes(b"any")
@@ -122,7 +118,7 @@ def test_an_adapter_that_is_a_pickle_is_refused(tmp_path) -> None:
         find_model(str(tmp_path), tmp_path)
 
 
-def test_a_pattern_of_layers_that_never_ends_is_refused(tmp_path, monkeypatch) -> None:
+def test_a_pattern_of_layers_that_never_ends_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.6)
     config = {"peft_type": "LORA", "r": 4, "target_modules": "((?:[a-z_0-9.]+)+)+!"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

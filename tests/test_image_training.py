@@ -56,14 +56,14 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("model_type", "packed"), STEPS)
-def test_a_step_is_that_of_plain_peft(model_type, packed, tokenizer, tmp_path) -> None:
+def test_a_step_is_that_of_plain_peft(model_type, packed, tokenizer, tmp_path):
     found, _ = gap_of_step(model_type, tokenizer, tmp_path, packed)
     assert found.is_rounding, found
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
-def test_so_is_one_that_trains_towers(model_type, mode, tokenizer, tmp_path) -> None:
+def test_so_is_one_that_trains_towers(model_type, mode, tokenizer, tmp_path):
     found, reached = gap_of_step(model_type, tokenizer, tmp_path, True, mode=mode, towers=mode)
     assert found.is_rounding, found
     assert any("visual" in name or "vision_tower" in name for name in reached)
@@ -73,14 +73,14 @@ def test_so_is_one_that_trains_towers(model_type, mode, tokenizer, tmp_path) -> 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is installed")
-def test_a_processor_that_needs_torchvision_says_so(tokenizer, tmp_path) -> None:
+def test_a_processor_that_needs_torchvision_says_so(tokenizer, tmp_path):
     base = write_image_model("mistral3", tmp_path / "base", tokenizer)
     config = Config.model_validate({"model": {"name": str(base)}})
     with pytest.raises(EnvironmentFault, match="pip install torchvision"):
         Processor(config, tokenizer).write(conversations(tmp_path)[0])
 
 
-def test_a_processor_of_an_older_form_is_refused(tokenizer, tmp_path, monkeypatch) -> None:
+def test_a_processor_of_an_older_form_is_refused(tokenizer, tmp_path, monkeypatch):
     from transformers.models.gemma3n import processing_gemma3n
 
     base = write_image_model("gemma3", tmp_path / "base", tokenizer)

@@ -5,16 +5,17 @@ import io
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from image_models import draw_image, image_rows, write_image_model
 from PIL import Image
+from record_files import write_rows
 from safetensors.torch import load_file, save_file
+from terminals import called, lines_of
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from sft_play import cli
 from sft_play.config.schema import ModelSection
 from sft_play.data.processor import load_processor
 from sft_play.errors import CheckpointError, ConfigError, DataError
@@ -29,6 +30,7 @@ from sft_play.inference.load import load_run, updated
 from sft_play.inference.merge import merge_run
 from sft_play.reporting.page import thumbnail, write_report
 from sft_play.runs.exports import ExportAsked, read_parity
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 SIZES = [(40, 24), (24, 56), (64, 32), (32, 32), (56, 24), (24, 24)]
@@ -39,7 +41,7 @@ def pictures(tmp_path_factory) -> Path:
     """A folder with PNG files and rows.jsonl, whose last row is of text."""
     folder = tmp_path_factory.mktemp("pictures")
     rows = image_rows(folder, SIZES)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", *rows)
     return folder
 
 
@@ -61,21 +63,11 @@ def seen(plan_run, run_worker, pictures, tokenizer, tmp_path_factory) -> RunFold
 
 @pytest.fixture
 def call(seen):
-    """Return a function that runs a command on the run."""
-
-    def run(command: str, typed: str | None = None, **variables: object):
-        environ = {name: str(value) for name, value in variables.items()}
-        environ = {"RUN": str(seen.path), "DEVICE": "cpu", **environ}
-        return CliRunner().invoke(cli.app, [command], input=typed, env=environ)
-
-    return run
+    """A function that runs a command on the run."""
+    return partial(called, seen.path)
 
 
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, tmp_path) -> None:
+def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, tmp_path):
     data = (pictures / "2.png").read_bytes()
     draw_image(pictures / "own.png", SIZES[0])
     records = [
@@ -85,7 +77,7 @@ def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, t
         {"prompt": "What?", "image": base64.b64encode(data).decode()},
     ]
     asked = pictures / "asked.jsonl"
-    asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_rows(asked, *records)
     done = call("infer", IN=asked, OUT=tmp_path / "out.jsonl")
     assert done.exit_code == 0, done.exception
     first, text, second, encoded = lines_of(tmp_path / "out.jsonl")
@@ -106,42 +98,41 @@ def test_infer_answers_rows_with_images_and_names_them_by_path(call, pictures, t
     assert isinstance(error, ConfigError) and "answers of another call are there" in str(error)
 
 
-def test_infer_takes_images_beside_a_prompt(call, pictures) -> None:
+def test_infer_takes_images_beside_a_prompt(call, pictures):
     one, other = pictures / "0.png", pictures / "1.png"
     done = call("infer", PROMPT="What?", IMAGE=f"{one}, {other}")
     assert done.exit_code == 0 and done.stdout.strip(), done.exception
     listed = json.dumps([str(one), str(other)])
     assert call("infer", PROMPT="<image>What?<image>", IMAGE=listed).exit_code == 0
-    for wrong, said in {
-        f"{one},nope.png": "IMAGE: image 2 'nope.png' is missing: no file",
-        str(pictures / "rows.jsonl"): "is no image that is read",
-    }.items():
-        error = call("infer", PROMPT="What?", IMAGE=wrong).exception
-        assert isinstance(error, DataError) and said in str(error)
-    error = call("infer", PROMPT="<image>?", IMAGE=f"{one},{other}").exception
-    assert isinstance(error, DataError) and "write as many" in str(error)
-    error = call("infer", IN=pictures / "rows.jsonl", IMAGE=one).exception
-    assert isinstance(error, ConfigError) and "name their own images" in str(error)
+    missing = {"PROMPT": "What?", "IMAGE": f"{one},nope.png"}
+    for kind, said, variables in (
+        (DataError, "IMAGE: image 2 'nope.png'", missing),
+        (DataError, "is no image", {"PROMPT": "What?", "IMAGE": pictures / "rows.jsonl"}),
+        (DataError, "write as many", {"PROMPT": "<image>?", "IMAGE": f"{one},{other}"}),
+        (ConfigError, "their own images", {"IN": pictures / "rows.jsonl", "IMAGE": one}),
+    ):
+        error = call("infer", **variables).exception
+        assert isinstance(error, kind) and said in str(error)
 
 
-def test_a_model_of_text_reads_no_images(call, finished, pictures) -> None:
+def test_a_model_of_text_reads_no_images(call, finished, pictures):
     run = finished("lora")
     error = call("infer", RUN=run.path, PROMPT="What?", IMAGE=pictures / "0.png").exception
     assert isinstance(error, DataError) and "reads no images; RUN= chooses" in str(error)
-    done = call("chat", f"/image {pictures / '0.png'}\nCount to 3.\n", RUN=run.path)
+    done = call("chat", typed=f"/image {pictures / '0.png'}\nCount to 3.\n", RUN=run.path)
     said, _answer = done.stdout.split("\n", 1)
     name = run.read_config().model.name
     assert said == f"/image: {name} reads no images; RUN= chooses another model"
     assert done.exit_code == 0
 
 
-def test_a_chat_shows_images_and_saves_a_row_that_trains(call, pictures, tmp_path, seen) -> None:
+def test_a_chat_shows_images_and_saves_a_row_that_trains(call, pictures, tmp_path, seen):
     saved = tmp_path / "talk.jsonl"
     one, other = pictures / "0.png", pictures / "1.png"
     typed = [f"/image {one}", "/image nope.png", f"/image '{other}'", "Which?", "And now?"]
     typed += [f"/save {saved}", "/help", "/image"]
     limit = {"TRAIN_GENERATION_MAX_NEW_TOKENS": 4}
-    done = call("chat", "\n".join(typed) + "\n", COMPARE=1, **limit)
+    done = call("chat", typed="\n".join(typed) + "\n", COMPARE=1, **limit)
     assert done.exit_code == 0, done.exception
     lines = done.stdout.splitlines()
     assert lines[0] == f"{one} (40 x 24) goes with the next question"
@@ -159,11 +150,11 @@ def test_a_chat_shows_images_and_saves_a_row_that_trains(call, pictures, tmp_pat
     assert "rows=2 used=2" in done.stdout
 
 
-def test_eval_scores_other_rows_with_images(call, pictures, seen) -> None:
+def test_eval_scores_other_rows_with_images(call, pictures, seen):
     done = call("eval")
     assert done.exit_code == 0, done.exception
-    after = json.loads((seen.path / "run.json").read_text())["metrics"]["after"]
-    again = json.loads((seen.evaluation / "again.json").read_text())
+    after = read_json(seen.path / "run.json")["metrics"]["after"]
+    again = read_json(seen.evaluation / "again.json")
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
     moved = pictures / "moved"
     moved.mkdir()
@@ -201,21 +192,19 @@ def test_a_merge_with_another_tower_or_projector_is_found(merged, seen, tmp_path
 
 def test_a_merge_that_is_read_from_the_disk_is_shown_its_pictures(
     merged, seen, tmp_path, opens_here
-) -> None:
+):
     found = reopened_at(merged, seen, "disk", tmp_path)
     assert found.faults() == [] and found.rows == 7
 
 
-def test_rows_with_images_come_first_in_a_reference_and_their_pixels_are_bounded(
-    seen, monkeypatch
-) -> None:
+def test_rows_with_images_come_first_in_a_reference_and_their_pixels_are_bounded(seen, monkeypatch):
     split = prepared_data(seen, seen.read_config(), load_run(seen, "cpu").tokenizer).test
     assert [bool(sample.images) for sample in chosen_samples(split)] == [True] * 6 + [False]
     monkeypatch.setattr(reopened, "MOST_IMAGE_TOKENS", 40)
     assert [bool(sample.images) for sample in chosen_samples(split)] == [True, False]
 
 
-def test_another_processor_of_the_base_is_refused(seen, call, monkeypatch) -> None:
+def test_another_processor_of_the_base_is_refused(seen, call, monkeypatch):
     base = Path(seen.read_config().model.name) / "preprocessor_config.json"
     as_it_was = base.read_text()
     base.write_text(as_it_was.replace("2048", "4096"))
@@ -230,7 +219,7 @@ def test_another_processor_of_the_base_is_refused(seen, call, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "adapter"])
-def test_an_export_has_the_processor_and_no_pictures(seen, merged, kind, opens_here) -> None:
+def test_an_export_has_the_processor_and_no_pictures(seen, merged, kind, opens_here):
     export_run(seen, ExportAsked(kind), "cpu")
     folder = seen.path / "export" / kind
     base = Path(seen.read_config().model.name)
@@ -242,12 +231,12 @@ def test_an_export_has_the_processor_and_no_pictures(seen, merged, kind, opens_h
     assert not any("image_pad" in row.prompt for row in rows)
 
 
-def test_a_gguf_file_is_not_made_of_a_run_on_images(seen) -> None:
+def test_a_gguf_file_is_not_made_of_a_run_on_images(seen):
     with pytest.raises(ConfigError, match=r"FORMAT=gguf: .* has rows with images"):
         export_run(seen, ExportAsked("gguf", quantizations=("Q8_0",)), "cpu")
 
 
-def test_a_prompt_is_shown_with_a_mark_for_each_image(seen, pictures) -> None:
+def test_a_prompt_is_shown_with_a_mark_for_each_image(seen, pictures):
     lines = lines_of(seen.evaluation / "after.jsonl")
     assert len(lines) == 4
     for line in lines:
@@ -260,13 +249,13 @@ def test_a_prompt_is_shown_with_a_mark_for_each_image(seen, pictures) -> None:
         assert line["prompt"].count("⟨image⟩") == 1
 
 
-def test_the_report_shows_images_of_answers(seen, pictures, tmp_path) -> None:
+def test_the_report_shows_images_of_answers(seen, pictures, tmp_path):
     copy = RunFolder(shutil.copytree(seen.path, tmp_path / "run"))
     after = copy.evaluation / "after.jsonl"
     lines = [{**line, "rougeL": 1.0} for line in lines_of(after)]
     gone = next(line for line in lines if "images" in line)
     gone["images"] = [str(tmp_path / "gone.png")]
-    after.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(after, *lines)
     page = write_report(copy).read_text()
     shown = sum("images" in line for line in lines) - 1
     assert page.count('<img src="data:image/jpeg;base64,') == shown > 0
@@ -274,7 +263,7 @@ def test_the_report_shows_images_of_answers(seen, pictures, tmp_path) -> None:
     assert "base64" not in (copy.path / "report.json").read_text()
 
 
-def test_a_thumbnail_is_small(tmp_path) -> None:
+def test_a_thumbnail_is_small(tmp_path):
     head, data = thumbnail(str(draw_image(tmp_path / "wide.png", (900, 300)))).split(",")
     with Image.open(io.BytesIO(base64.b64decode(data))) as image:
         assert (head, image.format, image.size) == ("data:image/jpeg;base64", "JPEG", (256, 85))
@@ -284,7 +273,7 @@ def test_a_thumbnail_is_small(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
 def test_the_code_of_a_card_answers_about_a_picture(
     seen, merged, kind, monkeypatch, tmp_path, capsys
-) -> None:
+):
     card = (seen.path / kind / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card
     assert "Trained on rows with images: 6 of 7. What reads images was kept as it is" in card

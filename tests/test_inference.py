@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from run_files import run_json
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from sft_play import cli
@@ -22,6 +21,7 @@ from sft_play.inference.evaluate import evaluate_run, prepared_data
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import expert_adapters
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def copied(finished, tmp_path) -> RunFolder:
     return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
 
 
-def fake_kernels(*lines: str):
+def typed_lines(*lines: str):
     """Return an `input` that a person would give: lines, then the end of the file."""
     left = iter(lines)
 
@@ -69,7 +69,7 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     after = run_json(folder)["metrics"]["after"]
     line, answers = evaluate_run(folder, "cpu")
     assert answers == f"answers {folder.evaluation / 'again.jsonl'}"
-    again = json.loads((folder.evaluation / "again.json").read_text())
+    again = read_json(folder.evaluation / "again.json")
     assert again["eval_loss"] == pytest.approx(
         after["eval_loss"], abs=1e-6
     )  # the same float32 sums
@@ -83,7 +83,7 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
 def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
     after = run_json(answering)["metrics"]["after"]
     evaluate_run(answering, "cpu")
-    again = json.loads((answering.evaluation / "again.json").read_text())
+    again = read_json(answering.evaluation / "again.json")
     assert again["rougeL"] == after["rougeL"] > 0.9
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
 
@@ -106,7 +106,7 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
     after = run_json(folder)["metrics"]["after"]
     lines = (folder.evaluation / "after.jsonl").read_text().splitlines()
     evaluate_run(folder, "cpu")
-    again = json.loads((folder.evaluation / "again.json").read_text())
+    again = read_json(folder.evaluation / "again.json")
     assert again["rougeL"] == after["rougeL"] and 0 < after["rougeL"] < 1
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
     trained = load_run(folder, "cpu")
@@ -128,23 +128,10 @@ def test_a_run_with_flash_attention_2_answers_where_it_cannot_be_used(copied, ca
     assert "model.attn_implementation=flash_attention_2 of the run cannot be used" in caplog.text
 
 
-def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
-    loaded = load_run(answering, "cpu")
-    assert not loaded.model.training
-    assert chat.answer(loaded, [Message("user", "Count to 6.")]) == ("1 2 3 4 5 6", False)
-    assert chat.answer(loaded, [Message("user", "Count to 3.")]).text == "1 2 3"
-
-
-def test_each_prompt_is_answered_by_itself(answering):
-    assert list(
-        chat.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])
-    ) == ["1 2 3", "1 2 3 4 5 6", "1 2 3"]
-
-
 def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
     asked = []
     really = chat.answer
-    monkeypatch.setattr("builtins.input", fake_kernels("Count to 3.", "Count to 6."))
+    monkeypatch.setattr("builtins.input", typed_lines("Count to 3.", "Count to 6."))
     said = lambda messages: [{"role": turn.role, "content": turn.content} for turn in messages]  # noqa: E731
     monkeypatch.setattr(
         chat,
@@ -162,19 +149,13 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     assert replies == ["1 2 3", *chat.answer(loaded, conversation).text.splitlines()]
 
 
-def test_an_empty_line_ends_a_chat(answering, monkeypatch, capsys):
-    monkeypatch.setattr("builtins.input", fake_kernels("", "Count to 3."))
-    chat.chat_with(answering, "cpu")
-    assert capsys.readouterr().out == ""
-
-
 def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_worker, monkeypatch):
     folder = plan_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     assert run_worker(folder) == 0
     asked = []
     said = Answer("Yes.", was_cut=False)
     monkeypatch.setattr(chat, "answer", lambda _, messages, *__: asked.append(messages) or said)
-    monkeypatch.setattr("builtins.input", fake_kernels("And this?"))
+    monkeypatch.setattr("builtins.input", typed_lines("And this?"))
     list(chat.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
     chat.chat_with(folder, "cpu")
     system = Message("system", "Be brief.")
@@ -230,12 +211,9 @@ def test_make_infer_shows_the_answer_and_nothing_else(answering):
 
 def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
     folder = plan_run({})
-    with pytest.raises(
-        CheckpointError,
-        match="has no adapter/: the run's status is planned; choose a finished one with RUN=",
-    ):
+    with pytest.raises(CheckpointError, match=r"no adapter/: .* planned; .*RUN="):
         load_run(folder, "cpu")
-    with pytest.raises(CheckpointError, match="has no adapter/ to merge"):
+    with pytest.raises(CheckpointError, match="no adapter/ to merge"):
         merge_run(folder)
 
 
@@ -243,13 +221,6 @@ def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
 def test_an_adapter_that_lacks_a_file_is_class_12(copied, name):
     (copied.weights("lora") / name).unlink()
     with pytest.raises(CheckpointError):
-        load_run(copied, "cpu")
-
-
-def test_an_adapter_that_is_cut_short_is_class_12(copied):
-    file = copied.weights("lora") / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match=r"has .* bytes, and was sealed"):
         load_run(copied, "cpu")
 
 
@@ -263,34 +234,17 @@ def test_an_adapter_that_finds_no_memory_is_not_taken_for_a_damaged_one(copied, 
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "facts"),
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"),
-            "out of memory: CUDA out of memory. Tried to allocate 2 GiB; make memory-check shows "
-            "what holds it: free some, or take DEVICE=cpu, which is slower",
-        ),
-        (
-            MemoryError(),
-            "out of memory: MemoryError; make memory-check shows what holds it: free some",
-        ),
+        (torch.OutOfMemoryError("CUDA: tried 2 GiB\nmore"), ["CUDA: tried 2 GiB", "DEVICE=cpu"]),
+        (MemoryError(), ["MemoryError", "make memory-check"]),
     ],
 )
-def test_a_command_that_runs_out_of_memory_is_class_15_with_one_sentence(error, said, capsys):
+def test_a_command_that_runs_out_of_memory_is_class_15_with_one_sentence(error, facts, capsys):
     with pytest.raises(SystemExit) as end, cli._errors_as_messages():
         raise error
     assert end.value.code == ExitClass.OUT_OF_MEMORY
-    assert capsys.readouterr().err == f"{said}\nexit class 15 (out_of_memory)\n"
+    said, exit_class = capsys.readouterr().err.splitlines()
+    assert all(fact in said for fact in facts) and exit_class == "exit class 15 (out_of_memory)"
     with pytest.raises(RuntimeError, match="shapes"), cli._errors_as_messages():
         raise RuntimeError("shapes differ")
-
-
-def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
-    other = shutil.copytree(tiny_base, tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"] += 1
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    config = (copied.path / "config.yaml").read_text()
-    (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(other)))
-    with pytest.raises(CheckpointError, match="base_digest"):
-        load_run(copied, "cpu")

@@ -16,6 +16,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import merging, shards
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.seal import find_damage, is_sealed, seal
 
@@ -60,11 +61,11 @@ def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(copi
     change(folder.weights("lora") / "generation_config.json", **sampling)  # as the base's says
     merge_run(folder)
     target = folder.path / "merged"
-    generation = json.loads((target / "generation_config.json").read_text())
+    generation = read_json(target / "generation_config.json")
     assert generation.items() >= sampling.items()
     own = AutoTokenizer.from_pretrained(target)
     assert own.chat_template == tokenizer.chat_template and own.get_vocab() == tokenizer.get_vocab()
-    stamp = json.loads((target / "stamp.json").read_text())
+    stamp = read_json(target / "stamp.json")
     assert stamp["merged"] is True and stamp["mode"] == "lora" and stamp["global_step"] == 3
     assert not list(target.glob("adapter*")) and find_damage(target) is None, "it is sealed"
     weights = load_file(target / "model.safetensors")
@@ -100,7 +101,7 @@ def test_a_base_in_bfloat16_is_merged_in_float32_and_stored_in_bfloat16(
 def test_a_4_bit_adapter_is_merged_into_both_bases_and_the_better_is_kept(finished, tiny_base):
     folder = finished("qlora")
     lines = merge_run(folder)
-    report = json.loads((folder.path / "merge_report.json").read_text())
+    report = read_json(folder.path / "merge_report.json")
     stored, rounded = (report["candidates"][name] for name in ("as stored", "rounded to 4 bits"))
     assert report["kept"] == "rounded to 4 bits" and lines[1].endswith(", kept")
     assert rounded["kl"] < 1e-9 < stored["kl"] and rounded["top1_agreement"] == 1
@@ -139,14 +140,14 @@ def why_not(folder: RunFolder) -> list[str]:
     with pytest.raises(CheckpointError, match="not the model that was evaluated"):
         merge_run(folder)
     assert not list(folder.path.glob("*merged*/")), "nothing is published, nothing is left"
-    report = json.loads((folder.path / "merge_report.json").read_text())
+    report = read_json(folder.path / "merge_report.json")
     assert report["kept"] is None
     return report["why_not"]
 
 
 def change(path: Path, **values) -> None:
     """Change a JSON file of an adapter, and seal it anew: what the seal does not tell is planted."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    path.write_text(json.dumps({**read_json(path), **values}))
     if is_sealed(path.parent):
         seal(path.parent)
 
@@ -173,7 +174,7 @@ def test_a_refused_merge_is_in_the_report_and_that_of_the_published_one_is_kept(
     for _ in range(2):  # the second refusal leaves the published report alone, too
         with pytest.raises(CheckpointError) as caught:
             merge_run(copied)
-        found = json.loads(report.read_text())
+        found = read_json(report)
         assert (found["kept"], found["why_not"]) == (None, [str(caught.value)])
         assert earlier.read_text() == published and find_damage(target) is None
         assert caplog.messages[-1] == (
@@ -181,30 +182,13 @@ def test_a_refused_merge_is_in_the_report_and_that_of_the_published_one_is_kept(
         )
     change(adapter, **json.loads(own))
     merge_run(copied)
-    assert json.loads(report.read_text())["kept"] == "as stored" and not earlier.exists()
+    assert read_json(report)["kept"] == "as stored" and not earlier.exists()
 
 
 def test_a_wrong_scale_is_found_by_the_scores_too(copied, monkeypatch):
     change(copied.weights("lora") / "adapter_config.json", lora_alpha=16)
     monkeypatch.setattr("sft_play.inference.merge.refuse_other_adapter", lambda *_: None)
     assert why_not(copied)[0].startswith("KL=")
-
-
-def test_an_adapter_that_is_merged_twice_is_found(copied, tiny_base, tmp_path):
-    merge_run(copied)
-    merged = copied.path / "merged"
-    # the digest of the base says so first
-    config = (copied.path / "config.yaml").read_text()
-    (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(merged)))
-    with pytest.raises(CheckpointError, match="base_digest"):
-        merge_run(copied)
-    stamp = copied.weights("lora") / "stamp.json"
-    change(stamp, base_digest=None, base_model=str(merged))
-    moved = shutil.copytree(merged, tmp_path / "base")
-    (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(moved)))
-    change(stamp, base_model=str(moved))
-    with pytest.raises(CheckpointError, match="base_digest"):
-        merge_run(copied)
 
 
 def test_a_4_bit_adapter_is_not_merged_into_another_base(
@@ -267,10 +251,9 @@ def test_an_adapter_that_lacks_tensors_is_refused(copied):
         merge_run(copied)
 
 
-def test_rows_that_the_base_does_not_have_are_refused(finished):
-    weight = torch.zeros(4, 2)
-    with pytest.raises(CheckpointError, match=r"holds \(5, 2\), and the base has \(4, 2\)"):
-        merging._replaced(torch.zeros(5, 2), "model.embed_tokens.weight", weight)
+def test_rows_that_the_base_does_not_have_are_refused():
+    with pytest.raises(CheckpointError, match=r"\(5, 2\).*\(4, 2\)"):
+        merging._replaced(torch.zeros(5, 2), "model.embed_tokens.weight", torch.zeros(4, 2))
 
 
 def test_a_run_without_a_reference_is_measured_against_its_own_model(copied):
@@ -292,7 +275,7 @@ def test_shards_of_any_size_hold_the_same_weights_and_an_index(copied, monkeypat
     found = {name: tensor for part in parts for name, tensor in load_file(part).items()}
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name].bfloat16()) for name in whole)
-    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert read_json(target / "config.json")["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
 
 
@@ -309,8 +292,7 @@ def test_the_command_stores_it_in_the_type_that_is_asked_for(copied):
     "lora",
     [
         {"use_dora": True},
-        {"use_rslora": True},
-        {"modules_to_save": "embed_tokens,norm"},
+        {"use_rslora": True, "modules_to_save": "embed_tokens,norm"},
         {"trainable_tokens": "<|end|>"},
         {"target_modules": "q_proj,lm_head"},
     ],
@@ -321,7 +303,7 @@ def test_every_kind_of_adapter_is_merged_tensor_by_tensor(plan_run, run_worker, 
     assert run_worker(folder) == 0
     line, published = merge_run(folder)
     assert "(tensor by tensor" in published
-    report = json.loads((folder.path / "merge_report.json").read_text())
+    report = read_json(folder.path / "merge_report.json")
     assert report["candidates"]["as stored"]["kl"] < 1e-6 and line.endswith("stops=6/6")
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from typer.testing import CliRunner
+from casts import Casts
+from terminals import called
 
-from sft_play import cli
 from sft_play.commands import use
 from sft_play.commands.call import read_call
 from sft_play.config.schema import Config
@@ -17,6 +16,7 @@ from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.generate import Generator
 from sft_play.inference.chat import banner_lines
 from sft_play.inference.load import load_run
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder, find_model
 
@@ -43,14 +43,9 @@ def call(held, tmp_path):
     """A function that runs a command on a folder, in this process."""
 
     def invoke(command: str, folder, *words: str, typed: str = "", **variables: str):
-        variables = {
-            "RUN": str(folder),
-            "DEVICE": "cpu",
-            "TRAIN_OUTPUT_DIR": str(tmp_path / "outputs"),
-            **({"DATA_TEST_PATH": str(held)} if command == "eval" else {}),
-            **variables,
-        }
-        return CliRunner().invoke(cli.app, [command, *words], input=typed, env=variables)
+        given = {"TRAIN_OUTPUT_DIR": tmp_path / "outputs"}
+        given |= {"DATA_TEST_PATH": held} if command == "eval" else {}
+        return called(folder, command, *words, typed=typed, **(given | variables))
 
     return invoke
 
@@ -80,7 +75,7 @@ def answers_in(path: str) -> list[str]:
 def changed(folder, **values) -> None:
     """Change an adapter_config.json."""
     path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    path.write_text(json.dumps({**read_json(path), **values}))
 
 
 def test_an_adapter_and_a_merged_folder_score_as_the_run_does(call, run, adapter, opens_here):
@@ -107,26 +102,10 @@ def test_eval_says_what_it_took_from_the_folder_and_writes_outside_it(
     assert sorted(adapter.iterdir()) == before
 
 
-def test_the_base_stands_beside_an_adapter_as_it_scores_by_itself(call, adapter, taught_base):
-    lines = call("eval", adapter, COMPARE="1").stdout.splitlines()
-    (base,) = [line for line in lines if line.startswith("base ")]
-    assert base.removeprefix("base ") == scores(call("eval", taught_base))
-
-
-def test_a_whole_model_has_no_base_to_compare(call, taught_base):
-    found = call("eval", taught_base, COMPARE="1").exception
-    assert isinstance(found, ConfigError) and "does not say what it was made from" in str(found)
-
-
-def test_weights_without_a_run_have_no_rows_of_their_own(call, taught_base):
-    found = call("eval", taught_base, DATA_TEST_PATH="").exception
-    assert isinstance(found, ConfigError) and "DATA_TEST_PATH=held.jsonl" in str(found)
-
-
 def test_stops_that_no_answer_ends_with_are_a_warning(call, taught_base, tmp_path):
     folder = shutil.copytree(taught_base, tmp_path / "model")
     path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 5}))
+    path.write_text(json.dumps({**read_json(path), "eos_token_id": 5}))
     result = call("eval", folder, TRAIN_GENERATION_MAX_NEW_TOKENS="16")
     assert "<|end|>, which is no stop of this model (generation_config.json)" in result.stdout
     assert "cut=2 at 16 tokens" in result.stdout
@@ -160,18 +139,6 @@ def test_the_banner_of_a_chat_names_the_folder(adapter, taught_base, tmp_path):
     assert banner_lines(folder, trained)[:2] == [f"model   {adapter}", f"base    {taught_base}"]
 
 
-class CastsOfWeights(TorchDispatchMode):
-    """Counts float32 tensors that are cast to bfloat16."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32:
-            self.count += kwargs.get("dtype") == torch.bfloat16
-        return func(*args, **kwargs)
-
-
 def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, tmp_path):
     values = {
         "model": {"name": str(taught_base), "dtype": "bfloat16"},
@@ -188,7 +155,7 @@ def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, t
     for is_kept in (True, False):
         if not is_kept:  # as PEFT loads them
             trained.model.requires_grad_(False)
-        with CastsOfWeights() as casts:
+        with Casts(torch.float32, torch.bfloat16) as casts:
             ids = generator.generate(trained.model, [[5, 6, 7]])
         found.append((ids, casts.count))
     (ids, casts), (same_ids, casts_of_frozen) = found
@@ -197,16 +164,48 @@ def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, t
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("command", "variables", "kind", "said"),
     [
-        ({"base_model_name_or_path": None}, "names no base"),
-        ({"base_model_name_or_path": "/no/such/base"}, "its base /no/such/base is not there"),
+        ("eval", {"COMPARE": "1"}, ConfigError, "what it was made from"),
+        ("eval", {"DATA_TEST_PATH": ""}, ConfigError, "DATA_TEST_PATH=held.jsonl"),
+        ("merge", {"DATA_TEST_PATH": ""}, EnvironmentFault, "make eval, infer and chat"),
     ],
 )
-def test_an_adapter_without_its_base_says_what_to_write(adapter, tmp_path, change, said):
-    changed(adapter, **change)
+def test_what_a_whole_model_without_a_run_lacks_is_named(
+    call, taught_base, command, variables, kind, said
+):
+    found = call(command, taught_base, **variables).exception
+    assert isinstance(found, kind) and said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("base", "said"), [(None, "names no base"), ("/no/such/base", "/no/such/base is not there")]
+)
+def test_an_adapter_without_its_base_says_what_to_write(adapter, tmp_path, base, said):
+    changed(adapter, base_model_name_or_path=base)
     with pytest.raises(EnvironmentFault, match=said):
         find_model(str(adapter), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gone", "new", "said"),
+    [
+        ("*", "model-Q8_0.gguf", "gguf"),
+        ("*", "notes.txt", "neither a run"),
+        ("model.safetensors", "a.txt", "no weights"),
+        ("model.safetensors", "pytorch_model.bin", r"pytorch_model.bin, a pickle"),
+        ("tokenizer*", "a.txt", "no tokenizer; copy tokenizer.json"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_says_what_to_name_or_copy(
+    taught_base, tmp_path, gone, new, said
+):
+    folder = shutil.copytree(taught_base, tmp_path / "model")
+    for path in folder.glob(gone):
+        path.unlink()
+    (folder / new).touch()
+    with pytest.raises(EnvironmentFault, match=said):
+        find_model(str(folder), tmp_path / "outputs")
 
 
 def test_an_adapter_of_another_base_is_refused(call, adapter, base_of):
@@ -229,7 +228,7 @@ def test_an_adapter_whose_file_lacks_layers_is_refused(call, adapter):
 def test_an_adapter_of_a_stretched_rope_is_refused_over_a_base_with_its_own(
     call, adapter, taught_base
 ):
-    config = json.loads((taught_base / "config.json").read_text())
+    config = read_json(taught_base / "config.json")
     config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     (adapter / "config.json").write_text(json.dumps(config))
     found = call("eval", adapter).exception
@@ -249,46 +248,6 @@ def test_an_adapter_that_was_trained_over_4_bits_says_that_its_base_is_not(adapt
     assert find_model(str(adapter), tmp_path).was_packed()
 
 
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        ("model-Q8_0.gguf", "holds gguf files, which llama.cpp runs"),
-        ("notes.txt", "neither a run"),
-    ],
-)
-def test_a_folder_of_anything_else_says_what_to_name(tmp_path, file, said):
-    (tmp_path / file).touch()
-    with pytest.raises(EnvironmentFault, match=said):
-        find_model(str(tmp_path), tmp_path / "outputs")
-
-
-@pytest.mark.parametrize(
-    ("gone", "said"),
-    [
-        ("model.safetensors", r"has no weights \(\*.safetensors\); copy the whole model"),
-        ("tokenizer*", "has no tokenizer; copy tokenizer.json and tokenizer_config.json"),
-    ],
-)
-def test_a_model_that_is_not_whole_says_what_to_copy(taught_base, tmp_path, gone, said):
-    folder = shutil.copytree(taught_base, tmp_path / "model")
-    for path in folder.glob(gone):
-        path.unlink()
-    with pytest.raises(EnvironmentFault, match=said):
-        find_model(str(folder), tmp_path / "outputs")
-
-
-def test_pickled_weights_are_not_loaded(taught_base, tmp_path):
-    folder = shutil.copytree(taught_base, tmp_path / "model")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(EnvironmentFault, match=r"pytorch_model.bin, a pickle.* as safetensors"):
-        find_model(str(folder), tmp_path / "outputs")
-
-
-def test_merge_takes_runs_alone_and_says_so(call, taught_base):
-    found = call("merge", taught_base, DATA_TEST_PATH="").exception
-    assert isinstance(found, EnvironmentFault) and "make eval, infer and chat also" in str(found)
-
-
 def test_a_folder_in_a_run_is_named_after_it(tmp_path):
     folder = ModelFolder(tmp_path / "a" / "export" / "safetensors", tmp_path, None)
     assert folder.name == "a-export-safetensors"
@@ -298,11 +257,6 @@ def test_a_folder_in_a_run_is_named_after_it(tmp_path):
 def test_a_run_of_the_name_wins_over_a_folder(run, monkeypatch):
     monkeypatch.setenv("RUN", str(run.path))
     assert type(use.chosen_weights(read_call())) is RunFolder
-
-
-def test_the_rows_that_are_scored_at_once_change_no_score(call, adapter):
-    alone = scores(call("eval", adapter, TRAIN_EVAL_BATCH_SIZE="1"))
-    assert scores(call("eval", adapter)) == alone
 
 
 @pytest.mark.long

@@ -1,29 +1,24 @@
 """What eval, infer and chat take from variables and --set, and what a chat on a terminal shows."""
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
+from terminals import called
 
-from sft_play import cli
 from sft_play.data.rows import Message
-from sft_play.errors import DataError
 from sft_play.evaluation.generate import Generator
 from sft_play.inference import chat
 from sft_play.inference.load import load_run
+from sft_play.runs.files import read_json
 
 TESTED = [("Say one.", "1"), ("Count to 9.", "1 2 3 4 5 6 7 8 9"), ("Count to 3.", "1 2 3")]
 
 
 @pytest.fixture
-def call(counting_run, monkeypatch):
+def call(counting_run):
     """A function that runs a command on the run, in this process."""
-
-    def run(*words: str, typed: str = "", **variables: str):
-        variables = {"RUN": str(counting_run.path), "DEVICE": "cpu", **variables}
-        return CliRunner().invoke(cli.app, list(words), input=typed, env=variables)
-
-    return run
+    return partial(called, counting_run.path)
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def test_eval_scores_the_rows_of_data_test_path(call, counting_run, other_rows):
     assert first.startswith(f"test {other_rows} rows=3 used=3 dropped=0 tokens=")
     assert warning.startswith("warning: 1 of these rows were trained on")
     assert scores.endswith("rows=3") and answers.endswith("eval/held.jsonl")
-    facts = json.loads((counting_run.evaluation / "held.json").read_text())
+    facts = read_json(counting_run.evaluation / "held.json")
     assert facts["test_path"] == str(other_rows) and facts["answers"] == facts["rows"] == 3
     assert facts["settings"]["data.columns"] == {"prompt": "ask", "completion": "say"}
     lines = (counting_run.evaluation / "held.jsonl").read_text().splitlines()
@@ -56,13 +51,6 @@ def test_eval_scores_the_rows_of_data_test_path(call, counting_run, other_rows):
     assert rows[0]["origin"].startswith(str(other_rows))
     assert sum(row["rougeL"] for row in rows) / 3 == pytest.approx(facts["rougeL"], abs=1e-4)
     assert rows[2]["rougeL"] == 1.0 and rows[2]["was_cut"] is False
-
-
-def test_a_bad_row_of_the_test_file_is_named(call, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
-    result = call("eval", DATA_TEST_PATH=str(path))
-    assert isinstance(result.exception, DataError) and f"{path}:2" in str(result.exception)
 
 
 def test_eval_takes_the_generation_settings(call, counting_run):
@@ -75,7 +63,7 @@ def test_eval_takes_the_generation_settings(call, counting_run):
     )
     assert "exact_match=0.000" in result.stdout
     assert "answers=2 cut=2 at 3 tokens" in result.stdout
-    facts = json.loads((counting_run.evaluation / "again.json").read_text())
+    facts = read_json(counting_run.evaluation / "again.json")
     assert facts["settings"] == {
         "train.predict_with_generate": True,
         "train.generation_max_new_tokens": 3,
@@ -92,11 +80,11 @@ def test_eval_takes_the_generation_settings(call, counting_run):
 @pytest.mark.parametrize(
     ("variables", "words", "message"),
     [
-        ({"TRAIN_GENERATION_NUM_BEAMS": "none"}, (), "train.generation_num_beams=none is not"),
-        ({"DATA_COLUMNS": "{prompt: ask}"}, (), "set DATA_TEST_PATH too"),
-        ({}, ("--set", "train.epochs=3"), "--set train.epochs: eval does not read it; it reads"),
-        ({}, ("--set", "train.beams=3"), "unknown setting 'train.beams'"),
-        ({"TRAIN_GENERATION_MAX_NEW_TOKENS": "4096"}, (), "no room is left for a prompt"),
+        ({"TRAIN_GENERATION_NUM_BEAMS": "none"}, (), "train.generation_num_beams=none"),
+        ({"DATA_COLUMNS": "{prompt: ask}"}, (), "DATA_TEST_PATH"),
+        ({}, ("--set", "train.epochs=3"), "--set train.epochs: "),
+        ({}, ("--set", "train.beams=3"), "train.beams"),
+        ({"TRAIN_GENERATION_MAX_NEW_TOKENS": "4096"}, (), "no room"),
     ],
 )
 def test_what_eval_cannot_take_is_an_error(call, variables, words, message):
@@ -132,13 +120,6 @@ def test_the_limit_of_infer_and_chat_is_generous_unless_the_run_named_one(
     assert counting_run.read_config().train.generation_max_new_tokens == 64
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_an_error(call):
-    result = call("infer", PROMPT="Count to 3. " * 200)
-    assert isinstance(result.exception, DataError) and "the model takes 512" in str(
-        result.exception
-    )
-
-
 def test_infer_takes_a_system_prompt(call, monkeypatch):
     asked = []
     said = chat.Answer("Yes.", was_cut=False)
@@ -163,9 +144,8 @@ def terminal(counting_run, monkeypatch, capsys):
 def test_a_chat_on_a_terminal_begins_with_what_it_talks_to(terminal, counting_run, taught_base):
     shown = terminal("/exit").out
     assert f"run     {counting_run.path} (lora, 1 steps)" in shown
-    assert f"base    {taught_base}" in shown and "device  cpu, float32" in shown
-    assert "limits  64 tokens an answer, 512 for the conversation" in shown
-    assert "Ctrl-C stops an answer; /help lists the commands; /exit leaves" in shown
+    assert str(taught_base) in shown and "cpu, float32" in shown
+    assert "64 tokens" in shown and "512" in shown and "/exit" in shown
 
 
 def test_a_chat_obeys_its_commands(terminal):
@@ -212,37 +192,3 @@ def test_an_answer_is_shown_while_it_is_generated(counting_run, monkeypatch, cap
     assert "".join(shown) + capsys.readouterr().out == "1 2 3 4 5 6\n"
     assert len([part for part in shown if part]) > 3, "it came in parts"
     assert printer.text == found.text
-
-
-def test_ctrl_c_stops_an_answer_and_the_next_one_leaves(counting_run, monkeypatch, capsys):
-    trained = load_run(counting_run, "cpu")
-    monkeypatch.setattr(trained.model.get_base_model(), "forward", interrupted(trained))
-    lines = iter(["Count to 6.", KeyboardInterrupt])
-
-    def read(sign: str) -> str:
-        line = next(lines)
-        if line is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return line
-
-    monkeypatch.setattr("builtins.input", read)
-    talk = chat.Chat([chat.tuned_speaker(trained)], [], "> ")
-    talk.run()
-    shown = capsys.readouterr()
-    assert shown.err == "\nstopped\n"
-    assert shown.out.startswith("1") and "1 2 3 4 5 6".startswith(shown.out.strip())
-    assert [message.role for message in talk.speakers[-1].messages] == ["user", "assistant"]
-
-
-def interrupted(trained):
-    """Return the base model's forward, which Ctrl-C interrupts at its fifth token."""
-    forward = trained.model.get_base_model().forward
-    calls = []
-
-    def run(*arguments, **options):
-        calls.append(None)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return forward(*arguments, **options)
-
-    return run

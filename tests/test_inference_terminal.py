@@ -2,82 +2,22 @@
 
 import json
 import os
-import pty
-import select
 import signal
 import sys
-import termios
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner
+from terminals import SECONDS, Terminal, called, lines_of
 
-from sft_play import cli
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, StoppedOnRequest
 from sft_play.evaluation.generate import Generator
 from sft_play.inference import chat
 from sft_play.runs.answer_file import AnswerFile
-
-SECONDS = 20.0
-
-
-class Terminal:
-    """A command of the command line in a process with a terminal of its own."""
-
-    def __init__(self, words: list[str], environ: dict[str, str], prepare: Callable[[], None]):
-        self.shown = ""
-        self.pid, self.master = pty.fork()
-        termios.tcsetwinsize(self.master if self.pid else 0, (24, 80))
-        if self.pid == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)  # the threads of the parent are not here
-                for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-                    setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w"))
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                os.environ.update({**environ, "TERM": "dumb"})
-                prepare()
-                cli.main(words)
-            except SystemExit as done:
-                code = done.code or 0
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-
-    def wait_for(self, text: str) -> str:
-        """Return what was shown up to a text, and forget it."""
-        until = time.monotonic() + SECONDS
-        while text not in self.shown:
-            assert time.monotonic() < until, f"no {text!r} in {self.shown!r}"
-            if select.select([self.master], [], [], 0.1)[0]:
-                try:
-                    self.shown += os.read(self.master, 65536).decode()
-                except OSError:  # the other side is closed
-                    assert text in self.shown, self.shown
-        before, _, self.shown = self.shown.partition(text)
-        return before
-
-    def type(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-    def exit_code(self, keys: str = "") -> int:
-        """Return the exit code; `keys` are typed until the process ends.
-
-        readline waits for a key where a signal comes just before it begins to wait.
-        """
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            self.type(keys)
-            time.sleep(0.05)
-        os.kill(self.pid, signal.SIGKILL)
-        raise AssertionError(f"it still runs, and shows {self.shown!r}")
+from sft_play.runs.files import read_json
 
 
 @pytest.fixture
@@ -113,7 +53,7 @@ def test_a_chat_in_a_terminal_edits_streams_stops_saves_and_leaves(terminal, tmp
     assert f"saved {saved}" in talk.wait_for("the conversation is empty")
     talk.wait_for("> ")
     assert talk.exit_code("\x04") == 0  # Ctrl-D
-    (row,) = [json.loads(line) for line in saved.read_text().splitlines()]
+    (row,) = lines_of(saved)
     assert [turn["content"] for turn in row["messages"]] == ["Count to 3.", "1 2 3"]
 
 
@@ -159,28 +99,19 @@ def test_the_base_of_a_comparison_is_the_model_without_its_adapter(counting_run)
 
 @pytest.fixture
 def infer(counting_run, tmp_path):
-    """Return a function that answers a file of lines, and returns what was printed."""
+    """A function that answers a file of lines, and returns what was printed."""
 
     def run(text: str, name: str = "asked.jsonl", **variables: str):
-        (tmp_path / name).write_text(text)
-        environ = {
-            "RUN": str(counting_run.path),
-            "DEVICE": "cpu",
-            "IN": str(tmp_path / name),
-            "OUT": str(tmp_path / "out.jsonl"),
-            **variables,
-        }
-        return CliRunner().invoke(cli.app, ["infer"], env=environ)
+        asked = tmp_path / name
+        asked.write_text(text)
+        files = {"IN": asked, "OUT": tmp_path / "out.jsonl"}
+        return called(counting_run.path, "infer", **(files | variables))
 
     return run
 
 
 def asked(*numbers: int) -> str:
     return "".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in numbers)
-
-
-def lines_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def counted(number: int) -> str:
@@ -322,13 +253,8 @@ def test_no_process_is_left_of_a_command_that_is_ended(counting_run, tmp_path, n
 
 @pytest.fixture
 def evaluate(counting_run):
-    """Return a function that scores the run, and returns what was printed."""
-
-    def run(**variables: str):
-        environ = {"RUN": str(counting_run.path), "DEVICE": "cpu", **variables}
-        return CliRunner().invoke(cli.app, ["eval"], env=environ)
-
-    return run
+    """A function that scores the run, and returns what was printed."""
+    return partial(called, counting_run.path, "eval")
 
 
 def test_eval_scores_the_base_beside_the_run(evaluate, counting_run):
@@ -336,25 +262,25 @@ def test_eval_scores_the_base_beside_the_run(evaluate, counting_run):
     assert done.exit_code == 0, done.output
     tuned, base, _ = done.stdout.splitlines()
     assert tuned.startswith("run eval_loss=") and base.startswith("base eval_loss=")
-    before = json.loads((counting_run.path / "run.json").read_text())["metrics"]["before"]
-    facts = json.loads((counting_run.evaluation / "again.base.json").read_text())
+    before = read_json(counting_run.path / "run.json")["metrics"]["before"]
+    facts = read_json(counting_run.evaluation / "again.base.json")
     assert facts["eval_loss"] == pytest.approx(before["eval_loss"], abs=1e-6)
-    again = json.loads((counting_run.evaluation / "again.json").read_text())
+    again = read_json(counting_run.evaluation / "again.json")
     assert again["eval_loss"] != facts["eval_loss"]
 
 
 @pytest.mark.long
 def test_several_processes_share_the_rows_of_an_evaluation(evaluate, counting_run, capfd):
     assert evaluate().exit_code == 0
-    alone = json.loads((counting_run.evaluation / "again.json").read_text())
+    alone = read_json(counting_run.evaluation / "again.json")
     done = evaluate(NUM_GPUS="2")
     assert done.exit_code == 0, done.output
     assert capfd.readouterr().out.count("eval_loss=") == 1, "the first process prints"
-    shared = json.loads((counting_run.evaluation / "again.json").read_text())
+    shared = read_json(counting_run.evaluation / "again.json")
     assert shared["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
 
 
-def test_two_calls_do_not_write_the_same_answers_at_once(tmp_path: Path) -> None:
+def test_two_calls_do_not_write_the_same_answers_at_once(tmp_path):
     file = AnswerFile(tmp_path / "out.jsonl")
     other = AnswerFile(file.path)
     refused = pytest.raises(EnvironmentFault, match="another call writes these answers now")

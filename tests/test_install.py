@@ -52,7 +52,7 @@ def begin_venv(folder: Path) -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path) -> Path:
     """A project with our Makefile and installer, whose pins are three tiny packages."""
     project = tmp_path / "project"
     shutil.copytree(ROOT / "tools" / "install", project / "tools" / "install")
@@ -93,7 +93,7 @@ def script(project: Path, name: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """A folder that the installer takes for .venv."""
     folder = tmp_path / ".venv"
     monkeypatch.setattr(program, "VENV", folder)
@@ -127,23 +127,12 @@ def test_another_transformers_is_installed_where_it_is_asked_for_and_stays_until
     assert installed("install").startswith("5.17.0")
     newest = installed("install", TRANSFORMERS="newest")
     assert newest.startswith("5.24.0") and script(project, "tiny") == "1.0\n"
-    assert "with transformers 5.24.0 instead of the 5.17.0 that requirements.lock pins" in newest
     assert installed(".venv/.installed") == "5.24.0", "nothing to do"
     (project / "requirements-gpu.txt").write_text("# another pin\n")
     assert installed(".venv/.installed").startswith("5.24.0"), "pins have changed"
     back = installed("install")
     assert back.startswith("5.17.0")
-    assert "transformers 5.24.0 is replaced by 5.17.0" in back
     assert "make install TRANSFORMERS=5.24.0 keeps it" in back
-    assert installed("install", TRANSFORMERS="5.24.0").startswith("5.24.0")
-
-
-@pytest.mark.parametrize("wanted", ["6.0.0", "5.16", "latest", "5.24.0.dev0"])
-def test_a_transformers_out_of_range_is_refused(monkeypatch, wanted):
-    monkeypatch.setenv("INSTALL_AGAIN", "yes")
-    monkeypatch.setenv("TRANSFORMERS", wanted)
-    with pytest.raises(SystemExit, match=f"TRANSFORMERS={wanted} is not valid; write newest, or "):
-        program.choose_transformers()
 
 
 def test_an_addition_keeps_a_newer_transformers_and_unsloth_refuses_it(monkeypatch):
@@ -204,15 +193,6 @@ def test_only_a_virtual_environment_is_deleted(folder, tmp_path, monkeypatch):
     assert (folder / "thesis.txt").exists()
 
 
-def test_variables_take_the_values_that_there_are(monkeypatch):
-    monkeypatch.setenv("TORCH", "cuda")
-    with pytest.raises(SystemExit, match="TORCH=cuda is not valid; write cpu, cu126, cu130"):
-        program.choose(program.TORCH_BUILDS, "TORCH", "")
-    monkeypatch.setenv("INSTALLER", "conda")
-    with pytest.raises(SystemExit, match="INSTALLER=conda is not valid; write pip, uv"):
-        program.choose(program.INSTALLERS, "INSTALLER", "pip")
-
-
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installer, monkeypatch):
     monkeypatch.setenv("TORCH_INDEX", "https://mirror.example/whl/")
@@ -234,17 +214,6 @@ def test_kernels_for_gpus_come_where_a_driver_is_seen():
     assert not has_kernels("cpu", has_gpu=True)
 
 
-@pytest.mark.parametrize("words", ["--help", "check", "add", "add a.txt b.txt", "--check again"])
-def test_words_that_do_not_exist_are_refused_with_those_that_do(monkeypatch, words):
-    def fail(*arguments):
-        raise AssertionError("installs")
-
-    monkeypatch.setattr(program, "install", fail)
-    monkeypatch.setattr(program, "run", fail)
-    with pytest.raises(SystemExit, match=f"tools.install {words}: no such words; write add FILE"):
-        program.main(words.split())
-
-
 def test_a_host_without_a_driver_is_told_of_the_small_torch(capsys):
     for cuda, words in ((None, "TORCH=cpu"), (12, "TORCH=cu126"), (13, "2.7 GB")):
         program.tell_size(cuda)
@@ -255,15 +224,40 @@ def test_the_installer_and_the_doctor_know_the_same_pythons():
     assert [".".join(map(str, known)) for known in packages.PYTHONS] == list(program.PYTHONS)
 
 
-def test_an_unsupported_python_is_refused_with_one_that_is_there(monkeypatch):
+def fail(*arguments):
+    raise AssertionError("installs")
+
+
+@pytest.mark.parametrize(
+    ("environ", "call", "said"),
+    [
+        (
+            {"TORCH": "cuda"},
+            lambda: program.choose(program.TORCH_BUILDS, "TORCH", ""),
+            "cpu, cu126",
+        ),
+        (
+            {"INSTALLER": "conda"},
+            lambda: program.choose(program.INSTALLERS, "INSTALLER", "pip"),
+            "INSTALLER=conda .*pip, uv",
+        ),
+        *(
+            ({"INSTALL_AGAIN": "yes", "TRANSFORMERS": wanted}, program.choose_transformers, wanted)
+            for wanted in ("6.0.0", "5.16", "latest", "5.24.0.dev0")
+        ),
+        ({}, lambda: program.main(["check"]), "check: .*add FILE"),
+        ({}, lambda: program.main(["add", "a.txt", "b.txt"]), "add a.txt b.txt: "),
+        ({}, lambda: program.refuse_python("3.10"), r"3\.11 to 3\.14; .*PYTHON=python3\.12"),
+        ({}, lambda: program.refuse_misspelt("TORCH PY TROCH"), "TROCH: .*TORCH"),
+    ],
+)
+def test_what_cannot_be_installed_is_refused_before_anything_is_done(
+    monkeypatch, environ, call, said
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(program, "install", fail)
+    monkeypatch.setattr(program, "run", fail)
     monkeypatch.setattr(program.shutil, "which", lambda name: name if name[-2:] == "12" else None)
-    with pytest.raises(
-        SystemExit, match=r"needs 3\.11 to 3\.14; type make install PYTHON=python3\.12"
-    ):
-        program.refuse_python("3.10")
-
-
-def test_a_misspelt_variable_is_refused_before_anything_is_downloaded():
-    program.refuse_misspelt("TORCH INSTALLER PIP_INDEX_URL PY")
-    with pytest.raises(SystemExit, match=r"TROCH: .* did you mean TORCH"):
-        program.refuse_misspelt("TROCH")
+    with pytest.raises(SystemExit, match=said):
+        call()

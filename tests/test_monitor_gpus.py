@@ -65,13 +65,6 @@ def test_links_between_a_pair_count_where_no_switch_is_between(plant):
     ]
 
 
-def test_one_gpu_has_its_slot_and_no_table(plant):
-    plant(card(pcie=(4, 16, 16)))
-    assert [line for line in gpu_info_lines({}) if "lanes" in line or "link" in line] == [
-        "cuda:0  generation 4, 16 lanes"
-    ]
-
-
 def test_gpu_info_names_torch_and_what_it_computes_in_without_loading_it(plant, monkeypatch):
     plant(card("GPU-a"), card("GPU-b", capability=(7, 5)))
     monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.11.0+cu130", (13, 0)))
@@ -85,22 +78,6 @@ def test_gpu_info_names_torch_and_what_it_computes_in_without_loading_it(plant, 
     assert "precision: float16, float32; no NF4, which needs capability 6.0" in gpu_info_lines({})
     monkeypatch.setattr(gpus, "torch_build", lambda: None)
     assert "torch: not installed; run `make install`" in gpu_info_lines({})
-
-
-def test_gpu_info_lists_the_pairs_when_links_differ(plant):
-    plant(card("GPU-a", nvlinked=("GPU-b",)), card("GPU-b", level=None), card("GPU-c"))
-    assert [line for line in gpu_info_lines({}) if line.startswith("link")] == [
-        "link cuda:0 - cuda:1: NVLink",
-        "link cuda:0 - cuda:2: PCIe across CPU sockets (SYS)",
-        "link cuda:1 - cuda:2: unknown",
-    ]
-
-
-def test_gpu_info_says_what_an_old_gpu_cannot_do(plant):
-    plant(card(name="Tesla P100", capability=(6, 0)))
-    lines = gpu_info_lines({})
-    assert lines[1].endswith("capability 6.0, bf16 no")
-    assert "unsloth backend: not here, it needs capability 7.0 and finds 6.0" in lines
 
 
 def test_gpu_info_names_the_variable_that_hides_gpus(plant):

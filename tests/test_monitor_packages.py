@@ -17,7 +17,7 @@ ONE_GPU = (Gpu(0, "NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0), "GPU-a"),)
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path) -> Path:
     (tmp_path / "requirements.txt").write_text(f"psutil=={metadata.version('psutil')}\n")
     return tmp_path
 
@@ -28,19 +28,16 @@ def test_doctor_fails_when_a_pinned_package_is_missing(project):
     assert findings[1] == Finding(
         "missing", "no-such-package", "not installed, the pin is ==1.0", "make install"
     )
-    assert exit_class(findings) == ExitClass.ENVIRONMENT == 13
+    torch, absent = packages.torch_findings(None, (), None), project / "none.txt"
+    for found in (findings, list(torch), packages.package_findings(absent)):
+        assert exit_class(found) == ExitClass.ENVIRONMENT == 13
 
 
 def test_another_version_than_the_pin_warns(project):
     (project / "requirements.txt").write_text("psutil==0.1\n")
-    assert packages.package_findings(project / "requirements.txt")[1:] == [
-        Finding(
-            "warn",
-            "psutil",
-            f"{metadata.version('psutil')}, newer than tested: tested is 0.1",
-            "make install",
-        )
-    ]
+    (finding,) = packages.package_findings(project / "requirements.txt")[1:]
+    assert (finding.level, finding.subject, finding.fix) == ("warn", "psutil", "make install")
+    assert metadata.version("psutil") in finding.found and "0.1" in finding.found
 
 
 def test_requirements_may_hold_comments_options_markers_and_continuations(project):
@@ -83,22 +80,12 @@ def test_a_line_that_is_no_requirement_is_named_by_its_number(project):
     assert (finding.level, finding.fix) == ("warn", "correct requirements.txt:2")
 
 
-def test_without_requirements_txt_the_doctor_fails(tmp_path):
-    assert (
-        exit_class(packages.package_findings(tmp_path / "requirements.txt"))
-        == ExitClass.ENVIRONMENT
-    )
-
-
 def test_the_unsloth_extra_is_optional(project):
     extra = project / "requirements-unsloth.txt"
     assert packages.optional_findings(extra, True) == []
     extra.write_text("-r requirements.txt\nno-such-package==1\n")
     (finding,) = packages.optional_findings(extra, True)
-    assert (finding.level, finding.found) == (
-        "ok",
-        "not installed; optional, `make install-unsloth` adds it",
-    )
+    assert finding.level == "ok" and "make install-unsloth" in finding.found
     extra.write_text("psutil>0\nno-such-package==1\n")
     assert [finding.level for finding in packages.optional_findings(extra, True)] == ["ok", "warn"]
 
@@ -128,7 +115,6 @@ def test_python_is_supported_from_3_11_to_3_14(version, level):
     [
         ("2.13.0+cpu", None, (), None, ["ok"]),
         ("2.11.0+cu130", (13, 0), ONE_GPU, Driver("580.95", (13, 0)), ["ok"]),
-        ("2.12.1", (12, 8), ONE_GPU, Driver("580.95", (13, 0)), ["ok"]),
         ("2.10.0", None, (), None, ["warn"]),
         ("2.14.0", None, (), None, ["warn"]),
         ("2.13.0+cpu", None, ONE_GPU, Driver("580.95", (13, 0)), ["warn"]),
@@ -139,10 +125,6 @@ def test_torch_is_judged_by_version_build_and_driver(version, cuda, found, nvidi
     findings = list(packages.torch_findings(TorchBuild(version, cuda), found, nvidia))
     assert [finding.level for finding in findings] == levels
     assert all(finding.fix for finding in findings if finding.level != "ok")
-
-
-def test_missing_torch_fails_the_doctor():
-    assert exit_class(list(packages.torch_findings(None, (), None))) == ExitClass.ENVIRONMENT
 
 
 @pytest.mark.parametrize(

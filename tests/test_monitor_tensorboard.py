@@ -27,7 +27,7 @@ from sft_play.runs.folder import RunFolder
 
 
 @pytest.fixture
-def pid_file(tmp_path: Path):
+def pid_file(tmp_path):
     """Where the pid file of a test goes; what it names is stopped afterwards."""
     path = tmp_path / "outputs" / ".tensorboard.json"
     yield path
@@ -92,24 +92,16 @@ def test_a_tensorboard_that_dies_at_once_is_an_environment_fault_with_its_words(
     assert not pid_file.exists()
 
 
-def test_a_missing_interpreter_is_an_environment_fault(pid_file, tmp_path):
-    with pytest.raises(EnvironmentFault, match="make install"):
-        tensorboard.start(tmp_path, free_port(), str(tmp_path / "none"), {}, pid_file)
-
-
-@pytest.mark.parametrize("port", [0, -1, 65536])
-def test_a_port_that_is_none_is_a_config_error(pid_file, tmp_path, port):
-    with pytest.raises(ConfigError, match=f"TB_PORT={port}: write a port of 1 to 65535"):
-        tensorboard.start(tmp_path, port, sys.executable, {}, pid_file)
-
-
-def test_no_free_port_is_an_environment_fault(pid_file, tmp_path, monkeypatch):
+def test_a_call_that_cannot_start_is_an_error_with_what_is_wrong(pid_file, tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard, "PORTS_TRIED", 1)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as busy,
-        pytest.raises(EnvironmentFault, match="no free port"),
-    ):
-        tensorboard.start(tmp_path, busy.getsockname()[1], sys.executable, {}, pid_file)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        for port, python, kind, said in (
+            (busy.getsockname()[1], sys.executable, EnvironmentFault, "no free port"),
+            (free_port(), str(tmp_path / "none"), EnvironmentFault, "make install"),
+            (65536, sys.executable, ConfigError, "TB_PORT=65536"),
+        ):
+            with pytest.raises(kind, match=said):
+                tensorboard.start(tmp_path, port, python, {}, pid_file)
 
 
 def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def met(path: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", SFT)
-def test_conversion_meets_what_code_can_meet(name: str, tmp_path: Path) -> None:
+def test_conversion_meets_what_code_can_meet(name, tmp_path):
     before = FOLDER / f"{name}.ipynb"
     assert met(before)[:2] == [False, False]
     after = tmp_path / before.name
@@ -31,11 +31,11 @@ def test_conversion_meets_what_code_can_meet(name: str, tmp_path: Path) -> None:
     assert met(after) == [True, True, True, True, False]
 
 
-def test_a_notebook_that_the_guide_converted_meets_them(tmp_path: Path) -> None:
+def test_a_notebook_that_the_guide_converted_meets_them(tmp_path):
     assert met(FOLDER / "guide.ipynb") == [True, True, True, True, False]
 
 
-def test_each_point_says_where_it_is_missed() -> None:
+def test_each_point_says_where_it_is_missed():
     lines = [point.line() for point in points(FOLDER / "alpaca.ipynb")]
     assert (
         lines[1]
@@ -45,7 +45,7 @@ def test_each_point_says_where_it_is_missed() -> None:
     assert "cell 11: inputs go" in lines[3]
 
 
-def test_a_map_that_divides_nothing_is_not_balanced(tmp_path: Path) -> None:
+def test_a_map_that_divides_nothing_is_not_balanced(tmp_path):
     path = write_notebook(
         tmp_path / "in.ipynb",
         "torch.cuda.device_count()\nm, t = FastModel.from_pretrained('x', device_map={'': 0})",
@@ -60,7 +60,7 @@ def run_on(tmp_path: Path, gpus: int) -> Path:
     return write_notebook(tmp_path / f"{gpus}.ipynb", load)
 
 
-def test_it_was_tried_where_outputs_show_one_gpu_and_several(tmp_path: Path) -> None:
+def test_it_was_tried_where_outputs_show_one_gpu_and_several(tmp_path):
     one, two = run_on(tmp_path, 1), run_on(tmp_path, 2)
     assert not points(one)[-1].is_met
     assert "outputs show a run on 1 alone" in points(one)[-1].found

@@ -2,10 +2,11 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
-from notebook_files import GOLDEN, converted, converted_cell, sources, write_notebook
+from notebook_files import FOLDER, GOLDEN, converted, converted_cell, sources, write_notebook
 
 from sft_play.notebooks import code as codes
 from sft_play.notebooks import document as documents
@@ -19,7 +20,7 @@ def report(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_converted_twice_is_converted_once(path: Path, tmp_path: Path) -> None:
+def test_converted_twice_is_converted_once(path, tmp_path):
     once = tmp_path / path.name
     once.write_text(converted(path).text, encoding="utf-8")
     again = converted(once)
@@ -28,7 +29,7 @@ def test_converted_twice_is_converted_once(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_no_cell_no_output_and_no_metadata_changes(path: Path) -> None:
+def test_no_cell_no_output_and_no_metadata_changes(path):
     before = json.loads(path.read_text(encoding="utf-8"))
     made = converted(path)
     after = json.loads(made.text)
@@ -41,7 +42,7 @@ def test_no_cell_no_output_and_no_metadata_changes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_every_line_of_the_file_is_still_there(path: Path) -> None:
+def test_every_line_of_the_file_is_still_there(path):
     """Only a load's last argument, a device and the indent of memory statistics may differ."""
     for old, new in zip(
         sources(path.read_text("utf-8")), sources(converted(path).text), strict=True
@@ -53,52 +54,30 @@ def test_every_line_of_the_file_is_still_there(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_a_converted_notebook_is_a_valid_notebook(path: Path) -> None:
+def test_a_converted_notebook_is_a_valid_notebook(path):
     nbformat = pytest.importorskip("nbformat", reason="make install installs it")
     for text in (path.read_text(encoding="utf-8"), converted(path).text):
         assert not list(nbformat.validator.iter_validate(json.loads(text)))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("alpaca", Kind.TEXT),
-        ("conversational", Kind.TEXT),
-        ("inferred_markers", Kind.TEXT),
-        ("pretraining", Kind.TEXT),
-        ("guide", Kind.TEXT),
-        ("vision", Kind.VISION),
-        ("speech", Kind.AUDIO),
-        ("grpo", Kind.REWARDS),
-        ("dpo", Kind.PREFERENCES),
-        ("embeddings", Kind.EMBEDDINGS),
-        ("inference", Kind.INFERENCE),
-        ("plain", Kind.NOTHING),
-    ],
-)
-def test_the_kind_of_each_notebook_is_told(name: str, kind: Kind) -> None:
-    path = next(path for path in GOLDEN if path.stem == name)
-    assert Notebook(documents.read(path)).kind is kind
-    if kind is not Kind.TEXT:
-        assert "look     " in report(path)
+KINDS = {
+    Kind.TEXT: "alpaca conversational inferred_markers pretraining guide",
+    Kind.VISION: "vision",
+    Kind.AUDIO: "speech",
+    Kind.REWARDS: "grpo",
+    Kind.PREFERENCES: "dpo",
+    Kind.EMBEDDINGS: "embeddings",
+    Kind.INFERENCE: "inference",
+    Kind.NOTHING: "plain",
+}
 
 
-def test_what_trains_without_a_known_trainer_is_no_inference(tmp_path: Path) -> None:
-    path = write_notebook(
-        tmp_path / "in.ipynb", LOAD, "trainer = model.get_trainer()\ntrainer.train()"
-    )
-    assert Notebook(documents.read(path)).kind is Kind.OTHER
-    assert converted(path).changed_cells == {1}  # who knows what arguments it has
-
-
-def test_the_load_counts_gpus_first_and_takes_the_map_as_its_last_argument(tmp_path: Path) -> None:
-    (made,) = converted_cell(tmp_path, f"from unsloth import FastLanguageModel\n{LOAD}")
-    detection, call = made.split("model, tokenizer")
-    assert "num_gpus = torch.cuda.device_count()" in detection
-    assert 'device_map = "balanced"' in detection
-    assert call.endswith(
-        "    'x',\n    **({\"device_map\": device_map} if device_map else {}),\n)\n"
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_each_notebook_is_told(kind):
+    for name in KINDS[kind].split():
+        path = FOLDER / f"{name}.ipynb"
+        assert Notebook(documents.read(path)).kind is kind
+        assert kind is Kind.TEXT or "look     " in report(path)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +86,12 @@ def test_the_load_counts_gpus_first_and_takes_the_map_as_its_last_argument(tmp_p
         "FastModel.from_pretrained()",
         "FastModel.from_pretrained('x')",
         "FastModel.from_pretrained('x',)",
-        "FastModel.from_pretrained('x', load_in_4bit=(True))",
         "FastModel.from_pretrained(('x'))",
         "FastModel.from_pretrained(\n  'x', # a ) in a comment\n  a = f(1), # more, ( and\n)",
         "FastModel.from_pretrained(\n  'x',\n  a = 1 # no comma\n)",
-        "FastModel.from_pretrained('x',\n                 a=1)",
         "FastModel.from_pretrained(\n\t'x',\n\t# token = 1,\n)",
         "FastModel.from_pretrained(\n  'é',\r\n  'ü' )",
-        "unsloth.FastModel.from_pretrained('x')",
-        "FastQwen2Model.from_pretrained('x')",
+        "unsloth.FastQwen2Model.from_pretrained('x')",
     ],
 )
 @pytest.mark.parametrize(
@@ -130,7 +106,7 @@ def test_the_load_counts_gpus_first_and_takes_the_map_as_its_last_argument(tmp_p
         "@cache\ndef load(x={}): pass",
     ],
 )
-def test_a_load_in_any_layout_gets_one_more_argument(call: str, frame: str, tmp_path: Path) -> None:
+def test_a_load_in_any_layout_gets_one_more_argument(call, frame, tmp_path):
     source = frame.format(call)
     (made,) = converted_cell(tmp_path, source)
     before, after = loads(source)[0], loads(made)[0]
@@ -161,7 +137,7 @@ def loads(source: str) -> list[ast.Call]:
         ("fast_inference=fast", "vLLM"),
     ],
 )
-def test_a_load_with_a_map_of_its_own_stays(arguments: str, words: str, tmp_path: Path) -> None:
+def test_a_load_with_a_map_of_its_own_stays(arguments, words, tmp_path):
     path = write_notebook(tmp_path / "in.ipynb", f"m, t = FastModel.from_pretrained({arguments})")
     assert not converted(path).changed_cells
     assert words in report(path)
@@ -178,7 +154,7 @@ def test_a_load_with_a_map_of_its_own_stays(arguments: str, words: str, tmp_path
         ("x = a.cuda(); y = b.to('cuda').to('cuda')", None),
     ],
 )
-def test_inputs_go_to_a_named_device(line: str, made: str | None, tmp_path: Path) -> None:
+def test_inputs_go_to_a_named_device(line, made, tmp_path):
     after = converted_cell(tmp_path, LOAD, line)[1]
     assert "cuda()" not in after and "'cuda'" not in after and '"cuda")' not in after
     assert 'device = "cuda:0" if torch.cuda.is_available() else "cpu"\n' in after
@@ -186,25 +162,25 @@ def test_inputs_go_to_a_named_device(line: str, made: str | None, tmp_path: Path
         assert after.endswith(made)
 
 
-def test_what_stands_in_an_f_string_stays(tmp_path: Path) -> None:
+def test_what_stands_in_an_f_string_stays(tmp_path):
     line = "print(f'é {t(1).to(\"cuda\")} {x.cuda()}')"
     assert converted_cell(tmp_path, LOAD, line)[1] == line
 
 
-def test_a_device_of_the_notebooks_own_is_left_to_it(tmp_path: Path) -> None:
+def test_a_device_of_the_notebooks_own_is_left_to_it(tmp_path):
     after = converted_cell(tmp_path, LOAD, "device = 'cpu'", "t('a').to('cuda')")
     assert after[1] == "device = 'cpu'"
     assert after[2].endswith("t('a').to(inference_device)")
 
 
-def test_other_places_with_the_word_cuda_stay(tmp_path: Path) -> None:
+def test_other_places_with_the_word_cuda_stay(tmp_path):
     kept = "print('to(\"cuda\")')\ntorch.zeros(1, device='cuda')\nx.to('cuda:1')\nmodel.to('cuda')"
     path = write_notebook(tmp_path / "in.ipynb", LOAD, kept)
     assert sources(converted(path).text)[1] == kept
     assert "a split model refuses" in report(path)
 
 
-def test_memory_variables_that_other_cells_use_are_named(tmp_path: Path) -> None:
+def test_memory_variables_that_other_cells_use_are_named(tmp_path):
     statistics = (
         "s = torch.cuda.get_device_properties(0)\n"
         "start = torch.cuda.max_memory_allocated() / 2**30\n"
@@ -226,15 +202,13 @@ def test_memory_variables_that_other_cells_use_are_named(tmp_path: Path) -> None
         "m = s.total_memory\nprint('''a\nb''', m)",
     ],
 )
-def test_memory_that_is_measured_in_another_way_is_left_and_named(
-    statistics: str, tmp_path: Path
-) -> None:
+def test_memory_that_is_measured_in_another_way_is_left_and_named(statistics, tmp_path):
     path = write_notebook(tmp_path / "in.ipynb", LOAD, statistics)
     assert sources(converted(path).text)[1] == statistics
     assert "cell 2: measures the memory of one GPU in a way of its own" in report(path)
 
 
-def test_the_banner_comes_before_each_training_and_stays_indented(tmp_path: Path) -> None:
+def test_the_banner_comes_before_each_training_and_stays_indented(tmp_path):
     trainer = "trainer = SFTTrainer(model)\n"
     after = converted_cell(tmp_path, LOAD, trainer, "if go:\n\tstats = trainer.train()")
     lines = after[2].splitlines()
@@ -242,7 +216,7 @@ def test_the_banner_comes_before_each_training_and_stays_indented(tmp_path: Path
     assert lines[1] == "\t_args = trainer.args"
 
 
-def test_a_cell_that_is_no_python_stays_and_is_named(tmp_path: Path) -> None:
+def test_a_cell_that_is_no_python_stays_and_is_named(tmp_path):
     broken = "model, t = FastModel.from_pretrained('x'\nprint('never closed'"
     path = write_notebook(tmp_path / "in.ipynb", LOAD, broken, "%%writefile a.py\n" + LOAD)
     after = sources(converted(path).text)
@@ -251,7 +225,7 @@ def test_a_cell_that_is_no_python_stays_and_is_named(tmp_path: Path) -> None:
     assert "cell 3: left as it is, because it is not read as Python (a %%writefile" in report(path)
 
 
-def test_statistics_before_and_after_training_in_one_cell(tmp_path: Path) -> None:
+def test_statistics_before_and_after_training_in_one_cell(tmp_path):
     cell = (
         "if torch.cuda.is_available():\n"
         "    s = torch.cuda.get_device_properties(0)\n"
@@ -270,7 +244,7 @@ def test_statistics_before_and_after_training_in_one_cell(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["self.trainer", "my_trainer", "t"])
-def test_trainers_are_known_by_their_variable(name: str, tmp_path: Path) -> None:
+def test_trainers_are_known_by_their_variable(name, tmp_path):
     after = converted_cell(tmp_path, LOAD, f"{name} = SFTTrainer(m)\n{name}.train()\nmodel.train()")
     assert after[1].count(f"_args = {name}.args") == 1
 
@@ -278,18 +252,15 @@ def test_trainers_are_known_by_their_variable(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (
-            "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'",
-            "sets CUDA_VISIBLE_DEVICES: the GPUs",
-        ),
-        ("%env CUDA_VISIBLE_DEVICES=0", "sets CUDA_VISIBLE_DEVICES"),
-        ("os.environ.setdefault('LOCAL_RANK', '0')", "sets LOCAL_RANK: it is torchrun's"),
-        ("model = torch.nn.DataParallel(model)", "calls DataParallel: copies the model"),
-        ("notebook_launcher(train, num_processes=2)", "calls notebook_launcher: starts processes"),
-        ("torch.cuda.set_device(0)", "calls set_device: chooses a GPU"),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
+        ("%env CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES"),
+        ("os.environ.setdefault('LOCAL_RANK', '0')", "LOCAL_RANK"),
+        ("model = torch.nn.DataParallel(model)", "DataParallel"),
+        ("notebook_launcher(train, num_processes=2)", "notebook_launcher"),
+        ("torch.cuda.set_device(0)", "set_device"),
     ],
 )
-def test_what_decides_about_gpus_itself_is_named(source: str, words: str, tmp_path: Path) -> None:
+def test_what_decides_about_gpus_itself_is_named(source, words, tmp_path):
     path = write_notebook(tmp_path / "in.ipynb", LOAD, source)
-    assert f"cell 2: {words}" in report(path)
+    assert re.search(f"cell 2: .*{words}", report(path))
     assert sources(converted(path).text)[1] == source

@@ -14,7 +14,7 @@ NAME = "NVIDIA H200"
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpus(monkeypatch) -> Any:
     """Return a function that sets the number of GPUs and what is reserved on each, in GiB."""
 
     def be(reserved: list[float]) -> None:
@@ -55,7 +55,7 @@ def printed_by(
     return capsys.readouterr().out.splitlines()
 
 
-def test_one_gpu_prints_what_it_printed(gpus: Any, capsys: Any) -> None:
+def test_one_gpu_prints_what_it_printed(gpus, capsys):
     counts = ([2.5], [10.0])
     old = printed_by(ALPACA.read_text(encoding="utf-8"), gpus, counts, capsys)
     new = printed_by(converted(ALPACA).text, gpus, counts, capsys)
@@ -63,7 +63,7 @@ def test_one_gpu_prints_what_it_printed(gpus: Any, capsys: Any) -> None:
     assert old[:2] == [f"GPU = {NAME}. Max memory = 100.0 GB.", "2.5 GB of memory reserved."]
 
 
-def test_two_gpus_print_a_line_each_and_the_total(gpus: Any, capsys: Any) -> None:
+def test_two_gpus_print_a_line_each_and_the_total(gpus, capsys):
     lines = printed_by(converted(ALPACA).text, gpus, ([2.5, 1.0], [10.0, 5.0]), capsys)
     assert lines == [
         f"GPU 0 = {NAME}. Max memory = 100.0 GB. Reserved = 2.5 GB.",
@@ -79,14 +79,12 @@ def test_two_gpus_print_a_line_each_and_the_total(gpus: Any, capsys: Any) -> Non
     ]
 
 
-def test_no_gpu_prints_the_time_alone(gpus: Any, capsys: Any) -> None:
+def test_no_gpu_prints_the_time_alone(gpus, capsys):
     lines = printed_by(converted(ALPACA).text, gpus, ([], []), capsys)
     assert lines == ["", "90.0 seconds (1.5 minutes) used for training."]
 
 
-def test_a_process_of_torchrun_measures_its_own_gpu(
-    gpus: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_torchrun_measures_its_own_gpu(gpus, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     lines = printed_by(converted(ALPACA).text, gpus, ([2.5, 0.0], [10.0, 0.0]), capsys)
     assert lines[:2] == [f"GPU = {NAME}. Max memory = 100.0 GB.", "2.5 GB of memory reserved."]
@@ -121,14 +119,14 @@ def load(text: str) -> dict[str, Any]:
     ],
 )
 def test_the_load_gets_a_map_on_several_gpus_alone(
-    reserved: list[float],
-    local_rank: str | None,
-    device_map: Any,
-    words: str,
-    gpus: Any,
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    reserved,
+    local_rank,
+    device_map,
+    words,
+    gpus,
+    capsys,
+    monkeypatch,
+):
     gpus(reserved)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)

@@ -42,7 +42,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 @pytest.fixture
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_a_folder_of_its_own(tmp_path, monkeypatch) -> Path:
     """A current folder with the model and rows that ship; `unsloth` is the stand-in."""
     trl = pytest.importorskip("trl", reason="make install installs it")
     (tmp_path / "data").symlink_to(ROOT / "data")
@@ -56,8 +56,8 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def test_one_device_trains_to_the_same_losses_before_and_after_conversion(
-    in_a_folder_of_its_own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    in_a_folder_of_its_own, capsys
+):
     before = run_cells(TINY.read_text(encoding="utf-8"))
     plain = capsys.readouterr().out
     after = run_cells(converted(TINY).text)
@@ -91,7 +91,7 @@ def write_script(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_the_script_trains_data_parallel_on_two_processes(in_a_folder_of_its_own: Path) -> None:
+def test_the_script_trains_data_parallel_on_two_processes(in_a_folder_of_its_own):
     folder = in_a_folder_of_its_own
     write_script(folder)
     output = folder / "output.txt"
@@ -108,7 +108,7 @@ def test_the_script_trains_data_parallel_on_two_processes(in_a_folder_of_its_own
 
 
 @pytest.mark.long
-def test_the_script_starts_under_torchrun(in_a_folder_of_its_own: Path) -> None:
+def test_the_script_starts_under_torchrun(in_a_folder_of_its_own):
     script = write_script(in_a_folder_of_its_own)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
     environ = {**os.environ, "PYTHONPATH": str(STAND_INS), "OMP_NUM_THREADS": "1"}

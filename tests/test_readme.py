@@ -282,7 +282,7 @@ def problem_with_variables(command: Command) -> str:
 
 
 @pytest.fixture
-def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def users_folder(tmp_path, monkeypatch) -> Path:
     """The working directory of a user who has written a config.yaml beside configs/."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "config.yaml").write_text("train:\n  epochs: 1\n")
@@ -297,7 +297,7 @@ def tried_commands() -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def test_a_command_of_the_readme_is_run_or_listed_with_the_reason() -> None:
+def test_a_command_of_the_readme_is_run_or_listed_with_the_reason():
     listed = [*RUN, *RUN_CHANGED, *WITH_SERVER, *WITH_LLAMA_CPP]
     listed += [text for texts in NOT_RUN.values() for text in texts]
     written = tried_commands()
@@ -306,7 +306,7 @@ def test_a_command_of_the_readme_is_run_or_listed_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("command", named(OF_MAKE))
-def test_the_target_and_its_variables_exist(command: Command, users_folder: Path) -> None:
+def test_the_target_and_its_variables_exist(command, users_folder):
     assert command.goals, "no target"
     assert set(command.goals) <= TARGETS
     problem = problem_with_variables(command)
@@ -317,14 +317,14 @@ def test_the_target_and_its_variables_exist(command: Command, users_folder: Path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_settings_that_a_page_names_as_variables_exist(page: Path) -> None:
+def test_the_settings_that_a_page_names_as_variables_exist(page):
     text = page.read_text(encoding="utf-8")
     variables = set(re.findall(r"`((?:MODEL|DATA|TRAIN|TUNING)_[A-Z0-9_]*[A-Z0-9])[=`]", text))
     assert variables <= targets.SETTINGS
 
 
 @pytest.mark.parametrize("command", named(ALL))
-def test_the_files_of_this_repository_that_a_command_names_exist(command: Command) -> None:
+def test_the_files_of_this_repository_that_a_command_names_exist(command):
     for word in command.words:
         value = word.partition("=")[2] or word
         if value.startswith(("configs/", "benchmarks/", "data/", "tests/")):
@@ -332,7 +332,7 @@ def test_the_files_of_this_repository_that_a_command_names_exist(command: Comman
 
 
 @pytest.mark.parametrize("command", named([each for each in ALL if "python" in each.words[0]]))
-def test_the_module_and_its_options_exist(command: Command) -> None:
+def test_the_module_and_its_options_exist(command):
     words = command.words[1:]
     module = words[1] if words[0] == "-m" else words[0].removesuffix(".py").replace("/", ".")
     arguments = words[2:] if words[0] == "-m" else words[1:]
@@ -354,7 +354,7 @@ CARDS = {"8 GiB": "1x8GiB", "4090": "1x4090", "two": "2x4090", "H100": "1xH100",
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_what_the_readme_names_for_a_card_fits_it(card: str) -> None:
+def test_what_the_readme_names_for_a_card_fits_it(card):
     row = re.search(rf"^\| {card}[^|]*\| `make [a-z-]+ ([^`]+)`", README.read_text(), re.MULTILINE)
     environ = dict(word.split("=") for word in row[1].split())
     environ |= {"GPUS": CARDS[card], "MODEL_MAX_SEQ_LEN": "2048"}
@@ -363,7 +363,7 @@ def test_what_the_readme_names_for_a_card_fits_it(card: str) -> None:
 
 
 @pytest.mark.parametrize("command", named(PLANS))
-def test_a_plan_for_other_hardware_is_printed(command: Command) -> None:
+def test_a_plan_for_other_hardware_is_printed(command):
     environ = {name: value for name, value in command.variables.items() if name != "EXACT"}
     environ[targets.GIVEN] = " ".join(environ)
     environ[targets.GOALS] = "plan"
@@ -413,7 +413,7 @@ def run_in(project: Path, typed: str) -> str:
 
 
 @pytest.mark.long
-def test_the_commands_of_the_readme_work_on_a_cpu_in_its_order(tmp_path: Path) -> None:
+def test_the_commands_of_the_readme_work_on_a_cpu_in_its_order(tmp_path):
     from tiny_server import TinyServer, serving  # brings torch
 
     project = copied_project(tmp_path)

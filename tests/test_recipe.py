@@ -1,6 +1,5 @@
 """Learning rate, epochs and longest row by mode, model and rows; which config is the default."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import NO_CONFIG
+from record_files import write_rows
 
 from sft_play.commands.train import run_stem
 from sft_play.config.loader import BASE, DEFAULT, load
@@ -36,23 +36,20 @@ def facts(rows: int = 1000, lengths: tuple[int, ...] = (100, 100)) -> RecipeFact
     [
         ({}, [], DEFAULT),
         ({"MODEL_NAME": TINY}, [], DEFAULT),
-        ({"DATA_TRAIN_PATH": "my.jsonl"}, [], DEFAULT),
         ({"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct"}, [], BASE),
         ({}, ["model.name=/models/mine"], BASE),
         ({"MODEL_NAME": "other"}, [f"model.name={TINY}"], DEFAULT),
     ],
 )
-def test_without_config_the_config_of_the_shipped_model_is_for_it_alone(
-    environ: dict[str, str], overrides: list[str], source: Path
-) -> None:
+def test_without_config_the_config_of_the_shipped_model_is_for_it_alone(environ, overrides, source):
     loaded = load(None, environ, overrides)
     assert loaded.source == source
     assert (loaded.config.train.learning_rate == 5e-3) == (source == DEFAULT)
 
 
 def test_the_config_of_the_shipped_model_counts_for_another_where_it_is_named_with_a_warning(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     loaded = load("tiny", {"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct"})
     assert loaded.config.train.learning_rate == 5e-3
     (warning,) = recipe.foreign_recipe(loaded)
@@ -64,7 +61,7 @@ def test_the_config_of_the_shipped_model_counts_for_another_where_it_is_named_wi
     assert recipe.foreign_recipe(load("tiny")) == recipe.foreign_recipe(load()) == []
 
 
-def test_a_run_without_config_has_the_name_of_its_model() -> None:
+def test_a_run_without_config_has_the_name_of_its_model():
     assert run_stem(load(None, {"MODEL_NAME": "Qwen/Qwen2.5-1.5B"})) == "Qwen2.5-1.5B"
     assert run_stem(load(None, {"MODEL_NAME": "/models/my model"})) == "my-model"
     assert run_stem(load()) == "tiny"
@@ -82,13 +79,10 @@ def test_a_run_without_config_has_the_name_of_its_model() -> None:
         ("full", 1_500_000_000, 2e-5),
         ("full", 8_000_000_000, 1e-5),
         ("full", 70_000_000_000, 5e-6),
-        ("lora", None, 2e-4),
         ("full", None, 2e-5),
     ],
 )
-def test_the_learning_rate_follows_from_mode_and_size(
-    mode: str, parameters: int | None, rate: float
-) -> None:
+def test_the_learning_rate_follows_from_mode_and_size(mode, parameters, rate):
     assert recipe.choose_learning_rate(mode, parameters).value == rate
 
 
@@ -96,7 +90,7 @@ def test_the_learning_rate_follows_from_mode_and_size(
     ("rows", "epochs"),
     [(1, 10), (200, 10), (500, 7), (1200, 3), (8_333, 3), (8_334, 2), (12_501, 1), (10**6, 1)],
 )
-def test_few_rows_are_seen_more_often(rows: int, epochs: int) -> None:
+def test_few_rows_are_seen_more_often(rows, epochs):
     assert recipe.choose_epochs(RowFacts(rows, (10,))).value == epochs
 
 
@@ -111,20 +105,18 @@ def test_few_rows_are_seen_more_often(rows: int, epochs: int) -> None:
         ((100,) * 10, 256, 256),
     ],
 )
-def test_the_longest_row_holds_almost_all_within_the_model(
-    lengths: tuple[int, ...], positions: int | None, tokens: int
-) -> None:
+def test_the_longest_row_holds_almost_all_within_the_model(lengths, positions, tokens):
     assert recipe.choose_max_seq_len(RowFacts(1000, lengths), positions).value == tokens
 
 
-def test_generated_answers_have_room() -> None:
+def test_generated_answers_have_room():
     words = ["train.generation_max_new_tokens=1500"]
     assert recipe.settle(load(EMPTY, {}, words), facts()).config.model.max_seq_len == 3072
     with pytest.raises(ConfigError, match=r"model.max_seq_len=4096 \(auto: the model takes 4,096"):
         recipe.settle(load(EMPTY, {}, ["train.generation_max_new_tokens=9000"]), facts())
 
 
-def test_what_nobody_could_look_at_is_assumed_and_says_so() -> None:
+def test_what_nobody_could_look_at_is_assumed_and_says_so():
     settled = recipe.settle(load(EMPTY), RecipeFacts(rows="no.jsonl is not here"))
     assert settled.described("model.max_seq_len") == (
         "model.max_seq_len=2048 (auto: assumed, as no.jsonl is not here)"
@@ -134,7 +126,7 @@ def test_what_nobody_could_look_at_is_assumed_and_says_so() -> None:
     assert short.config.model.max_seq_len == 1024
 
 
-def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay() -> None:
+def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay():
     loaded = load(EMPTY, {"TRAIN_EPOCHS": "2", "TUNING_MODE": "full"})
     settled = recipe.settle(loaded, facts())
     assert recipe.sentences(settled) == (
@@ -147,7 +139,7 @@ def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay() -> No
     assert recipe.settle(settled, RecipeFacts()) is settled
 
 
-def test_rows_that_the_model_does_not_take_choose_no_length() -> None:
+def test_rows_that_the_model_does_not_take_choose_no_length():
     facts = RowFacts(61, (*[100] * 60, 12_000))
     lost = recipe.choose_max_seq_len(facts, 8192, may_lose=0.05)
     assert lost.value == 512 and "1 of 61 rows are longer, and dropped with 67%" in lost.reason
@@ -163,7 +155,6 @@ def test_rows_that_the_model_does_not_take_choose_no_length() -> None:
     ("config", "positions"),
     [
         ({"max_position_embeddings": 8192}, 8192),
-        ({"n_positions": 1024}, 1024),
         ({"text_config": {"max_position_embeddings": 131072}}, 131072),
         ({}, None),
         # Gemma 3: already stretched
@@ -178,7 +169,7 @@ def test_rows_that_the_model_does_not_take_choose_no_length() -> None:
         ),
     ],
 )
-def test_the_positions_of_a_model(config: dict[str, object], positions: int | None) -> None:
+def test_the_positions_of_a_model(config, positions):
     assert positions_of(config) == positions
 
 
@@ -186,7 +177,7 @@ def test_the_positions_of_a_model(config: dict[str, object], positions: int | No
 
 
 def written(path: Path, records: list[dict[str, str]]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_rows(path, *records)
     return str(path)
 
 
@@ -194,7 +185,7 @@ def answers(numbers: range) -> list[dict[str, str]]:
     return [{"instruction": f"Count to {n}.", "output": "one more " * n} for n in numbers]
 
 
-def test_the_look_counts_the_tokens_that_the_run_counts(tmp_path: Path, tokenizer) -> None:
+def test_the_look_counts_the_tokens_that_the_run_counts(tmp_path, tokenizer):
     train = written(tmp_path / "train.jsonl", answers(range(1, 60)))
     val = written(tmp_path / "val.jsonl", answers(range(60, 70)))
     environ = {"DATA_TRAIN_PATH": train, "DATA_VAL_PATH": val, "MODEL_NAME": TINY}
@@ -206,7 +197,7 @@ def test_the_look_counts_the_tokens_that_the_run_counts(tmp_path: Path, tokenize
     assert list(found.lengths) == sorted(data.train.lengths)
 
 
-def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path: Path) -> None:
+def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path):
     train = written(tmp_path / "train.jsonl", answers(range(1, 6)) * 2000)
     config = load("base", {"DATA_TRAIN_PATH": train}).config
     found = look_at_rows(config, {}, may_fetch=False)
@@ -214,9 +205,7 @@ def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path: P
     assert found == look_at_rows(config, {}, may_fetch=False)
 
 
-def test_rows_of_parquet_are_drawn_as_those_of_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_parquet_are_drawn_as_those_of_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(row_estimates, "SAMPLED_ROWS", 3)
     records = answers(range(1, 30))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "train.parquet")
@@ -227,7 +216,7 @@ def test_rows_of_parquet_are_drawn_as_those_of_lines(
     assert looks[0] == looks[1] and len(looks[0].lengths) == 3
 
 
-def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters(tmp_path):
     train = written(tmp_path / "train.jsonl", [{"question": "a" * 300, "answer": "b" * 100}])
     config = load(EMPTY, {"DATA_TRAIN_PATH": train, "MODEL_NAME": "some/model"}).config
     found = look_at_rows(config, {"HF_HOME": str(tmp_path)}, may_fetch=False)
@@ -235,7 +224,7 @@ def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters(tmp_path: P
     assert "the tokenizer of some/model is not on this machine" in found.uncounted_because
 
 
-def test_rows_that_cannot_be_read_are_a_reason(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_are_a_reason(tmp_path):
     def look(path: str) -> RowFacts | str:
         config = load(EMPTY, {"DATA_TRAIN_PATH": path}).config
         return look_at_rows(config, {}, may_fetch=False)
@@ -247,7 +236,7 @@ def test_rows_that_cannot_be_read_are_a_reason(tmp_path: Path) -> None:
 # From end to end
 
 
-def test_a_run_of_auto_has_plain_numbers_in_its_folder(plan_run, tmp_path: Path) -> None:
+def test_a_run_of_auto_has_plain_numbers_in_its_folder(plan_run, tmp_path):
     train = written(tmp_path / "train.jsonl", answers(range(1, 40)))
     autos = dict.fromkeys(("train.learning_rate", "train.epochs", "model.max_seq_len"), "auto")
     folder = plan_run({**autos, "data.train_path": train})

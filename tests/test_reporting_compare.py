@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from html_pages import Page
 from report_folders import DONE, ROWS, answer_lines, run_folder, scored_lines
-from test_reporting import HOSTILE, Page
+from test_reporting import HOSTILE
 
 from sft_play.commands.call import Call
 from sft_play.commands.runs import compare as compare_command
 from sft_play.config.invocation import Invocation
-from sft_play.config.targets import READS
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.reporting.compare import compare
 from sft_play.runs.report import RunReport
@@ -37,14 +37,12 @@ def two(tmp_path):
 def test_runs_are_printed_with_scores_settings_that_differ_and_a_verdict(two, tmp_path):
     text = compare_command(call_in(tmp_path, RUNS="slow,fast"), (), None, as_json=False)
     lines = text.splitlines()
-    assert lines[0].split()[:3] == ["run", "loss", "ROUGE-L,"]
     assert lines[1].startswith("slow") and "1,234" in lines[1] and "1.00 GiB" in lines[1]
     assert lines[2].startswith("fast") and "4,321" in lines[2]
     between = lines[lines.index("settings that differ") + 1 : -4]
     assert between == ["  train.learning_rate", "    slow: 0.001", "    fast: 0.002", ""]
     assert "fast against slow: loss +0.000: no clear difference, by the means alone" in lines
     assert "fast against slow: ROUGE-L +0.150 (95 % interval +0.1" in text
-    assert "over 20 rows): better" in text
     assert lines[-1] == f"page {tmp_path / 'compare-slow-fast.html'}"
 
 
@@ -61,14 +59,6 @@ def test_the_json_has_the_same_and_the_page_is_where_out_says(two, tmp_path):
     assert "2 runs beside each other" in page.words
     legends = [found for tag, found in page.tags if tag == "polyline"]
     assert len(legends) >= 4, "two curves in every chart"
-
-
-def test_scores_that_differ_by_chance_are_not_called_better(tmp_path):
-    one = run_folder(tmp_path / "one", after=answer_lines([0.5, 0.6] * (ROWS // 2)))
-    other = run_folder(tmp_path / "other", after=answer_lines([0.61, 0.5] * (ROWS // 2)))
-    (rouge,) = [line for line in compare([one, other]).differences if line.score.name == "ROUGE-L"]
-    assert rouge.score.change > 0
-    assert rouge.score.outcome == "no clear difference"
 
 
 def test_every_metric_of_the_runs_is_compared(tmp_path):
@@ -90,11 +80,7 @@ def test_every_metric_of_the_runs_is_compared(tmp_path):
     assert found["bleu"].difference is None
     assert comparison.notes == ["other against one: words is not compared, one has none"]
     text = compare_command(call_in(tmp_path), ["one", "other"], None, as_json=False)
-    head, _, other = text.splitlines()[:3]
-    assert head.split("  ")[0] == "run" and "exact_match" in head and "words" in head
-    assert "0.750 (0.550 to 0.900)" in other
-    page = Page((tmp_path / "compare-one-other.html").read_text(encoding="utf-8"))
-    assert "exact_match of the test rows" in page.words
+    assert "0.750 (0.550 to 0.900)" in text.splitlines()[2]
 
 
 def test_a_score_of_all_answers_is_not_compared_where_the_rows_differ(tmp_path):
@@ -114,12 +100,11 @@ def test_runs_with_other_test_rows_are_said_to_have_them(tmp_path):
     one = run_folder(tmp_path / "one", after=LOW)
     comparison = compare([one, run_folder(tmp_path / "other", report, after=shared)])
     assert [line.rows for line in comparison.differences] == [15]
-    assert "loss is not compared" in comparison.notes[0]
     assert "28 samples with 901 tokens with loss" in comparison.notes[0]
-    assert "compared on the 15 rows of both (20 and 20 were answered)" in comparison.notes[1]
+    assert "15 rows of both (20 and 20" in comparison.notes[1]
     none = answer_lines([0.5] * ROWS, origin="else.jsonl:1")
     comparison = compare([one, run_folder(tmp_path / "third", after=none)])
-    assert "because 0 scored test rows are the same; 10 are needed" in comparison.notes[0]
+    assert "0 scored test rows are the same" in comparison.notes[0]
 
 
 def test_a_run_of_a_version_without_a_setting_differs_only_from_another_value(two):
@@ -138,27 +123,22 @@ def test_a_run_that_failed_before_its_first_score_can_be_compared(two, tmp_path)
     assert "broken against slow: loss is not compared, broken has none" in text
 
 
-@pytest.mark.parametrize("runs", ["", "slow", "slow,slow", "a,b,c,d,e,f,g"])
-def test_too_few_or_too_many_runs_are_refused_with_the_names_there_are(runs, two, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        compare_command(call_in(tmp_path, RUNS=runs), (), None, as_json=False)
-    assert "name 2 to 6 runs with commas between them, such as RUNS=a,b" in str(error.value)
-    assert "fast" in str(error.value) and "slow" in str(error.value)
-
-
-def test_every_run_that_does_not_exist_is_named_with_near_ones(two, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        compare_command(call_in(tmp_path, RUNS="slwo,fast,elsewhere"), (), None, as_json=False)
-    first, second = str(error.value).splitlines()
-    assert first == "RUNS: no run is named slwo; did you mean slow?"
-    assert second.startswith("RUNS: no run is named elsewhere; the latest runs of")
-
-
-def test_a_page_that_cannot_be_written_is_an_error_that_names_it(two, tmp_path):
-    (tmp_path / "file").write_text("")
-    out = str(tmp_path / "file" / "a.html")
-    with pytest.raises(EnvironmentFault, match=f"OUT={out}: .*; name a file in a folder"):
-        compare_command(call_in(tmp_path), ["slow", "fast"], out, as_json=False)
+@pytest.mark.parametrize(
+    ("runs", "out", "kind", "facts"),
+    [
+        ("", None, ConfigError, "2 6 RUNS=a,b fast slow"),
+        ("slow,slow", None, ConfigError, "2 6 RUNS=a,b fast slow"),
+        ("a,b,c,d,e,f,g", None, ConfigError, "2 6 RUNS=a,b fast slow"),
+        ("slwo,fast,elsewhere", None, ConfigError, "slwo slow? elsewhere"),
+        ("slow,fast", "file/a.html", EnvironmentFault, "OUT= file/a.html"),
+    ],
+)
+def test_what_cannot_be_compared_or_written_is_named(runs, out, kind, facts, two, tmp_path):
+    (tmp_path / "file").touch()
+    out = out and str(tmp_path / out)
+    with pytest.raises(kind) as error:
+        compare_command(call_in(tmp_path, RUNS=runs), (), out, as_json=False)
+    assert all(fact in str(error.value) for fact in facts.split()), error.value
 
 
 def test_names_and_settings_with_markup_are_inert_on_the_page(tmp_path):
@@ -169,7 +149,3 @@ def test_names_and_settings_with_markup_are_inert_on_the_page(tmp_path):
     page = Page(out.read_text(encoding="utf-8"))
     assert not {tag for tag, _ in page.tags} & {"script", "img"}
     assert "a <img src=x>" in page.words
-
-
-def test_make_compare_reads_its_variables():
-    assert {"RUNS", "OUT", "TRAIN_OUTPUT_DIR"} <= READS["compare"]

@@ -50,32 +50,40 @@ def test_a_run_that_measured_nothing_claims_nothing():
     assert "does not say under which licence; look before you publish this" in text
 
 
+LOSS = Score(
+    "loss",
+    *(Estimate(3.0, 10, 2.5, 3.5), Estimate(1.0, 10, 0.9, 1.1), Estimate(-2.0, 10)),
+    higher_is_better=False,
+)
+
+
 def test_scores_have_their_intervals_and_the_command_that_prints_them_again():
-    estimates = (Estimate(3.0, 10, 2.5, 3.5), Estimate(1.0, 10, 0.9, 1.1), Estimate(-2.0, 10))
-    facts = replace(NOTHING, scores=[Score("loss", *estimates, higher_is_better=False)])
-    text = card(facts=facts)
+    text = card(facts=replace(NOTHING, scores=[LOSS]))
     assert "| loss (nats a token) | 3 [2.5, 3.5] | 1 [0.9, 1.1] | -2 |" in text
     assert "`make eval RUN=a` scores them again." in text
 
 
-def test_the_hub_reads_the_scores_of_files_that_have_them():
-    estimates = (Estimate(3.0, 10), Estimate(1.25, 10), Estimate(-1.75, 10))
-    facts = replace(NOTHING, scores=[Score("loss", *estimates, higher_is_better=False)])
-
-    def read(kind: str, delivered: str | None = None) -> dict[str, float] | None:
-        train = CONFIG.train.model_copy(update={"deliver_as": delivered})
-        config = CONFIG.model_copy(update={"train": train})
-        report = RunReport(run="a: b", status="done", global_step=3)
-        text = card_text(config, report, STOPS, Path("out/adapter"), facts, kind)
-        results = ModelCard(text).data.eval_results
-        return results and {result.metric_type: result.metric_value for result in results}
-
-    for kind in ("adapter", "safetensors", "merged", "model"):
-        assert read(kind) == {"loss": 1.25}
-        assert read(kind, "int4") is None  # the scores are those of other weights
-    for kind in ("int4", "fp8", "gguf"):
-        assert read(kind) is None
-    assert read("int4", "int4") == {"loss": 1.25} and read("fp8", "int4") is None
+@pytest.mark.parametrize(
+    ("kind", "delivered", "has_scores"),
+    [
+        ("adapter", None, True),
+        ("merged", None, True),
+        ("safetensors", "int4", False),  # the scores are those of other weights
+        ("int4", None, False),
+        ("gguf", None, False),
+        ("int4", "int4", True),
+        ("fp8", "int4", False),
+    ],
+)
+def test_the_hub_reads_the_scores_of_files_that_have_them(kind, delivered, has_scores):
+    facts = replace(NOTHING, scores=[LOSS])
+    train = CONFIG.train.model_copy(update={"deliver_as": delivered})
+    config = CONFIG.model_copy(update={"train": train})
+    report = RunReport(run="a: b", status="done", global_step=3)
+    text = card_text(config, report, STOPS, Path("out/adapter"), facts, kind)
+    results = ModelCard(text).data.eval_results or []
+    found = [(result.metric_type, result.metric_value) for result in results]
+    assert found == ([("loss", 1.0)] if has_scores else [])
 
 
 def test_scores_of_other_metrics_have_the_intervals_of_the_run():
@@ -125,19 +133,9 @@ def test_where_images_are_is_in_no_card(tmp_path):
 
 def test_neither_html_nor_a_link_in_a_name_means_anything():
     hostile = "<img src=x onerror=alert(1)> ![](http://a.b/c) |`` \n</script>.jsonl"
-    report = RunReport(
-        run="a",
-        global_step=3,
-        data={
-            "train": {
-                "rows_in": 9,
-                "rows_used": 9,
-                "tokens": 9,
-                "trained_tokens": 9,
-                "sources": [{"name": hostile}],
-            }
-        },
-    )
+    counts = dict.fromkeys(("rows_in", "rows_used", "tokens", "trained_tokens"), 9)
+    data = {"train": {**counts, "sources": [{"name": hostile}]}}
+    report = RunReport(run="a", global_step=3, data=data)
     config = {"model": {"name": hostile, "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
     changed = Config.model_validate({**config, "data": {"system_prompt": hostile}})
     facts = replace(NOTHING, licence=hostile, chosen=[ChosenSetting("model.name", hostile, "x")])
@@ -159,21 +157,11 @@ def test_the_licence_is_what_the_base_says(tmp_path):
 
 
 def test_limits_count_the_answers_that_did_not_end():
-    report = RunReport(
-        run="a",
-        global_step=3,
-        metrics={"after": {"rougeL": 0.5, "answers": 9, "cut_answers": 2, "max_new_tokens": 64}},
-        data={"test": {"rows_used": 9, "tokens": 9, "trained_tokens": 9, "rows_in": 9}},
-    )
+    after = {"rougeL": 0.5, "answers": 9, "cut_answers": 2, "max_new_tokens": 64}
+    counts = dict.fromkeys(("rows_in", "rows_used", "tokens", "trained_tokens"), 9)
+    report = RunReport(run="a", global_step=3, metrics={"after": after}, data={"test": counts})
     text = card(report)
-    assert "- Scored on 9 held-out rows alone, by their loss, and by the words" in text
-    assert "- 2 of 9 answers did not end within 64 tokens." in text
-
-
-def test_an_export_says_what_its_own_files_scored():
-    line = "a-Q8_0.gguf eval_loss=1.0 (run 1.0, 9 rows) gain kept=1.000"
-    text = card(kind="gguf", reopened=[line])
-    assert f"```\n{line}\n```" in text and "ollama create" in text
+    assert "9 held-out rows" in text and "2 of 9 answers did not end within 64 tokens." in text
 
 
 def test_a_base_with_soft_caps_is_loaded_with_the_attention_that_computes_them(tmp_path):

@@ -34,9 +34,7 @@ def filled(output: Path, name: str, settings: Config | None = None) -> RunFolder
 # Files
 
 
-def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
     """Path.glob does so from Python 3.12 on: a run would begin anew beside its checkpoints."""
     (tmp_path / "checkpoint-1").mkdir()
     assert [path.name for path in entries(tmp_path)] == ["checkpoint-1"]
@@ -52,16 +50,14 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
             listing(tmp_path)
 
 
-def test_a_file_holds_the_text_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_file_holds_the_text_and_nothing_else_is_left(tmp_path):
     write_text(tmp_path / "new" / "a.txt", "first\nzweite Zeile: ä\n")
     assert (tmp_path / "new" / "a.txt").read_bytes() == "first\nzweite Zeile: ä\n".encode()
     assert os.listdir(tmp_path / "new") == ["a.txt"]
 
 
 @pytest.mark.parametrize("fault", ["half a surrogate pair", "rename", "fsync"])
-def test_a_failing_write_leaves_the_old_file_and_no_temporary(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_write_leaves_the_old_file_and_no_temporary(fault, tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     write_text(path, "old")
     text = "new"
@@ -79,7 +75,7 @@ def test_a_failing_write_leaves_the_old_file_and_no_temporary(
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_who_may_read_a_file_is_the_umasks_to_say(tmp_path: Path) -> None:
+def test_who_may_read_a_file_is_the_umasks_to_say(tmp_path):
     before = os.umask(0o077)
     try:
         write_text(tmp_path / "private", "x")
@@ -93,39 +89,27 @@ def test_who_may_read_a_file_is_the_umasks_to_say(tmp_path: Path) -> None:
     ]
 
 
-def test_json_is_sorted_indented_and_utf8(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"b": 1, "a": ["ä"]})
-    assert (tmp_path / "a.json").read_text(
-        encoding="utf-8"
-    ) == '{\n  "a": [\n    "ä"\n  ],\n  "b": 1\n}\n'
-    assert read_json(tmp_path / "a.json") == {"a": ["ä"], "b": 1}
-
-
-def test_nan_is_no_json_and_leaves_the_old_file(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", 1)
+def test_json_is_sorted_indented_and_utf8_and_nan_is_refused(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"b": 1, "a": ["ä"]})
+    assert path.read_text("utf-8") == '{\n  "a": [\n    "ä"\n  ],\n  "b": 1\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "a.json", float("nan"))
-    assert read_json(tmp_path / "a.json") == 1
+        write_json(path, float("nan"))
+    assert read_json(path) == {"a": ["ä"], "b": 1}, "the old file stays"
 
 
 # Run folders
 
 
-def test_a_name_that_is_taken_is_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_refused_with_what_to_type(tmp_path):
     folder = folders.create(tmp_path, "a", "tiny")
     assert folders.create(tmp_path, "a", "tiny") == folder, "nothing is in it"
     (folder.path / "mine").touch()
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^RUN=a: .*TRAIN_RESUME_FROM={tmp_path / 'a'}$"):
         folders.create(tmp_path, "a", "tiny")
-    assert (
-        str(error.value)
-        == f"RUN=a: {tmp_path / 'a'} exists already; choose another name, or go on from it with TRAIN_RESUME_FROM={tmp_path / 'a'}"
-    )
 
 
-def test_runs_of_one_second_get_names_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_one_second_get_names_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.time, "strftime", lambda _: "20260102-030405")
     names = [folders.create(tmp_path, None, "tiny").name for _ in range(3)]
     assert names == ["tiny-20260102-030405", "tiny-20260102-030405-2", "tiny-20260102-030405-3"]
@@ -134,15 +118,15 @@ def test_runs_of_one_second_get_names_of_their_own(
 @pytest.mark.parametrize(
     "name", ["../out", "a/b", "/tmp/a", ".hidden", "-x", "a b", "a;b", "a\n", "x" * 129]
 )
-def test_a_name_that_is_no_folders_name_is_refused_before_anything_is_made(
-    name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="letters, digits, dots, dashes or underscores"):
+def test_a_name_that_is_no_folders_name_is_refused_before_anything_is_made(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"RUN={name}"):
         folders.create(tmp_path / "outputs", name, "tiny")
     assert os.listdir(tmp_path) == []
 
 
-def test_find_takes_a_name_a_path_or_the_latest(tmp_path: Path) -> None:
+def test_find_takes_a_name_a_path_or_the_latest(tmp_path):
+    with pytest.raises(EnvironmentFault, match="make train"):
+        folders.find(tmp_path, None)
     old, new = filled(tmp_path, "old"), filled(tmp_path, "new")
     os.utime(old.path / "plan.json", (1, 1))
     (tmp_path / "no_run").mkdir()
@@ -150,70 +134,24 @@ def test_find_takes_a_name_a_path_or_the_latest(tmp_path: Path) -> None:
     assert folders.find(tmp_path, None) == new
     assert folders.find(tmp_path, "old") == old
     assert folders.find(tmp_path / "elsewhere", str(old.path)) == old
+    for name, said in {"xyz": "RUN=xyz: .*`make runs`", "odl": r"did you mean old\?"}.items():
+        with pytest.raises(EnvironmentFault, match=said):
+            folders.find(tmp_path, name)
 
 
-def test_find_says_what_to_type_when_there_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match="holds no run yet; `make train` makes one"):
-        folders.find(tmp_path, None)
-    with pytest.raises(
-        EnvironmentFault, match=r"RUN=x: no such run in .*; `make runs` lists the runs"
-    ):
-        folders.find(tmp_path, "x")
-
-
-def test_find_names_the_run_that_is_spelled_alike(tmp_path: Path) -> None:
-    folder = folders.create(tmp_path, "first-try", "base")
-    (folder.path / "plan.json").write_text("{}")
-    with pytest.raises(EnvironmentFault, match=r"no such run in .*; did you mean first-try\?"):
-        folders.find(tmp_path, "frist-try")
-
-
-ODD_TEXTS = [
-    "no", "1e-4", "0o17", "1_000", "2024-01-01", "12:30:45", "null", "~", "", " x ", "a: b", "a #b", "<<", "=", "*a", "&a", "- a", "\t", "a\nb\n",
-    "yes\n\n", "ä\u2028é", "x\ry", "\x7f", "🙂", "'\"", "%", "@x", "! x", "0x10", ".inf", "NaN", "---", "a" * 300,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ODD_TEXTS)
-def test_the_worker_reads_the_config_that_was_written(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["no", "1e-4", "", " x ", "a: b", "yes\n\n", "ä\u2028é", "x\ry"])
+def test_the_worker_reads_the_config_that_was_written(text, tmp_path):
     written = config(
         data={"system_prompt": text, "train_path": text},
         tuning={"lora": {"target_modules": [text or "x", "no"]}},
         model={"revision": text},
+        train={"learning_rate": 1e-7, "adam_epsilon": 1e-30, "epochs": 1e5, "seed": 2**32 - 1},
     )
     assert filled(tmp_path, "a", written).read_config() == written
-
-
-def test_numbers_survive_the_run_folder(tmp_path: Path) -> None:
-    written = config(
-        train={
-            "learning_rate": 1e-7,
-            "adam_epsilon": 1e-30,
-            "epochs": 1e5,
-            "seed": 2**32 - 1,
-            "warmup_steps": 0.1,
-            "bf16": True,
-            "max_steps": None,
-        }
-    )
-    assert filled(tmp_path, "a", written).read_config() == written
-
-
-def test_weights_lie_by_mode(tmp_path: Path) -> None:
-    folder = filled(tmp_path, "a")
-    assert (
-        folder.weights("lora").name,
-        folder.weights("qlora").name,
-        folder.weights("full").name,
-    ) == ("adapter", "adapter", "model")
-
-
-def test_a_report_is_empty_before_there_is_one(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).read_report() == RunReport()
 
 
 @pytest.mark.parametrize("read", [RunFolder.read_config, read_plan])
-def test_a_folder_that_is_no_run_says_so(read: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_says_so(read, tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(EnvironmentFault, match="is no run folder"):
@@ -223,19 +161,13 @@ def test_a_folder_that_is_no_run_says_so(read: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        (
-            "config.yaml",
-            "train: {batch_size: 0}",
-            r"config.yaml: train.batch_size.*greater than or equal to 1",
-        ),
+        ("config.yaml", "train: {batch_size: 0}", "config.yaml: train.batch_size"),
         ("config.yaml", "train: {gone_setting: 1}", "train.gone_setting: .*another version"),
-        ("config.yaml", "a: [", "config.yaml: while parsing"),
-        ("plan.json", "{", "plan.json: cannot be read"),
+        ("config.yaml", "a: [", "config.yaml: "),
+        ("plan.json", "{", "plan.json: "),
     ],
 )
-def test_a_run_of_another_version_is_named_not_traced(
-    name: str, text: str, words: str, tmp_path: Path
-) -> None:
+def test_a_run_of_another_version_is_named_not_traced(name, text, words, tmp_path):
     folder = filled(tmp_path, "a")
     (folder.path / name).write_text(text)
     with pytest.raises(EnvironmentFault, match=words):
@@ -271,15 +203,9 @@ def stamped(folder: Path, settings: Config | None = None, **changes: Any) -> Pat
     return folder
 
 
-def test_an_equal_run_may_go_on(tmp_path: Path) -> None:
-    assert (
-        stamp.refuse_mismatch(stamped(tmp_path / "c"), stamp.wanted(Config()))["backend"] == "bnb"
-    )
-
-
 def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = stamped(tmp_path / "c")
     now = stamp.wanted(Config())
     assert stamp.refuse_other_base(folder, now)["backend"] == "bnb"
@@ -290,69 +216,61 @@ def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming
 
 
 @pytest.mark.parametrize(("old", "new"), [("bnb", "unsloth"), ("unsloth", "bnb")])
-def test_a_checkpoint_of_another_backend_is_refused_both_ways(
-    old: str, new: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_backend_is_refused_both_ways(old, new, tmp_path):
     folder = stamped(tmp_path / "c", config(tuning={"backend": old, "mode": "qlora"}))
     with pytest.raises(CheckpointError) as error:
         stamp.refuse_mismatch(
             folder, stamp.wanted(config(tuning={"backend": new, "mode": "qlora"}))
         )
-    assert str(error.value) == (
-        f"{folder} cannot be resumed by this run:\n"
-        f"  backend: the checkpoint has {old}, this run {new}\n"
-        f"Resume it with what it was trained with (TUNING_BACKEND={old} TUNING_MODE=qlora), or start anew without train.resume_from. "
-        "TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend go on with it at your own risk."
-    )
+    facts = f"{folder} backend: {old} {new} TUNING_BACKEND={old} TRAIN_ALLOW_BACKEND_CHANGE=true"
+    assert all(fact in str(error.value) for fact in facts.split())
     assert error.value.exit_class == ExitClass.CHECKPOINT
 
 
-def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path: Path) -> None:
+def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path):
     folder = stamped(tmp_path / "c")
     other = stamp.wanted(config(tuning={"backend": "unsloth"}))
     assert stamp.refuse_mismatch(folder, other, allow_backend_change=True)["backend"] == "bnb"
-    with pytest.raises(CheckpointError, match="mode: the checkpoint has lora, this run qlora"):
-        stamp.refuse_mismatch(
-            folder,
-            stamp.wanted(config(tuning={"backend": "unsloth", "mode": "qlora"})),
-            allow_backend_change=True,
-        )
-    with pytest.raises(CheckpointError, match="adapter: "):
-        stamp.refuse_mismatch(
-            folder, stamp.wanted(config(tuning={"lora": {"r": 8}})), allow_backend_change=True
-        )
+    for change, said in (
+        ({"backend": "unsloth", "mode": "qlora"}, "mode: the checkpoint has lora, this run qlora"),
+        ({"lora": {"r": 8}}, "adapter: "),
+    ):
+        wanted = stamp.wanted(config(tuning=change))
+        with pytest.raises(CheckpointError, match=said):
+            stamp.refuse_mismatch(folder, wanted, allow_backend_change=True)
 
 
 @pytest.mark.parametrize(
-    ("sections", "name"),
+    ("section", "values", "name"),
     [
-        ({"tuning": {"mode": "full"}}, "adapter"),
-        ({"tuning": {"lora": {"r": 8}}}, "adapter"),
-        ({"tuning": {"lora": {"alpha": 8}}}, "adapter"),
-        ({"tuning": {"lora": {"target_modules": ["q_proj"]}}}, "adapter"),
-        ({"tuning": {"lora": {"use_rslora": True}}}, "adapter"),
-        ({"tuning": {"lora": {"use_dora": True}}}, "adapter"),
-        ({"tuning": {"lora": {"loraplus_lr_ratio": 16}}}, "adapter"),
-        ({"tuning": {"lora": {"layers_to_transform": [0]}}}, "adapter"),
-        ({"tuning": {"lora": {"modules_to_save": ["norm"]}}}, "adapter"),
-        ({"tuning": {"lora": {"trainable_tokens": ["<s>"]}}}, "adapter"),
-        ({"train": {"neftune_noise_alpha": 5}}, "neftune_noise_alpha"),
-        ({"tuning": {"mode": "qlora"}}, "quantisation"),
-        ({"model": {"name": "org/other"}}, "base_model"),
-        ({"model": {"revision": "v2"}}, "base_revision"),
+        ("tuning", {"mode": "full"}, "adapter"),
+        ("tuning", {"mode": "qlora"}, "quantisation"),
+        ("train", {"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
+        ("model", {"name": "org/other"}, "base_model"),
+        ("model", {"revision": "v2"}, "base_revision"),
+        *(
+            ("tuning", {"lora": {name: value}}, "adapter")
+            for name, value in {
+                "r": 8,
+                "alpha": 8,
+                "target_modules": ["q_proj"],
+                "use_rslora": True,
+                "use_dora": True,
+                "loraplus_lr_ratio": 16,
+                "layers_to_transform": [0],
+                "modules_to_save": ["norm"],
+                "trainable_tokens": ["<s>"],
+            }.items()
+        ),
     ],
 )
-def test_what_would_train_something_else_is_a_difference(
-    sections: dict[str, Any], name: str
-) -> None:
-    differing = stamp.differences(facts(), stamp.wanted(config(**sections)))
+def test_what_would_train_something_else_is_a_difference(section, values, name):
+    differing = stamp.differences(facts(), stamp.wanted(config(**{section: values})))
     assert any(line.startswith(f"{name}: the checkpoint has ") for line in differing)
 
 
 @pytest.mark.parametrize("name", stamp.REQUIRED)
-def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(name, tmp_path):
     whole = facts()
     del whole[name]
     stamp.write(tmp_path, whole)
@@ -365,16 +283,10 @@ def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(
                 stamp.read(tmp_path)
 
 
-def test_a_stamp_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    write_json(tmp_path / "stamp.json", [1])
-    with pytest.raises(CheckpointError, match="has no backend, mode, "):
-        stamp.read(tmp_path)
-
-
 @pytest.mark.parametrize(
     "section", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}]
 )
-def test_another_quantisation_is_a_difference_under_qlora_alone(section: dict[str, Any]) -> None:
+def test_another_quantisation_is_a_difference_under_qlora_alone(section):
     assert stamp.differences(
         facts(config(tuning={"mode": "qlora"})),
         stamp.wanted(config(tuning={"mode": "qlora", **section})),
@@ -382,7 +294,7 @@ def test_another_quantisation_is_a_difference_under_qlora_alone(section: dict[st
     assert not stamp.differences(facts(), stamp.wanted(config(tuning=section)))
 
 
-def test_what_a_resume_may_change_is_no_difference() -> None:
+def test_what_a_resume_may_change_is_no_difference():
     changed = config(
         train={"learning_rate": 1.0, "batch_size": 3, "seed": 7, "data_seed": 8},
         tuning={"lora": {"alpha": 32.0}},
@@ -390,25 +302,18 @@ def test_what_a_resume_may_change_is_no_difference() -> None:
     assert stamp.differences(facts(), stamp.wanted(changed)) == []
 
 
-def test_what_only_the_worker_knows_is_compared_there_alone() -> None:
-    assert stamp.differences(facts(), {"backend": "bnb"}) == []
-    assert stamp.differences(facts(), {"backend": "bnb", "template_digest": "b"}) == [
-        "template_digest: the checkpoint has a, this run b"
-    ]
-
-
-def test_a_stamp_survives_its_file(tmp_path: Path) -> None:
+def test_a_stamp_survives_its_file(tmp_path):
     whole = facts(config(tuning={"lora": {"target_modules": ["q_proj", "v_proj"]}}))
     stamp.write(tmp_path, whole)
     assert stamp.read(tmp_path) == whole
     assert stamp.differences(stamp.read(tmp_path), whole) == []
 
 
-@pytest.mark.parametrize("text", [None, "{", "\xff"])
-def test_a_missing_or_broken_stamp_is_refused(text: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "{", "\xff", "[1]"])
+def test_a_missing_or_broken_stamp_is_refused(text, tmp_path):
     if text is not None:
         (tmp_path / "stamp.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match="choose another"):
+    with pytest.raises(CheckpointError, match=r"choose another|has no backend"):
         stamp.read(tmp_path)
 
 
@@ -419,7 +324,7 @@ def model_folder(path: Path, weights: bytes) -> Path:
     return path
 
 
-def test_base_weights_that_changed_in_one_place_are_refused(tmp_path: Path) -> None:
+def test_base_weights_that_changed_in_one_place_are_refused(tmp_path):
     weights = bytearray(os.urandom(3_000_000))
     base = model_folder(tmp_path / "base", bytes(weights))
     settings = config(model={"name": str(base)})
@@ -434,7 +339,7 @@ def test_base_weights_that_changed_in_one_place_are_refused(tmp_path: Path) -> N
     stamp.refuse_mismatch(checkpoint, stamp.wanted(settings))
 
 
-def test_a_large_file_is_sampled_at_both_ends_and_between(tmp_path: Path) -> None:
+def test_a_large_file_is_sampled_at_both_ends_and_between(tmp_path):
     base = model_folder(tmp_path / "base", b"")
     size = 40 << 20
     with (base / "model.safetensors").open("wb") as file:
@@ -448,7 +353,7 @@ def test_a_large_file_is_sampled_at_both_ends_and_between(tmp_path: Path) -> Non
     assert len(digests) == 4
 
 
-def test_the_digest_covers_config_every_shard_and_no_token(tmp_path: Path) -> None:
+def test_the_digest_covers_config_every_shard_and_no_token(tmp_path):
     base = model_folder(tmp_path / "base", b"abc")
     digests = [stamp.digest_of_model(base)]
     (base / "training_args.bin").write_bytes(b"secret")
@@ -461,7 +366,7 @@ def test_the_digest_covers_config_every_shard_and_no_token(tmp_path: Path) -> No
     assert len(set(digests)) == 3
 
 
-def test_a_base_that_was_moved_is_the_same_base(tmp_path: Path) -> None:
+def test_a_base_that_was_moved_is_the_same_base(tmp_path):
     base = model_folder(tmp_path / "base", b"abc")
     before = facts(config(model={"name": str(base)}))
     base.rename(tmp_path / "moved")
@@ -469,12 +374,12 @@ def test_a_base_that_was_moved_is_the_same_base(tmp_path: Path) -> None:
     assert stamp.differences(before, after) == []
 
 
-def test_versions_name_what_is_installed() -> None:
+def test_versions_name_what_is_installed():
     found = stamp.versions()
     assert {"torch", "transformers", "accelerate", "peft"} <= found.keys()
     assert all(version[0].isdigit() for version in found.values())
     json.dumps(found)
 
 
-def test_texts_that_join_to_the_same_differ() -> None:
+def test_texts_that_join_to_the_same_differ():
     assert stamp.digest_of_text("ab", "c") != stamp.digest_of_text("a", "bc")

@@ -26,14 +26,14 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_the_last_words_of_a_run_are_its_cause_and_what_to_type(name: str, tmp_path: Path) -> None:
+def test_the_last_words_of_a_run_are_its_cause_and_what_to_type(name, tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_report(ENDED[name])
     words = WORDS.get(name)
     assert last_words(folder) == (words and words.format(path=tmp_path))
 
 
-def test_the_cause_of_a_run_is_below_what_its_launcher_prints(tmp_path: Path) -> None:
+def test_the_cause_of_a_run_is_below_what_its_launcher_prints(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.write_report(ENDED["failed"])
     (tmp_path / "failing_launcher.py").write_text("raise RuntimeError('of the launcher')\n")
@@ -45,7 +45,7 @@ def test_the_cause_of_a_run_is_below_what_its_launcher_prints(tmp_path: Path) ->
     assert done.stderr.endswith(expected), done.stderr
 
 
-def test_the_table_of_torchrun_has_the_cause(tmp_path: Path) -> None:
+def test_the_table_of_torchrun_has_the_cause(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     error_file = tmp_path / "error.json"

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,9 +54,3 @@ def test_an_error_of_a_socket_is_not_taken_for_one_of_a_disk():
         assert of_os_error(OSError(number, os.strerror(number))) is None
         said = str(of_os_error(OSError(number, os.strerror(number), "/runs/a")))
         assert said.startswith(f"{os.strerror(number)}: /runs/a; ")
-
-
-def test_the_names_of_a_folder_are_synced(tmp_path):
-    files.sync(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        files.sync(Path("/no/such/folder"))

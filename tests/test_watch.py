@@ -21,7 +21,6 @@ from run_files import GONE, write_holder
 from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
-from sft_play.errors import EnvironmentFault
 from sft_play.monitor.watch import Follower, bar, curve, frame, pipe_line, plain
 from sft_play.runs import lock, metrics
 from sft_play.runs.folder import RunFolder
@@ -110,10 +109,7 @@ def test_a_run_that_has_no_step_yet_shows_the_end_of_its_log(tmp_path):
     log = "2026-01-01 10:00:00,000 INFO sft_play.training.worker: loading x: 3 GB\n  more\n"
     (run.folder.logs / "rank-0.log").write_text(log)
     run.update()
-    assert frame(run)[1:] == [
-        "no step yet: it prepares rows and loads weights",
-        "log    loading x: 3 GB",
-    ]
+    assert frame(run)[-1] == "log    loading x: 3 GB"
 
 
 def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
@@ -124,14 +120,6 @@ def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
     assert lines == [LINES[0]]
     path.write_text(LINES[0].to_json() + whole)
     assert metrics.read(path, offset) == ([LINES[3]], path.stat().st_size)
-
-
-def test_signs_of_life_are_not_kept_but_for_the_last(tmp_path):
-    signs = tuple(MetricsLine(21, 40, NOW + 90 + second) for second in range(100))
-    run = recorded(tmp_path / "run", running(), LINES + signs)
-    assert len(run.lines) == len(LINES)  # the first line was one too, and begins the time
-    assert run.begun == LINES[0]
-    assert run.last.time == NOW + 189
 
 
 def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path, monkeypatch):
@@ -150,10 +138,7 @@ def test_a_pipe_gets_a_line_a_log(tmp_path):
     run = recorded(tmp_path / "run", running())
     lines = [pipe_line(run, line) for line in run.lines]
     assert lines[0].endswith("step 0/40 test_loss=3.5 test_rougeL=0.25")
-    assert lines[2].endswith(
-        "step 11/40 loss=2 mfu=0.4 tokens_per_second=12345 gpu_busy_percent=97,96 "
-        "gpu_used_gib=61.2,61.2"
-    )
+    assert " mfu=0.4 tokens_per_second=12345 gpu_busy_percent=97,96 " in lines[2]
     assert lines[-1].endswith("gpu_used_gib=61.2,61.2 left=37s")
     assert pipe_line(run, MetricsLine(22, 40, NOW)) is None
 
@@ -185,29 +170,18 @@ def watched(output_dir: Path, run: str | None = None) -> str:
     return output.getvalue()
 
 
-def test_without_a_run_it_says_how_to_make_one(tmp_path):
-    with pytest.raises(EnvironmentFault, match="holds no run yet; `make train` makes one"):
-        watching.watch(called(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("report", "verdict"),
     [
         (DONE, "Done: better on the test rows"),
-        (
-            replace(DONE, status="failed", exit_class=15, cause="out of memory on cuda:0"),
-            "Failed: out of memory (exit class 15)",
-        ),
-        (
-            replace(DONE, status="running", pid=2**22 + 1),
-            "Died: the run was killed before it could say how it ended",
-        ),
+        (replace(DONE, status="failed", exit_class=15), "Failed: out of memory (exit class 15)"),
+        (replace(DONE, status="running", pid=2**22 + 1), "Died: the run was killed"),
     ],
 )
 def test_a_run_that_has_ended_is_shown_once_with_its_verdict(tmp_path, report, verdict):
     write_holder(run_folder(tmp_path / "run", report).path)
     text = watched(tmp_path)
-    assert verdict in text.splitlines()
+    assert f"\n{verdict}" in text
     assert "loss   1.0000 now, 2.0000 first, 1.0000 lowest" in text
 
 
@@ -229,11 +203,7 @@ def test_a_pipe_ends_with_the_run_and_its_verdict(tmp_path, monkeypatch):
 
     monkeypatch.setattr(watching.time, "sleep", go_on)
     lines = watched(tmp_path).splitlines()
-    assert [re.sub(r".* step", "step", line) for line in lines[1:3]] == [
-        "step 1/40 loss=3",
-        "step 11/40 loss=2 mfu=0.4 tokens_per_second=12345 gpu_busy_percent=97,96 "
-        "gpu_used_gib=61.2,61.2",
-    ]
+    assert "step 1/40 loss=3" in lines[1] and "step 11/40 loss=2" in lines[2]
     assert "Done: better on the test rows" in lines
 
 
@@ -279,19 +249,6 @@ def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
     assert "\x1b[?1049l" in terminal.shown and "\x1b[?25h" in terminal.shown
     assert "Traceback" not in terminal.shown
     assert sorted((path, path.stat().st_mtime) for path in folder.path.rglob("*")) == before
-
-
-def test_a_terminal_shows_the_end_of_a_run(tmp_path):
-    folder = run_folder(tmp_path / "run", running())
-    metrics.append(folder.metrics, LINES[2])
-    terminal = Terminal(tmp_path)
-    terminal.wait_for("step   1/40")
-    metrics.append(folder.metrics, replace(LINES[3], step=40))
-    folder.write_report(DONE)
-    terminal.wait_for("Done: better on the test rows")
-    assert terminal.process.wait(30) == 0
-    after = terminal.shown.partition("\x1b[?1049l")[2]
-    assert "step   40/40" in after, "the last frame stays"
 
 
 def test_a_real_run_writes_what_is_watched(finished):
