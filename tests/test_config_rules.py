@@ -124,6 +124,10 @@ CASES = [
         ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj"],
     ),
     (
+        ["tuning.lora.target_modules=q_proj,embed_tokens"],
+        ["tuning.lora.modules_to_save=embed_tokens"],
+    ),
+    (
         ["tuning.lora.trainable_tokens=<s>", "tuning.lora.modules_to_save=embed_tokens"],
         ["tuning.lora.trainable_tokens=<s>", "tuning.lora.modules_to_save=norm"],
     ),

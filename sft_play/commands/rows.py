@@ -25,7 +25,7 @@ def preview(
     packed: list[int] = []
     if planned.plan.packing:
         layout = packed_run(planned, data).plan.layout
-        packed = first_packed_sequence(data.train.lengths, layout, config.train.order_seed)
+        packed = first_packed_sequence(data.train.lengths, layout, config.epoch_seed)
     tokenizer = load_tokenizer(config)
     sequences = preview_sequences(data, tokenizer, first, config, packed)
     print_sequences(sequences, no_color)

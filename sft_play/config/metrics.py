@@ -58,8 +58,8 @@ def produced(metrics: Sequence[str], generates: bool) -> list[str]:
 
 
 def is_higher_better(score: str) -> bool:
-    """Return whether more of a score is better: of all but the loss."""
-    return score.removeprefix("eval_") != LOSS
+    """Return whether more of a score is better: of all but losses."""
+    return score.removeprefix("eval_") != LOSS and not score.endswith(f"_{LOSS}")
 
 
 def _problem(metric: str) -> str | None:

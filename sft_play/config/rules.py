@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
 from sft_play.config.metrics import find_problems, produced
-from sft_play.config.schema import Config, LoraSection
+from sft_play.config.schema import Config, LoraSection, SourceSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 
 # Settings of model.rope_scaling, and the types that have them
@@ -60,6 +60,10 @@ def _metric_problems(config: Config, described: Callable[[str], str]) -> list[st
     train = config.train
     problems = [f"{described('train.metrics')}: {why}" for why in find_problems(train.metrics)]
     names = produced(train.metrics, train.predict_with_generate)
+    sources = config.data.val_path if isinstance(config.data.val_path, list) else []
+    if len(sources) > 1:  # a loss for each of them
+        named = (source.name for source in sources if isinstance(source, SourceSection))
+        names += [f"eval_{name}_loss" for name in named if name]
     wanted = train.metric_for_best_model
     if not {wanted, f"eval_{wanted}"} & set(names):
         problems.append(

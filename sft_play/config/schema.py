@@ -43,6 +43,11 @@ class Config(Section):
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
 
+    @property
+    def epoch_seed(self) -> int | None:
+        """Seed of the order of an epoch's rows; None keeps them in the order of the files."""
+        return None if self.data.order == "as_given" else self.train.order_seed
+
 
 @cache
 def settings(section: type[Section] = Config, prefix: str = "") -> Mapping[str, FieldInfo]:

@@ -30,9 +30,10 @@ MicroBatch = list[list[int]]
 class StepSampler(Sampler[MicroBatch]):
     """The micro-batches of an epoch in global order: number k is of rank k % world_size.
 
-    Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on
-    nothing else, so a resumed run skips what it has trained. Every rank runs the same number of
-    micro-batches in a step and no sample counts twice: fillers take the places that are left.
+    Samples are shuffled by seed and epoch (not without a seed) and cut into optimizer steps. The
+    order depends on nothing else, so a resumed run skips what it has trained. Every rank runs the
+    same number of micro-batches in a step and no sample counts twice: fillers take the places that
+    are left.
     All ranks work about equally long in a step, and begin with the costliest micro-batch. Ranks
     that share rows have the same micro-batches.
     """
@@ -40,7 +41,7 @@ class StepSampler(Sampler[MicroBatch]):
     batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
     drop_last = False
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int):
+    def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int | None):
         self.lengths = np.asarray(lengths).tolist()
         self.seed = seed
         self.epoch = 0
@@ -106,16 +107,21 @@ class StepSampler(Sampler[MicroBatch]):
         return batch_shape(sequences, layout.max_seq_len, in_one_row)
 
 
-def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
-    """Yield the sample indices of each optimizer step of an epoch; the last may have fewer."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(samples, generator=generator).tolist()
+def steps(samples: int, effective_batch: int, seed: int | None, epoch: int) -> Iterator[list[int]]:
+    """Yield the sample indices of each optimizer step of an epoch; the last may have fewer.
+
+    Without a seed samples stay in their order.
+    """
+    order = list(range(samples))
+    if seed is not None:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(samples, generator=generator).tolist()
     for start in range(0, samples, effective_batch):
         yield order[start : start + effective_batch]
 
 
 def fullest_step(
-    lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int
+    lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int | None, epochs: int
 ) -> int:
     """Return how many sequences of `max_seq_len` tokens have the fullest step of all epochs."""
     lengths = np.asarray(lengths).tolist()
@@ -128,7 +134,7 @@ def fullest_step(
 
 
 def padding(
-    lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int
+    lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int | None
 ) -> PaddedTokens:
     """Return what the first epoch computes for its tokens under two layouts."""
     computed = []  # of all micro-batches, with the padding of the collators

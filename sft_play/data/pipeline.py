@@ -80,7 +80,7 @@ def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     mean_tokens = sum(data.train.lengths) / rows  # of a row
     # without packing, what an epoch would need
     epochs = train.passes(rows) if planned.plan.packing else 1
-    fullest = fullest_step(data.train.lengths, layout, train.order_seed, epochs)
+    fullest = fullest_step(data.train.lengths, layout, planned.config.epoch_seed, epochs)
     return planned.packed(fullest, min(layout.rows_per_step, rows) * mean_tokens)
 
 
@@ -171,5 +171,5 @@ def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> Pad
     """Return the tokens of an epoch, and those computed with their padding, packed and not."""
     from sft_play.data.order import padding
 
-    seed = planned.config.train.order_seed
+    seed = planned.config.epoch_seed
     return padding(data.train.lengths, planned.plan.layout, packed.plan.layout, seed)

@@ -168,7 +168,7 @@ def weight_note(sample: Sample) -> str | None:
     return f"its trained tokens weigh {words} in the loss"
 
 
-def first_packed_sequence(lengths: np.ndarray, layout: Layout, seed: int) -> list[int]:
+def first_packed_sequence(lengths: np.ndarray, layout: Layout, seed: int | None) -> list[int]:
     """Return the samples of a packed sequence of the first micro-batch.
 
     It is the one with the fewest documents, at least two; [] if no sequence has two.

@@ -65,7 +65,7 @@ def build_trainer(
     refuse_divided(config.train, model)
     speed = EvalSpeedCallback(config.train.eval_time_budget, context.process)
     throughput = Throughput(context.process, speed, flops_counter(context.plan))
-    order = StepSampler(data.train.lengths, layout, config.train.order_seed)
+    order = StepSampler(data.train.lengths, layout, config.epoch_seed)
     trainer = SftTrainer(
         model=model,
         args=arguments,

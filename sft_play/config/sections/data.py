@@ -125,6 +125,11 @@ class DataSection(Section):
         "run, drop trains without them, drop_questions also without those that only ask the same, "
         "allow trains on them.",
     )
+    order: Literal["shuffled", "as_given"] = Field(
+        "shuffled",
+        description="Order of the training rows in each epoch: shuffled by train.data_seed, or "
+        "as_given in the files, for a curriculum.",
+    )
     train_on: Literal["all", "last"] = Field(
         "all",
         description="Which answers of a conversation carry loss: all of them, or only the last.",

@@ -296,7 +296,7 @@ class TrainSection(Section):
         "eval_loss",
         min_length=1,
         description="Score of the validation rows by which checkpoints are compared: eval_loss, "
-        "eval_rougeL or eval_ and a name of train.metrics.",
+        "eval_rougeL, eval_ and a name of train.metrics, or eval_<name>_loss of a named source.",
     )
     load_best_model_at_end: bool = Field(
         False,
