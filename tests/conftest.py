@@ -254,6 +254,14 @@ def answer_here(
     return json.loads(json.dumps(answer))
 
 
+@pytest.fixture
+def traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count models in this process, and guess the activations of those that would be traced."""
+    from sft_play.plan import counting
+
+    monkeypatch.setattr(counting, "_ask", partial(answer_here, may_trace=False))
+
+
 @pytest.fixture(scope="session")
 def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder.

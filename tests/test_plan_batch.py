@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from plan_examples import REQUEST
 
-from sft_play.errors import ConfigError
 from sft_play.plan.batch import (
     HOST_MARGIN,
     SATURATED_TOKENS,
@@ -145,39 +144,6 @@ def test_an_explicit_batch_that_does_not_fit_stands_with_checkpointing() -> None
     assert numbers(choice(1, 2, batch_size=8)) == (8, 4, LAYERS, 32)
     without = choice(1, 2, batch_size=8, gradient_checkpointing=False)
     assert numbers(without) == (8, 4, 0, 32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"batch_size": 4, "grad_accum": 4, "world_size": 3},
-            "train.batch_size=4 x 3 ranks x train.grad_accum=4 = 48, but "
-            "train.effective_batch_size=32; set one of the three to auto",
-        ),
-        (
-            {"batch_size": 5},
-            "train.effective_batch_size=32 is no multiple of train.batch_size=5; "
-            "set TRAIN_EFFECTIVE_BATCH_SIZE=30 or TRAIN_EFFECTIVE_BATCH_SIZE=35",
-        ),
-        (
-            {"grad_accum": 3},
-            "train.effective_batch_size=32 is no multiple of train.grad_accum=3; "
-            "set TRAIN_EFFECTIVE_BATCH_SIZE=30 or TRAIN_EFFECTIVE_BATCH_SIZE=33",
-        ),
-        (
-            {"world_size": 64},
-            "train.effective_batch_size=32 is no multiple of 64 ranks; "
-            "set TRAIN_EFFECTIVE_BATCH_SIZE=64",
-        ),
-    ],
-)
-def test_numbers_that_contradict_each_other_are_refused_with_the_arithmetic(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        choice(**changes, is_effective_set=True)
-    assert str(error.value) == message
 
 
 def test_nothing_is_chosen_where_nothing_fits() -> None:

@@ -1,5 +1,6 @@
 """What the plan knows of a float8 base: its bytes, its speed, and where it is offered."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from sft_play.plan.next_command import smaller_settings
 from sft_play.plan.speed import full_rows, predict
 from sft_play.plan.step import Layout
 from sft_play.plan.structure import MatrixKind
-from sft_play.plan.workload import describe_float8, describe_speed
+from sft_play.plan.workload import describe_float8
 
 LLAMA_8B = ("model.name=meta-llama/Llama-3.1-8B-Instruct", "model.max_seq_len=2048")
 FLOAT8 = "tuning.base_dtype=float8"
@@ -67,13 +68,6 @@ def test_an_8b_step_over_float8_is_as_fast_as_its_products() -> None:
     assert float8.tokens_per_second == pytest.approx(24_000, rel=0.1)
 
 
-def test_a_float8_speed_is_called_rough_without_fused_kernels() -> None:
-    plan = plan_for("1xH200", *LLAMA_8B, FLOAT8).plan
-    assert "roughly" not in describe_speed(plan)
-    unfused = replace(plan, step=replace(plan.step, is_fast=False))
-    assert "roughly, as no run over a float8 base without fused kernels" in describe_speed(unfused)
-
-
 @pytest.mark.parametrize(
     ("card", "settings", "may_be"),
     [
@@ -94,18 +88,10 @@ def test_float8_is_offered_where_it_would_run(
     assert may_be_float8(config, CARDS[card] if card else None) == may_be
 
 
-@pytest.mark.parametrize(
-    ("gpus", "settings", "is_offered"),
-    [("1xH200", (), True), ("1xH200", (FLOAT8,), False), ("1xA100-80", (), False)],
-)
-def test_a_plan_says_what_float8_would_change(
-    gpus: str, settings: tuple[str, ...], is_offered: bool
-) -> None:
-    words = describe_float8(plan_for(gpus, *LLAMA_8B, *settings))
-    assert (words is not None) == is_offered
-    if words is not None:
-        assert words.startswith("TUNING_BASE_DTYPE=float8 is expected to train 1.4 times as fast")
-        assert "8B on an H200: 1.4 times, in 37 GiB instead of 43); its KL" in words
+def test_a_plan_says_what_float8_would_change() -> None:
+    words = describe_float8(plan_for("1xH200", *LLAMA_8B))
+    assert re.search(r"TUNING_BASE_DTYPE=float8 .* 1\.4 times .* 37 GiB", words)
+    assert describe_float8(plan_for("1xH200", *LLAMA_8B, FLOAT8)) is None
 
 
 def test_a_model_that_fits_in_float8_alone_is_offered_so() -> None:

@@ -6,7 +6,7 @@ import pytest
 from plan_examples import CPU, STEP, plan_for
 
 from sft_play.plan.activations import working_bytes
-from sft_play.plan.fast import GraphSetup, graph_bytes, graph_warnings, records_graphs
+from sft_play.plan.fast import graph_bytes
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.step import Layout
 
@@ -47,27 +47,15 @@ def test_recordings_of_layers_that_are_recomputed_take_less() -> None:
 
 LLAMA = ("model.name=meta-llama/Llama-3.1-8B", "train.cuda_graphs=true")
 NOT_RECORDED = {
-    "train.neftune_noise_alpha=5": ("1xH200", "train.neftune_noise_alpha"),
-    "tuning.lora.dropout=0.1": ("1xH200", "tuning.lora.dropout=0.1"),
-    "tuning.mode=full": ("1xH200", "tuning.mode=full"),
-    "train.fast_path=false": ("1xH200", "attention is not fused (train.fast_path=false)"),
-    "tuning.lora.trainable_tokens=<|eot_id|>": (
-        "1xH200",
-        "the loss is not fused (the output head has trained tokens)",
-    ),
-    "train.activation_offloading=true train.gradient_checkpointing=true": (
-        "1xH200",
-        "train.activation_offloading",
-    ),
-    "train.strategy=fsdp": (
-        "2xH200",
-        "strategy=fsdp, and layers are recorded on one GPU, under ddp and under ep",
-    ),
-    "train.strategy=zero2": (
-        "2xH200",
-        "strategy=deepspeed, and layers are recorded on one GPU, under ddp and under ep",
-    ),
-    "train.seed=1": (CPU, "the model is not on a GPU"),
+    "train.neftune_noise_alpha=5": "1xH200",
+    "tuning.lora.dropout=0.1": "1xH200",
+    "tuning.mode=full": "1xH200",
+    "train.fast_path=false": "1xH200",
+    "tuning.lora.trainable_tokens=<|eot_id|>": "1xH200",
+    "train.activation_offloading=true train.gradient_checkpointing=true": "1xH200",
+    "train.strategy=fsdp": "2xH200",
+    "train.strategy=zero2": "2xH200",
+    "train.seed=1": CPU,
 }
 
 
@@ -81,17 +69,10 @@ def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
 
 
 @pytest.mark.parametrize("setting", NOT_RECORDED)
-def test_a_plan_says_why_nothing_is_recorded_and_counts_no_graphs(setting: str) -> None:
-    hardware, reason = NOT_RECORDED[setting]
-    plan = plan_for(hardware, *LLAMA, *setting.split()).plan
-    assert f"train.cuda_graphs=true has no effect: {reason}" in plan.warnings
+def test_a_plan_says_that_nothing_is_recorded_and_counts_no_graphs(setting: str) -> None:
+    plan = plan_for(NOT_RECORDED[setting], *LLAMA, *setting.split()).plan
+    assert any(words.startswith("train.cuda_graphs=true has no effect") for words in plan.warnings)
     assert "graphs" not in plan.memory.peak.components()
-
-
-def test_a_plan_says_nothing_of_graphs_that_may_be_recorded() -> None:
-    unknown = "its modules are known once it is loaded"
-    setup = GraphSetup(plan_for("1xH200", *LLAMA).config, ONE_B_PLAN.ranks, None)
-    assert graph_warnings(setup, False, 1.0) == [] and not records_graphs(setup), unknown
 
 
 @pytest.mark.parametrize(

@@ -51,20 +51,7 @@ def command(ranks: Ranks, **environ: str) -> Launch:
     return launch_command(ranks, RUN, environ)
 
 
-def two_gpus(visible: str) -> Ranks:
-    """Return the ranks of DeepSpeed on these GPUs."""
-    environ = {"CUDA_VISIBLE_DEVICES": visible}
-    return plan_for("2xH200", environ=environ, use_deepspeed=True).plan.ranks
-
-
 # Commands
-
-
-def test_a_single_process_is_python_on_the_worker() -> None:
-    started = command(ranks_of("single", "cpu", 1))
-    assert started.argv == (sys.executable, str(WORKER), str(RUN))
-    assert started.env["CUDA_VISIBLE_DEVICES"] == ""
-    assert started.env["OMP_NUM_THREADS"] == "8"
 
 
 def test_two_cpu_processes_are_two_by_accelerates_own_reading(tmp_path: Path) -> None:
@@ -118,22 +105,14 @@ def test_deepspeed_on_a_cpu_counts_its_processes() -> None:
     assert started.env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_deepspeed_sees_the_gpus_that_are_visible() -> None:
-    started = command(two_gpus("2, 3"), CUDA_VISIBLE_DEVICES="2, 3")
-    assert started.env["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert "DS_ACCELERATOR" not in started.env
-
-
-def test_gpus_by_uuid_are_started_by_torchrun() -> None:
-    from torch.distributed.run import parse_args
-
-    uuids = "GPU-aaaa,GPU-bbbb"
-    started = command(two_gpus(uuids), CUDA_VISIBLE_DEVICES=uuids)
+@pytest.mark.parametrize("visible", ["2, 3", "GPU-aaaa,GPU-bbbb"])
+def test_deepspeed_sees_the_gpus_that_are_visible(visible: str) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    ranks = plan_for("2xH200", environ=environ, use_deepspeed=True).plan.ranks
+    started = command(ranks, **environ)
     assert started.argv[1:3] == ("-m", "torch.distributed.run")
-    arguments = parse_args(started.argv[3:])
-    assert (arguments.nnodes, arguments.nproc_per_node) == ("1", "2")
-    assert arguments.training_script == str(WORKER)
-    assert started.env["CUDA_VISIBLE_DEVICES"] == uuids
+    assert started.env["CUDA_VISIBLE_DEVICES"] == visible.replace(" ", "")
+    assert "DS_ACCELERATOR" not in started.env
 
 
 def test_several_machines_meet_at_one_address() -> None:
@@ -145,6 +124,7 @@ def test_several_machines_meet_at_one_address() -> None:
     assert (arguments.master_addr, arguments.master_port) == ("10.0.0.1", 29500)
     ddp = command(replace(ranks, strategy="ddp")).argv
     assert ddp[ddp.index("--main_process_port") + 1] == "29500"
+    assert command(replace(ranks, strategy="fsdp")).argv == ddp
     assert accelerate_config(ranks, "no")["main_process_ip"] == "10.0.0.1"
     named = command(replace(ranks, master_port=4000)).argv
     assert named[named.index("--master_port") + 1] == "4000"
@@ -172,14 +152,9 @@ def test_each_strategy_has_its_launcher(strategy: str, nodes: int, device: str) 
     assert started.argv[1 : 1 + len(expected)] == expected
     assert started.argv[-2:] == (str(WORKER), str(RUN))
     if device == "cpu":
+        assert started.env["CUDA_VISIBLE_DEVICES"] == ""
+        assert started.env["OMP_NUM_THREADS"] == str(8 // per_node)
         assert started.env["ACCELERATE_USE_CPU"] == str(strategy != "deepspeed").lower()
-
-
-def test_fsdp_is_started_as_ddp_whose_worker_divides_the_model() -> None:
-    ranks = ranks_of("fsdp", "cuda", 2, nodes=2, node_rank=1, master_addr="10.0.0.1")
-    ddp = replace(ranks, strategy="ddp")
-    assert command(ranks) == command(ddp)
-    assert accelerate_config(ranks, "bf16") == accelerate_config(ddp, "bf16")
 
 
 def test_a_launcher_that_still_starts_records_signals_and_runs_the_same_words() -> None:
@@ -272,8 +247,7 @@ execute(Launch(({sys.executable!r}, "-c", {program!r}), {{"B": "ours"}}), {envir
 
 
 def test_a_launcher_that_is_not_there_is_an_environment_fault() -> None:
-    message = "/no/such/python cannot be started: No such file or directory; try make install"
-    with pytest.raises(EnvironmentFault, match=message):
+    with pytest.raises(EnvironmentFault, match=r"/no/such/python .*make install"):
         launch.execute(Launch(("/no/such/python",), {}), {})
 
 
