@@ -243,15 +243,12 @@ def test_experts_and_routers_stay_as_they_were(config_of, base_of, caplog):
     assert "not: experts in one parameter" in caplog.text
 
 
-def test_merging_into_float8_in_memory_is_refused(config_of):
+def test_float8_weights_are_neither_merged_into_nor_trained(config_of):
     model = load_model(config_of(), CPU)
-    with pytest.raises(ValueError, match="cannot be merged into float8 weights"):
+    with pytest.raises(ValueError, match="float8"):
         model.merge_and_unload()
-
-
-def test_a_float8_linear_cannot_be_trained_whole(config_of):
     lora = {"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]}
-    with pytest.raises(ConfigError, match="is quantised to float8"):
+    with pytest.raises(ConfigError, match=r"up_proj .*float8"):
         load_model(config_of(lora=lora), CPU)
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import lora
@@ -225,25 +224,6 @@ def test_a_run_trains_saves_reads_back_and_merges_it(
     with torch.no_grad():
         difference = merged(input_ids=ids).logits - trained(input_ids=ids).logits
     assert difference.abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ({"layers_to_transform": [0, 2]}, r"no layer 2; its 2 layers are 0 to 1"),
-        ({"modules_to_save": ["embed"]}, r"no module embed; it has .*embed_tokens.*lm_head"),
-        ({"trainable_tokens": ["<|nobody|>"]}, r"has no token <\|nobody\|>"),
-    ],
-)
-def test_what_the_model_lacks_is_named(tiny_base, options: dict[str, Any], advice: str) -> None:
-    with pytest.raises(ConfigError, match=advice):
-        load_model(config_of(tiny_base, **options), CPU)
-
-
-def test_a_quantised_module_is_not_trained_whole(tiny_base) -> None:
-    config = config_of(tiny_base, "qlora", modules_to_save=["up_proj"], target_modules=["q_proj"])
-    with pytest.raises(ConfigError, match="up_proj is quantised to 4 bits"):
-        load_model(config, CPU)
 
 
 def test_norm_names_the_last_norm_alone(tiny_base) -> None:

@@ -98,18 +98,13 @@ def calls_of(model: nn.Module, layers: list[nn.Module]) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("count", range(LAYERS + 1))
-def test_the_first_layers_are_computed_twice_and_the_others_once(count: int) -> None:
+def test_the_first_layers_are_computed_twice_and_the_others_once() -> None:
     model = tiny()
-    checkpoint_layers(model, count)
-    assert calls_of(model, decoder_layers(model)) == [2] * count + [1] * (LAYERS - count)
-
-
-def test_the_number_can_be_changed_and_taken_back() -> None:
-    model = tiny()
-    for count in (LAYERS, 1, 3, 0):
+    for count in (LAYERS, 1, 3, 0, 2):  # can be changed and taken back
         checkpoint_layers(model, count)
         assert calls_of(model, decoder_layers(model)) == [2] * count + [1] * (LAYERS - count)
+    checkpoint_layers(model.eval(), LAYERS)
+    assert calls_of(model, decoder_layers(model)) == [1] * LAYERS
 
 
 def test_each_layer_more_keeps_fewer_bytes_by_as_much() -> None:
@@ -126,12 +121,6 @@ def test_the_first_layer_computes_no_gradient_of_the_embeddings() -> None:
     model = tiny()
     checkpoint_layers(model, LAYERS)
     assert not model.get_input_embeddings()(IDS).requires_grad
-
-
-def test_evaluation_computes_nothing_twice() -> None:
-    model = tiny().eval()
-    checkpoint_layers(model, LAYERS)
-    assert calls_of(model, decoder_layers(model)) == [1] * LAYERS
 
 
 def test_the_layers_are_the_longest_stack() -> None:
@@ -228,17 +217,6 @@ def test_few_inputs_wait_on_the_device_and_each_comes_before_its_layer(
     assert order == list(reversed(range(LAYERS)))
     assert all(is_there), "a layer waited for its input, which nobody had fetched"
     assert count() == 0, "an input stays on the device after the step"
-
-
-def test_offloaded_inputs_are_not_kept_for_backward(offloading: LayerOffloading) -> None:
-    hidden = 32
-    model = tiny()
-    checkpoint_layers(model, LAYERS, LAYERS)
-    loss = model(input_ids=IDS, labels=IDS).loss
-    held = [one for one in offloading._waiting if one.on_device is not None]
-    assert len(held) == IN_FLIGHT
-    assert held[0].on_host.shape == (*IDS.shape, hidden)
-    del loss
 
 
 def test_small_tensors_stay_where_they_are() -> None:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import towers_of
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
@@ -218,11 +217,3 @@ def test_a_merge_rounds_attention_to_4_bits_and_leaves_mxfp4_experts(tmp_path: P
     rounded = quantised_names(base, Merge(config, tmp_path, quantization=quantization))
     assert {weight.name for weight in expert_weights(base)}.isdisjoint(rounded)
     assert any(name.endswith("q_proj.weight") for name in rounded)
-
-
-def test_experts_in_4_bits_are_refused_under_zero3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bnb, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ConfigError, match="ZeRO-3 cannot share out experts in 4 bits"):
-        load_base(config_of(base_of(tmp_path, "mixtral")), CPU)

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from published_models import published_model
 from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters, lora
 from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.parameters import count_parameters
@@ -120,26 +118,6 @@ def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -
     torch.testing.assert_close(logits(plain), expected, atol=SAME, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dropout": 0.1}, "tuning.lora.dropout=0.1.*TUNING_LORA_EXPERTS=none"),
-        ({"use_dora": True}, "tuning.lora.use_dora=true.*TUNING_LORA_EXPERTS=none"),
-        ({"init_lora_weights": "orthogonal"}, "TUNING_LORA_INIT_LORA_WEIGHTS=default"),
-        ({"target_modules": ["w1"]}, "no experts' parameter w1; it has .*gate_up_proj"),
-        (
-            {"target_modules": ["down_proj"], "experts": "none"},
-            "names down_proj of the experts; leave",
-        ),
-    ],
-)
-def test_what_adapters_of_experts_cannot_do_is_an_error(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        lora.add_adapters(tiny_model("mixtral"), config_of(**options))
-
-
 @pytest.mark.parametrize(("model_type", "word"), [("jamba", "dt_proj"), ("mamba2", "out_proj")])
 def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
     model_type: str, word: str
@@ -189,18 +167,14 @@ def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
     assert not [name for name, gradient in of_b.items() if gradient is None]
 
 
+@pytest.mark.skipif("inkling2_text" not in NEWER, reason="transformers lacks it")
 def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set TUNING_MODE=full"):
-        lora.add_adapters(published_model("deepseek_ocr2"), config_of())
-    with pytest.raises(ConfigError, match=r"no adapters on q_proj: PEFT \S+ does not load them"):
-        lora.add_adapters(published_model("deepseek_ocr2"), config_of(target_modules=["q_proj"]))
-    if "inkling2_text" in NEWER:
-        model = adapted("inkling2_text")
-        assert "linear" in adapted_names(model) and "weight_proj" not in adapted_names(model)
-        expected = logits(model)
-        model.save_pretrained(tmp_path)
-        again = PeftModel.from_pretrained(tiny_model("inkling2_text").eval(), tmp_path)
-        assert torch.allclose(logits(again), expected, atol=SAME)
+    model = adapted("inkling2_text")
+    assert "linear" in adapted_names(model) and "weight_proj" not in adapted_names(model)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_model("inkling2_text").eval(), tmp_path)
+    assert torch.allclose(logits(again), expected, atol=SAME)
 
 
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER])
@@ -211,11 +185,6 @@ def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type: 
     counts = ("num_experts", "n_routed_experts", "num_local_experts")
     says_experts = any((getattr(config, name, None) or 0) > 1 for name in counts)
     assert bool(expert_weights(model)) >= says_experts
-
-
-def test_experts_are_refused_by_name_in_a_dense_model() -> None:
-    with pytest.raises(ConfigError, match=r"tuning\.lora\.experts=per_expert"):
-        lora.add_adapters(tiny_model("llama"), config_of(experts="per_expert"))
 
 
 class _ListedExperts(nn.Module):
