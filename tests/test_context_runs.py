@@ -148,19 +148,6 @@ def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"train.context_parallel": 4}, "2 ranks are no multiple"),
-        ({"train.context_parallel": 8}, "2 ranks are no multiple"),
-        ({"train.context_parallel": 2, "train.fast_path": False}, "not that of the fused kernels"),
-    ],
-)
-def test_what_cannot_share_rows_is_refused(plan_run, changes, words) -> None:
-    with pytest.raises(ConfigError, match=words + r".*; set TRAIN_CONTEXT_PARALLEL=1"):
-        plan_run({**SETTINGS, **changes}, num_gpus=2)
-
-
-@pytest.mark.parametrize(
     ("model_type", "has_images", "words"),
     [
         ("llama4", False, "their place in the row"),

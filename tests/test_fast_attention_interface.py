@@ -135,21 +135,6 @@ def test_the_comparison_sees_what_is_forgotten(
     assert (difference > 1e-3) == was_given
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
-def test_evaluation_and_generation_run_the_models_own_attention(name: str) -> None:
-    plain = tiny_model(name).eval()
-    ours = fused(tiny_model(name)).eval()
-    ids = torch.arange(20).view(2, 10) + 5
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0  # padded on the left
-    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "use_cache": True}
-    assert torch.equal(
-        plain(ids, attention_mask=mask).logits, ours(ids, attention_mask=mask).logits
-    )
-    assert torch.equal(plain.generate(ids, **given), ours.generate(ids, **given))
-
-
 def without_cap(model: Any) -> Any:
     for module in model.modules():
         if hasattr(module, "attn_logit_softcapping"):

@@ -287,10 +287,6 @@ def test_experts_that_are_partitioned_are_found() -> None:
     assert find_experts(nn.ModuleList([experts])) == [experts]
 
 
-def test_transformers_experts_run_no_loop_by_default() -> None:
-    assert tiny_model("mixtral").config._experts_implementation == "grouped_mm"
-
-
 def _without_weights(original: Callable) -> Callable:
     return lambda values, routing, weights=None: original(values, routing)
 

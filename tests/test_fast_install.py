@@ -37,7 +37,6 @@ from sft_play.models.fast.install import (
     install_fused_kernels,
 )
 from sft_play.models.losses import summed_nll
-from sft_play.plan.fast import ZERO_3
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.process import Process
 from sft_play.training.isolation import measure_cross_document
@@ -412,13 +411,6 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
     ]
 
 
-def test_gemma_2_keeps_its_own_code_around_our_attention() -> None:
-    model = plain_model("gemma2")
-    installed = make(model)
-    assert {"attention", "linears", "mlp", "loss"} == installed.on.keys()
-    assert "forward" not in vars(model.get_base_model().model.layers[0].self_attn)
-
-
 def test_dropout_of_adapters_keeps_their_linears_plain() -> None:
     model = plain_model("llama", dropout=0.1)
     installed = make(model)
@@ -483,11 +475,6 @@ def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:
         "linears": "mode full trains the weights themselves",
         "norms": "the kernels are for GPUs",
     }
-
-
-def test_parts_in_4_bits_that_zero_3_divides_are_left_alone() -> None:
-    installed = make(plain_model("llama"), "qlora", zero_stage=3)
-    assert installed.off["loss"] == installed.off["norms"] == ZERO_3
 
 
 def test_adapted_experts_are_built_in_the_proof_of_one_layer_alone(

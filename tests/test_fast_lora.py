@@ -1,14 +1,12 @@
 """Fused LoRA linears compute what PEFT computes: outputs, gradients, what is saved and merged."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -334,41 +332,6 @@ def fused_model() -> PeftModel:
 IDS = torch.arange(12)[None]
 
 
-def test_a_fused_model_is_saved_and_merged_as_pefts_is(tmp_path) -> None:
-    plain, fused = tiny_model(), fused_model()
-    assert list(plain.state_dict()) == list(fused.state_dict())
-    plain.save_pretrained(tmp_path / "plain")
-    Accelerator(cpu=True).unwrap_model(fused).save_pretrained(tmp_path / "fused")
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "fused" / name).read_bytes()
-    wanted = plain(IDS).logits
-    torch.testing.assert_close(fused(IDS).logits, wanted, rtol=1e-5, atol=1e-6)
-    merged = fused.merge_and_unload()
-    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
-    torch.testing.assert_close(merged(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_fused_model_can_be_copied_and_pickled() -> None:
-    model = fused_model()
-    wanted = model(IDS).logits
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(twin.base_model.model.model.layers[0].mlp.up_proj, lora.FusedLoraLinear)
-        nn.init.zeros_(
-            twin.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
-        )  # its own, not the original's
-        assert not torch.equal(twin(IDS).logits, wanted)
-    assert torch.equal(model(IDS).logits, wanted)
-
-
-def test_disabled_and_merged_adapters_compute_as_peft_does() -> None:
-    plain, fused = tiny_model(), fused_model()
-    with plain.disable_adapter(), fused.disable_adapter():
-        assert torch.equal(fused(IDS).logits, plain(IDS).logits)
-    for model in (plain, fused):
-        model.merge_adapter()
-    assert torch.equal(fused(IDS).logits, plain(IDS).logits)
-
-
 def other_scale(model: PeftModel) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -454,13 +417,6 @@ def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
     assert "hooks" in why_not_fusable(module)
     with pytest.raises(ValueError, match="hooks"):
         fuse_lora_linear(module)
-
-
-def test_dora_keeps_its_own_forward() -> None:
-    model = get_peft_model(
-        nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True)
-    )
-    assert "DoRA" in why_not_fusable(model.base_model.model[0])
 
 
 def test_linears_that_cannot_be_fused_compute_as_they_do() -> None:

@@ -89,14 +89,6 @@ def test_an_outlier_token_costs_no_other_token_a_bit():
     )
 
 
-def test_columns_are_scaled_before_the_largest_is_sought():
-    x, scales = numbers(3, 16), numbers(16, seed=1).abs()
-    found = quantise(x, scales)
-    expected = quantise(x * scales)
-    assert torch.equal(found.values.float(), expected.values.float())
-    assert torch.equal(found.scales, expected.scales)
-
-
 def test_the_scale_of_a_weight_is_the_best_of_an_octave():
     weight = torch.cat([numbers(32, 256), torch.zeros(1, 256)])
     found = quantise_weight(weight)

@@ -30,10 +30,9 @@ from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import ComponentBytes
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.out_of_memory import ASKED, FREE, OutOfMemoryExplainer, parse_bytes, table
+from sft_play.training.out_of_memory import ASKED, FREE, OutOfMemoryExplainer, parse_bytes
 from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,20 +203,6 @@ def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
     error = RuntimeError(words)
     assert is_out_of_memory(error)
     assert (parse_bytes(ASKED, error), parse_bytes(FREE, error)) == (asked, free)
-
-
-def test_the_table_has_a_line_a_component():
-    lines = table(
-        {
-            "weights": ComponentBytes(predicted=16 * GIB, measured=15 * GIB),
-            "context": ComponentBytes(predicted=GIB // 2, measured=None),
-        }
-    )
-    assert lines == [
-        "GiB            predicted    measured",
-        "weights            16.00       15.00",
-        "context             0.50           -",
-    ]
 
 
 def test_what_a_probe_measured_beyond_the_plan_is_told_with_the_activations(planned):

@@ -459,13 +459,6 @@ def test_runs_have_the_same_losses_packed_and_padded(
     assert trainer.model.config.use_cache is False
 
 
-def test_packing_takes_fewer_micro_batches() -> None:
-    samples = documents(SAMPLES)
-    assert [
-        order_of(samples, packed, batch=1).layout.micro_batches for packed in (False, True)
-    ] == [8, 3]
-
-
 def test_a_resumed_packed_run_goes_on_with_the_samples_that_were_left(
     tmp_path: Path, curve: list[float], tokenizer: Any
 ) -> None:
@@ -483,14 +476,6 @@ def test_a_resumed_packed_run_goes_on_with_the_samples_that_were_left(
         trainer_of(tmp_path, 1, packed=True, tokenizer=tokenizer), resume=tmp_path / "checkpoint-2"
     )
     assert losses == pytest.approx(curve, abs=1e-5)
-
-
-def test_workers_of_the_loader_collate_the_same_batches(tmp_path: Path, curve: list[float]) -> None:
-    trainer = trainer_of(tmp_path, 4, packed=True, dataloader_num_workers=1)
-    assert losses_of(trainer) == pytest.approx(curve, abs=1e-5)
-    assert int(trainer.throughput.tokens) == EPOCHS * sum(
-        len(sample.ids) for sample in documents(SAMPLES)
-    )
 
 
 def train_one_rank(folder: Path, packed: bool) -> None:

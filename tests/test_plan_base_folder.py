@@ -248,16 +248,6 @@ def test_consolidated_weights_beside_others_and_links_are_accepted(copy: Path) -
     assert "format of Mistral's" in refused(copy)
 
 
-def test_an_adapter_in_the_cache_of_the_hub_names_its_base(tmp_path: Path) -> None:
-    repo = tmp_path / "models--org--adapter"
-    snapshot = repo / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("abc")
-    (snapshot / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    assert "set MODEL_NAME=org/base" in refused("org/adapter", {"HF_HUB_CACHE": str(tmp_path)})
-
-
 @pytest.mark.parametrize("command", ["plan", "init", "train"])
 def test_every_command_says_it_first(folder, monkeypatch, command: str) -> None:
     path = folder({"config.json": {**SIZES, "model_type": "llama9"}})

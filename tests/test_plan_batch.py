@@ -11,7 +11,6 @@ from plan_examples import REQUEST
 from sft_play.plan.batch import (
     HOST_MARGIN,
     SATURATED_TOKENS,
-    automatic,
     choose,
     merged,
     smallest,
@@ -158,23 +157,6 @@ def test_the_smallest_layout_has_one_row_and_every_layer_checkpointed() -> None:
     assert numbers(smallest(unchecked)) == (1, 32, 0, 32)
     rows = replace(REQUEST, grad_accum=4, is_effective_set=True)
     assert numbers(smallest(rows)) == (8, 4, LAYERS, 32)
-
-
-def test_an_automatic_request_keeps_the_effective_batch_alone() -> None:
-    explicit = replace(REQUEST, batch_size=4, grad_accum=8, gradient_checkpointing=True)
-    assert automatic(explicit) == REQUEST
-
-
-def test_a_layout_is_of_the_request() -> None:
-    request = replace(REQUEST, world_size=2, fullest_step=9)
-    assert request.layout(4, 3) == Layout(
-        batch_size=4,
-        grad_accum=4,
-        world_size=2,
-        max_seq_len=2048,
-        checkpointed_layers=3,
-        fullest_step=9,
-    )
 
 
 def test_layers_are_recomputed_where_a_micro_batch_costs_as_much_as_its_tokens() -> None:

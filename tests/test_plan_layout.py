@@ -59,18 +59,6 @@ def test_a_packed_step_holds_the_fullest_in_no_more_than_it_needs(
         assert packed.unpacked() == unpacked
 
 
-@pytest.mark.parametrize(("batch_size", "grad_accum", "world_size"), CUTS)
-def test_without_packing_each_row_is_a_sequence(
-    batch_size: int, grad_accum: int, world_size: int
-) -> None:
-    layout = Layout(batch_size, grad_accum, world_size, max_seq_len=64)
-    assert not layout.is_packed
-    assert (layout.micro_batches, layout.sequences) == (grad_accum, batch_size)
-    assert layout.rows_per_step == batch_size * grad_accum * world_size
-    assert layout.tokens == layout.mean_tokens == 64 * batch_size
-    assert layout.accumulates == (grad_accum > 1)
-
-
 def test_the_mean_micro_batch_of_the_fullest_step_is_no_larger_than_the_largest() -> None:
     layout = Layout(batch_size=8, grad_accum=4, world_size=1, max_seq_len=10).packed(9)
     assert (layout.tokens, layout.mean_tokens) == (50, 45)  # two micro-batches: 5 and 4 sequences

@@ -376,17 +376,6 @@ def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_
     assert weights[1:] == [f"{exact.peak.weights / 2**30:.3f}", f"{difference:+.2f}", "%"]
 
 
-def test_phases_are_the_sums_of_their_parts(closed_and_exact) -> None:
-    _, exact = closed_and_exact
-    for name, phase in exact.phases.items():
-        assert all(value >= 0 for value in phase.components().values()), name
-    assert (
-        exact.phases["load"].total
-        < exact.phases["forward"].total
-        <= exact.phases[exact.peak_phase].total
-    )
-
-
 def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
     monkeypatch.chdir(PROJECT_ROOT)
     words = [

@@ -116,10 +116,6 @@ def rows(count: int, characters: int) -> list[str]:
     return [json.dumps({**row, "answer": answer})] * count
 
 
-def test_rows_have_the_characters_that_are_asked_for() -> None:
-    assert {len(row) for row in rows(3, 400)} == {400}
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv"])
 def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name: str, tmp_path: Path) -> None:
     texts = rows(1000, 400)

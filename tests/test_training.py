@@ -101,12 +101,6 @@ def test_a_step_may_be_cut_into_micro_batches_in_any_way(plan_run, run_worker, c
     )  # six Adam steps on gradients that differ in the last bits
 
 
-def test_padding_and_fillers_are_not_counted_as_tokens_of_the_throughput(plan_run, build_trainer):
-    trainer, data = build_trainer(plan_run({**EPOCHS, "train.epochs": 1}))
-    trainer.train()
-    assert int(trainer.throughput.tokens) == data.train.lengths.sum()
-
-
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
 def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     folder = finished(mode)
@@ -158,20 +152,6 @@ def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     begun = [1.0] * 4 if schedule == "constant" else [0.25, 0.5, 0.75, 1.0]
     assert rates[:4] == pytest.approx([0.01 * share for share in begun])
     assert rates[4] == pytest.approx(0.01) and rates[5] <= rates[4]
-
-
-@pytest.mark.parametrize("schedule", [pytest.param("linear", marks=pytest.mark.long), "cosine"])
-def test_a_run_of_one_step_trains(plan_run, run_worker, schedule):
-    folder = plan_run(
-        {
-            "train.lr_scheduler_type": schedule,
-            "train.warmup_steps": 0.03,
-            "train.max_steps": 1,
-        }
-    )
-    assert run_worker(folder) == 0
-    scores = run_json(folder)["metrics"]
-    assert scores["after"]["eval_loss"] < scores["before"]["eval_loss"]
 
 
 def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, losses_of):
@@ -230,16 +210,6 @@ def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     assert losses_of(watched) == losses_of(plain)
     log = (watched.logs / "rank-0.log").read_text()
     assert [step for step in range(1, 7) if f"step {step}/6 eval_loss=" in log] == steps
-
-
-def test_a_loss_that_is_no_number_ends_the_run_as_diverged(plan_run, run_worker):
-    folder = plan_run({"train.learning_rate": 1e30})
-    assert run_worker(folder) == ExitClass.DIVERGED
-    report = run_json(folder)
-    assert (report["status"], report["exit_class"]) == ("failed", 14)
-    assert report["cause"].startswith(
-        "loss=nan at step 2: the run has diverged; try TRAIN_LEARNING_RATE=1e+29"
-    )
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,6 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_e
 @pytest.mark.parametrize("event", ["on_save", "on_evaluate"])
 def test_a_signal_during_a_save_or_an_evaluation_ends_the_run_without_another_step(stop, event):
     control, state = TrainerControl(), TrainerState(global_step=3, max_steps=10)
-    getattr(stop, event)(None, state, control)
-    assert not control.should_training_stop
     signal.raise_signal(signal.SIGTERM)
     getattr(stop, event)(None, state, control)
     assert control.should_training_stop and control.should_save == (event == "on_evaluate")
@@ -296,18 +294,19 @@ def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_o
     assert secret not in "".join(shown)
 
 
-def test_a_model_that_is_removed_behind_the_plan_is_class_13(
-    plan_run, run_worker, tiny_base, tmp_path
-):
-    copy = shutil.copytree(tiny_base, tmp_path / "model")
-    folder = plan_run({"model.name": copy})
-    shutil.rmtree(copy)
-    assert run_worker(folder) == ExitClass.ENVIRONMENT
-    report = run_json(folder)
-    assert (report["status"], report["exit_class"]) == (
-        "failed",
-        13,
-    ) and f"model.name={copy}" in report["cause"]
+def test_what_is_removed_behind_the_plan_is_named(plan_run, run_worker, tiny_base, tmp_path):
+    model = shutil.copytree(tiny_base, tmp_path / "model")
+    samples = tmp_path / "samples"
+    for changes, gone, exit_class in (
+        ({"model.name": model}, model, ExitClass.ENVIRONMENT),
+        ({"data.cache_dir": samples}, samples, ExitClass.DATA),
+    ):
+        folder = plan_run(changes)
+        shutil.rmtree(gone)
+        assert run_worker(folder) == exit_class
+        report = run_json(folder)
+        assert (report["status"], report["exit_class"]) == ("failed", exit_class)
+        assert str(gone) in report["cause"]
 
 
 def test_a_run_trains_on_the_rows_that_were_tokenised_and_not_on_what_became_of_the_file(
@@ -319,25 +318,12 @@ def test_a_run_trains_on_the_rows_that_were_tokenised_and_not_on_what_became_of_
     assert run_worker(folder) == 0
 
 
-def test_tokenised_rows_that_are_removed_behind_the_plan_are_class_11(
-    plan_run, run_worker, tmp_path
-):
-    folder = plan_run({"data.cache_dir": tmp_path / "samples"})
-    shutil.rmtree(tmp_path / "samples")
-    assert run_worker(folder) == ExitClass.DATA
-    assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 11)
-
-
 def test_a_run_of_two_that_is_started_as_one_is_class_13(plan_run, run_worker):
     folder = plan_run({"train.effective_batch_size": 8, "train.grad_accum": "auto"}, num_gpus=2)
     assert run_worker(folder) == ExitClass.ENVIRONMENT
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 13)
-    assert (
-        report["cause"]
-        == "the launcher started 1 processes, planned were 2; start runs with make, or run "
-        "again with NUM_GPUS=1"
-    )
+    assert "NUM_GPUS=1" in report["cause"]
 
 
 def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys):
@@ -345,40 +331,20 @@ def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys)
     assert f"{tmp_path} is no run folder" in capsys.readouterr().err
 
 
+GLOO = "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52622: Connection reset by peer"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"
+PYTORCH_ZIP = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (DataError("row 3"), ExitClass.DATA),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-            ExitClass.OUT_OF_MEMORY,
-        ),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:124] err == 0. "
-                "DefaultCPUAllocator: can't allocate memory: you tried"
-            ),
-            ExitClass.OUT_OF_MEMORY,
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), ExitClass.OUT_OF_MEMORY),
         (OSError(28, "No space left on device", "/x/model.safetensors"), ExitClass.DISK_FULL),
-        (
-            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
-            ExitClass.DISK_FULL,
-        ),
-        (
-            RuntimeError(
-                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
-                "Read error [127.0.0.1]:52622: Connection reset by peer"
-            ),
-            ExitClass.PEER_LOST,
-        ),
-        (
-            torch.distributed.DistBackendError(
-                "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"
-            ),
-            ExitClass.PEER_LOST,
-        ),
-        (RuntimeError("shape '[2]' is invalid for input of size 3"), ExitClass.UNEXPECTED),
+        (RuntimeError(PYTORCH_ZIP), ExitClass.DISK_FULL),
+        (RuntimeError(GLOO), ExitClass.PEER_LOST),
+        (torch.distributed.DistBackendError(NCCL), ExitClass.PEER_LOST),
         (ValueError("a bug"), ExitClass.UNEXPECTED),
     ],
 )
@@ -436,26 +402,17 @@ def swallowed_interrupt(recorder):
             yield signals
 
 
-def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(recorders, caplog):
-    folder, (recorder, _) = recorders
-    with swallowed_interrupt(recorder):
-        raise RecursionError("numpy.dtypes imports numpy.dtypes")
-    assert "RecursionError: numpy.dtypes imports" in caplog.text, "the log file keeps it"
-    report = run_json(folder)
-    assert (report["status"], report["exit_class"]) == ("stopped", int(ExitClass.STOPPED))
-    assert report["cause"].startswith("stopped on request before a first step")
-
-
 @pytest.mark.parametrize(
     ("error", "has_trained", "exit_class"),
     [
+        (RecursionError("numpy.dtypes imports numpy.dtypes"), False, ExitClass.STOPPED),
         (DataError("line 3 of a file has no messages"), False, ExitClass.DATA),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), False, ExitClass.DISK_FULL),
         (ValueError("a bug"), True, ExitClass.UNEXPECTED),
     ],
 )
-def test_a_cause_of_its_own_is_told_after_a_swallowed_interrupt(
-    recorders, error, has_trained, exit_class
+def test_after_a_swallowed_interrupt_an_import_that_fails_is_a_stop_and_other_causes_are_told(
+    recorders, error, has_trained, exit_class, caplog
 ):
     folder, (recorder, _) = recorders
     with swallowed_interrupt(recorder) as signals:
@@ -464,8 +421,11 @@ def test_a_cause_of_its_own_is_told_after_a_swallowed_interrupt(
                 stop.on_pre_optimizer_step(None, None, None)
         raise error
     report = run_json(folder)
-    assert (report["status"], report["exit_class"]) == ("failed", int(exit_class))
-    assert "stopped on request" not in report["cause"]
+    is_stop = exit_class == ExitClass.STOPPED
+    status = "stopped" if is_stop else "failed"
+    assert (report["status"], report["exit_class"]) == (status, int(exit_class))
+    assert ("stopped on request" in report["cause"]) == is_stop
+    assert str(error) in caplog.text, "the log file keeps it"
 
 
 def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):
