@@ -73,16 +73,16 @@ def test_a_grouped_product_is_that_of_each_expert(
     bias = torch.randn(EXPERTS, features)
     by_lines = torch.randn(EXPERTS, features, summed).half().transpose(1, 2)
     for matrices in (by_lines, torch.randn(EXPERTS, summed, features).half()):
-        for own_term, own_bias in ((None, None), (term, bias)):
-            wanted = products.rows_times(x, matrices, by_expert, own_term, own_bias, of_tokens)
-            lines_are_summed = matrices.stride(2) == 1
-            lines = matrices if lines_are_summed else matrices.transpose(1, 2)
-            found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
-            kernels.product(
-                *(x, lines, lines_are_summed, None, 0, *place_of(by_expert), found),
-                *(CHOICES if of_tokens else None, own_term, own_bias),
-            )
-            assert relative(found[:rows], wanted[:rows]) < EXACT
+        lines_are_summed = matrices.stride(2) == 1
+        added = (term, bias) if lines_are_summed == of_tokens else (None, None)
+        wanted = products.rows_times(x, matrices, by_expert, *added, of_tokens)
+        lines = matrices if lines_are_summed else matrices.transpose(1, 2)
+        found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
+        kernels.product(
+            *(x, lines, lines_are_summed, None, 0, *place_of(by_expert), found),
+            *(CHOICES if of_tokens else None, *added),
+        )
+        assert relative(found[:rows], wanted[:rows]) < EXACT
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
-from tiny_models import tiny_config, tiny_model
+from tiny_models import tiny_config, tiny_model, with_adapters
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -104,15 +104,7 @@ def plain_model(
     spread(model, std)
     model.to(dtype)
     if mode == "lora":
-        model = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=dropout
-            ),
-        )
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_B" in parameter_name:
-                torch.nn.init.normal_(parameter, std=0.1)  # zeros would give lora_A no gradient
+        model = with_adapters(model, lora_dropout=dropout)
     model.config.use_cache = False
     return model.train()
 
@@ -204,12 +196,8 @@ def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(
     model = plain_model(name, mode)
     plain = step(model, is_packed)
     make(model, mode)
-    assert (
-        gap(
-            plain, step(model, is_packed, names_boundaries=fused_kernels_of(model).reads_boundaries)
-        )
-        <= SAME
-    )
+    names_boundaries = fused_kernels_of(model).reads_boundaries
+    assert gap(plain, step(model, is_packed, names_boundaries)) <= SAME
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
@@ -406,27 +394,18 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
         {},
         in_one_row=True,
     )
-    assert [record.message for record in caplog.records if "fast path" in record.message] == [
-        "fast path: attention x2, linears x8, mlp x2, norms x4, loss x1"
-    ]
+    assert "attention x2, linears x8, mlp x2, norms x4, loss x1" in caplog.text
 
 
-def test_dropout_of_adapters_keeps_their_linears_plain() -> None:
-    model = plain_model("llama", dropout=0.1)
-    installed = make(model)
-    assert (
-        "dropout" in installed.off["linears"]
-        and {"attention", "mlp", "loss"} <= installed.on.keys()
-    )
-
-
-def test_dropout_of_attention_keeps_it_plain() -> None:
+def test_dropout_keeps_linears_or_attention_plain() -> None:
+    installed = make(plain_model("llama", dropout=0.1))
+    assert "dropout" in installed.off["linears"]
+    assert {"attention", "mlp", "loss"} <= installed.on.keys()
     model = plain_model("llama")
     model.get_base_model().model.layers[1].self_attn.attention_dropout = 0.1
     installed = make(model)
-    assert (
-        "dropout of 0.1" in installed.off["attention"] and {"linears", "mlp"} <= installed.on.keys()
-    )
+    assert "dropout of 0.1" in installed.off["attention"]
+    assert {"linears", "mlp"} <= installed.on.keys()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -437,24 +416,18 @@ def test_dropout_of_attention_may_be_a_module(dropout: float) -> None:
     )
     installed = make(lora.add_adapters(AutoModelForCausalLM.from_config(config), settings()))
     assert ("attention" in installed.on) == (dropout == 0.0)
-    assert installed.off.get("attention", "dropout of 0.1").endswith("dropout of 0.1")
 
 
 def test_the_user_has_the_last_word() -> None:
     model = plain_model("llama")
-    assert make(model, fast_path=False) == FusedKernels(
-        {}, {"fused kernels": "train.fast_path=false"}
-    )
-    assert not fused_kernels_of(model).reads_boundaries and "forward" not in vars(
-        model.get_base_model().model.layers[0].mlp
-    )
-    chosen = settings().model_copy(
-        update={"model": settings().model.model_copy(update={"attn_implementation": "eager"})}
-    )
-    assert (
-        install_fused_kernels(model, chosen, Process.alone(CPU)).off["attention"]
-        == "model.attn_implementation=eager"
-    )
+    off = {"fused kernels": "train.fast_path=false"}
+    assert make(model, fast_path=False) == FusedKernels({}, off)
+    assert not fused_kernels_of(model).reads_boundaries
+    assert "forward" not in vars(model.get_base_model().model.layers[0].mlp)
+    eager = settings().model.model_copy(update={"attn_implementation": "eager"})
+    chosen = settings().model_copy(update={"model": eager})
+    installed = install_fused_kernels(model, chosen, Process.alone(CPU))
+    assert installed.off["attention"] == "model.attn_implementation=eager"
 
 
 def test_an_architecture_of_another_structure_fuses_what_fits() -> None:
@@ -471,10 +444,7 @@ def test_an_architecture_of_another_structure_fuses_what_fits() -> None:
 def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:
     installed = make(plain_model("llama", "full"), "full")
     assert installed.on == {"attention": 2, "mlp": 2, "loss": 1}
-    assert installed.off == {
-        "linears": "mode full trains the weights themselves",
-        "norms": "the kernels are for GPUs",
-    }
+    assert installed.off.keys() == {"linears", "norms"}
 
 
 def test_adapted_experts_are_built_in_the_proof_of_one_layer_alone(
@@ -538,11 +508,8 @@ def test_a_head_that_is_called_decoder_is_not_taken_for_the_layers() -> None:
     assert base.get_decoder() is base.get_output_embeddings()
     assert decoder_of(base) is base.model
     spread(base, 0.15)
-    model = lora.add_adapters(base, settings()).train()
+    model = with_adapters(base)
     model.config.use_cache = False
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
     plain = step(model, is_packed=True)
     make(model)
     assert "attention" in fused_kernels_of(model).on

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
+from tiny_models import with_adapters
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
@@ -168,13 +168,7 @@ def tiny(model_type: str, **changes: object) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    model = peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
-        ),
-    )
-    return model.train()
+    return with_adapters(model)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,10 +316,7 @@ def test_a_head_with_adapters_and_a_patched_one_are_left_alone() -> None:
     assert why_loss_not_fusable(model) is None
     fuse_loss(model)
     assert "patched" in why_loss_not_fusable(model)
-    trained_head = peft.get_peft_model(
-        tiny("llama"),
-        peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head", "q_proj"]),
-    )
+    trained_head = with_adapters(tiny("llama"), target_modules=["lm_head", "q_proj"])
     assert "has adapters" in why_loss_not_fusable(trained_head)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from tiny_models import with_adapters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -313,11 +314,7 @@ def tiny_model() -> PeftModel:
             num_key_value_heads=2,
         )
     )
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return wrapped
+    return with_adapters(model)
 
 
 def fused_model() -> PeftModel:
@@ -407,6 +404,9 @@ def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
     module = Case().modules()[0]
     assert why_not_fusable(module) is None and why_not_fusable(module.base_layer) is None
     assert "dropout" in why_not_fusable(Case(dropout=0.1).modules()[0])
+    dora = LoraConfig(r=4, target_modules=["0"], use_dora=True)
+    with_dora = get_peft_model(nn.ModuleList([nn.Linear(IN, OUT)]), dora)
+    assert "DoRA" in why_not_fusable(with_dora.base_model.model[0])
     assert "trained" in why_not_fusable(nn.Linear(2, 2))
     assert "Conv1d" in why_not_fusable(nn.Conv1d(2, 2, 1))
     twice = tiny_model()

@@ -7,7 +7,8 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from test_fast_lora import saved_bytes, worst
+from tiny_models import with_adapters
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -63,14 +64,8 @@ def an_mlp(
                 packed.support_avx512bf16_for_cpu = False  # see models/bnb.py
                 setattr(plain, name, packed.to("cpu"))
     present = [name for name in targets if hasattr(plain, name)]
-    model = get_peft_model(
-        nn.ModuleDict({"mlp": plain}),
-        LoraConfig(r=4, lora_alpha=6, target_modules=present, lora_dropout=dropout),
-    )
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
+    options = {"lora_alpha": 6, "target_modules": present, "lora_dropout": dropout}
+    model = with_adapters(nn.ModuleDict({"mlp": plain}), task_type=None, **options)
     return model.base_model.model["mlp"]
 
 
@@ -102,16 +97,6 @@ def results(
         "x": x.grad,
         **{name: p.grad.clone() for name, p in mlp.named_parameters() if p.requires_grad},
     }
-
-
-def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference, relative to the largest element of its tensor; inf for NaN."""
-    assert found.keys() == wanted.keys()
-    assert all(found[name].dtype == wanted[name].dtype for name in wanted)
-    differences = [
-        (found[name] - wanted[name]).abs().max() / wanted[name].abs().max() for name in wanted
-    ]
-    return float(torch.stack(differences).float().nan_to_num(torch.inf).max())
 
 
 @pytest.mark.parametrize("targets", [ALL, ("gate_proj",)], ids=["all", "gate"])
@@ -203,18 +188,10 @@ def test_an_mlp_with_dropout_computes_as_peft_does() -> None:
 def test_backward_keeps_the_input_and_two_inner_outputs() -> None:
     mlp, tokens = an_mlp(dtype=torch.bfloat16), 500
     x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    saved = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = fused(x, mlp)
     adapters = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
     ranks = 3 * 4
-    assert kept.dtype == torch.bfloat16
-    assert sum(saved.values()) <= 2 * (tokens * (HIDDEN + 2 * INNER + ranks) + adapters)
+    most = 2 * (tokens * (HIDDEN + 2 * INNER + ranks) + adapters)
+    assert saved_bytes(lambda: fused(x, mlp), []) <= most
 
 
 REFERENCE = {"silu": functional.silu, "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh")}

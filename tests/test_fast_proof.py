@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_adapters
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
@@ -38,9 +37,7 @@ CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})
 
 
 def model_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    model = tiny_model(model_type, **changes).to(dtype)
-    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    return peft.get_peft_model(model, adapters).train()
+    return with_adapters(tiny_model(model_type, **changes).to(dtype))
 
 
 def setup_of(model: Any, dtype: torch.dtype = torch.float32) -> TrainingSetup:
@@ -364,8 +361,7 @@ def test_fused_code_may_round_as_much_as_its_own() -> None:
 def test_the_model_that_ships_is_fused_in_16_bits() -> None:
     """Weights that were trained round more than random ones."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "data" / "tiny_llama", dtype=torch.bfloat16)
-    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
-    model = peft.get_peft_model(model, adapters).train()
+    model = with_adapters(model, r=16)
     process = Process.alone(torch.device("cpu"), torch.bfloat16)
     kernels = install_fused_kernels(model, CONFIG, process)
     depth = model.config.num_hidden_layers

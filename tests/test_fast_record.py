@@ -10,11 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from rank_processes import run_two
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_adapters
 from torch import distributed
 
 from sft_play import timeline
@@ -42,8 +41,7 @@ def start(
     """Return the classes whose gradients were compared at the start of a run, and its kernels."""
     model = tiny_model("llama", **changes)
     model.model.norm.__class__ = norm or type(model.model.norm)
-    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules="all-linear")
-    model = peft.get_peft_model(model, adapters).train()
+    model = with_adapters(model, r=rank)
     before = len(timeline.spans)
     install_fused_kernels(model, CONFIG, process, proofs=ProofStore(folder, environ or {}))
     words = [span.name.split() for span in timeline.spans[before:]]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from tiny_models import with_adapters
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -32,17 +32,7 @@ def tiny(dropout: float = 0.0) -> nn.Module:
             attention_dropout=dropout,
         )
     )
-    model = get_peft_model(
-        base,
-        LoraConfig(
-            r=4,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-            init_lora_weights=False,
-            lora_dropout=dropout,
-        ),
-    )
-    return model.train()
+    return with_adapters(base, lora_dropout=dropout)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from rank_processes import run_two
+from tiny_models import with_adapters
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -78,15 +78,7 @@ def llama(attention: str = "sdpa", is_lora: bool = False, dropout: float = 0.0) 
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
     spread(model, std=0.15)
     if is_lora:
-        model = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=dropout
-            ),
-        )
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)  # zeros would give lora_A no gradient
+        model = with_adapters(model, lora_dropout=dropout)
     model.config.use_cache = False
     return model.train()
 
@@ -211,13 +203,8 @@ def test_a_packed_step_over_a_4_bit_base_is_the_padded_one(tmp_path: Path) -> No
         tmp_path, quantization_config=quantisation, device_map={"": "cpu"}
     )
     bnb.keep_differentiable(base)
-    model = peft.get_peft_model(
-        base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    ).train()
+    model = with_adapters(base)
     model.config.use_cache = False
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
     # the same rounded weights both times; what differs is the order of float32 sums, in kernels of
     # lower accuracy
     assert gap(step(model, packed=False), step(model, packed=True)) <= 1e-5

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from newer_models import known_newer_types, newer_fields
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -129,6 +130,16 @@ def tiny_model(
     draw_weights(model)
     model.config.use_cache = False
     return model.to(dtype).train()
+
+
+def with_adapters(model: nn.Module, **options: Any) -> PeftModel:
+    """Return a model with LoRA; B is not zero, which would give A no gradient."""
+    chosen = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    adapted = get_peft_model(model, LoraConfig(**chosen))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted.train()
 
 
 @torch.no_grad()
