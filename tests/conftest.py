@@ -79,6 +79,16 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         begin_server(capture.resume_global_capture)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs a GPU where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+
+
 def freeze() -> None:
     """Leave what is alive out of later garbage collections: imports hold a million objects."""
     gc.collect()

@@ -12,7 +12,7 @@ from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.forward import remove_mask
 from sft_play.models.fast.attention.kernels import attend
-from sft_play.models.fast.attention.reference import Scoring, apply_rotary
+from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import (
     UNMASKED,
     DocumentBatch,
@@ -174,13 +174,6 @@ def test_few_tokens_are_padded_to_a_block_of_flex_attention() -> None:
     assert (found.unflatten(0, (ROWS, TOKENS)) - expected).abs().max() <= SAME
 
 
-def test_a_step_makes_one_mask_for_all_layers_of_a_kind() -> None:
-    documents, _ = documents_of(*PACKED)
-    first = attention_flex._block_mask(documents, ROWS * TOKENS, None)
-    assert attention_flex._block_mask(documents, ROWS * TOKENS, None) is first
-    assert attention_flex._block_mask(documents, ROWS * TOKENS, 6) is not first
-
-
 def flash_by_definition(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, of: Documents
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,21 +270,6 @@ def test_rows_of_one_document_need_no_boundaries(monkeypatch: pytest.MonkeyPatch
     packed, _ = documents_of(*PACKED)
     attend(*inputs(), Scoring(0.3), packed)
     assert len(called) == 2
-
-
-@pytest.mark.parametrize("rotated", [FEATURES, 4])
-def test_positions_are_rotated_as_transformers_does(rotated: int) -> None:
-    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
-
-    query, key, _ = inputs()
-    angles = torch.randn(ROWS, TOKENS, rotated // 2).repeat(1, 1, 2)
-    expected = apply_rotary_pos_emb(
-        query.transpose(1, 2), key.transpose(1, 2), angles.cos(), angles.sin()
-    )
-    for one, two in zip(
-        apply_rotary(query, key, angles.cos(), angles.sin()), expected, strict=True
-    ):
-        assert torch.equal(one, two.transpose(1, 2))
 
 
 MASK = torch.ones(1, 3, dtype=torch.long)

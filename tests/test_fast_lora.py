@@ -213,15 +213,6 @@ def test_a_gradient_whose_features_lie_apart_is_read_right() -> None:
     assert worst(results(turned(lora_linears), modules), results(turned(plainly), modules)) < EXACT
 
 
-def test_the_first_layers_input_gets_no_gradient() -> None:
-    modules = Case().modules()
-    outputs = lora_linears(torch.randn(TOKENS, IN), modules)
-    sum(output.sum() for output in outputs).backward()
-    assert all(
-        p.grad is not None for module in modules for p in module.parameters() if p.requires_grad
-    )
-
-
 def test_without_gradients_the_outputs_are_the_same() -> None:
     modules, x = Case().modules(), torch.randn(TOKENS, IN)
     with torch.no_grad():

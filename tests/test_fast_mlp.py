@@ -277,7 +277,6 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype) -> None:

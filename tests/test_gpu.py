@@ -23,10 +23,7 @@ SHORT = {
 AT_ONCE = 4  # a run of the tiny model is a CPU's work, imports above all
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 needs_unsloth = pytest.mark.skipif(
     importlib.util.find_spec("unsloth") is None,

@@ -10,10 +10,7 @@ from sft_play.models.fast.linears.products import (
     rank_and_output_gradients,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 SCALE = 1.5
 

@@ -8,10 +8,7 @@ from torch import nn
 from sft_play.models.compressed import KINDS, Rounding, has_kernel, scales_of
 from sft_play.models.delivered import merged
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def weight(dtype: torch.dtype, rows: int = 384, inputs: int = 14_336) -> torch.Tensor:

@@ -29,10 +29,7 @@ from sft_play.models.fast.experts.products import (
     sum_choices,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 TOKENS, CHOICES = 37, 3
 # A result is rounded once: one step of bfloat16 is 2^-8. Float32 sums have another order.
 TOLERANCES = {

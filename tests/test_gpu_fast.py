@@ -8,15 +8,13 @@ import pytest
 import torch
 from test_fast_install import (
     INPUTS,
-    MAX_SEQ_LEN,
     MODELS,
-    VOCABULARY,
     batches,
     plain_model,
     settings,
 )
 
-from sft_play.data.collate import PackCollator, labelled
+from sft_play.data.collate import labelled
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,
@@ -27,12 +25,8 @@ from sft_play.models.fast.norms.residual import Reference
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA, NormKind
 from sft_play.models.losses import summed_nll
 from sft_play.process import Process
-from sft_play.training.isolation import measure_cross_document
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -154,23 +148,6 @@ def test_full_training_on_float32_weights_goes_through_the_kernels(name: str) ->
         error(gradients(model, True, torch.bfloat16), reference)
         <= 1.25 * error(plain, reference) + 1e-3
     )
-
-
-@pytest.mark.parametrize("in_one_row", [False, True], ids=["rows", "in-one-row"])
-@pytest.mark.parametrize("name", MODELS)
-def test_documents_are_kept_apart(name: str, in_one_row: bool) -> None:
-    model = on_gpu(name, "lora", torch.bfloat16)
-    make(model, "lora", torch.bfloat16)
-    with torch.autocast("cuda", torch.bfloat16):
-        found = measure_cross_document(
-            model,
-            PackCollator(
-                0, MAX_SEQ_LEN, fused_kernels_of(model).reads_boundaries, in_one_row=in_one_row
-            ),
-            VOCABULARY,
-            torch.device("cuda"),
-        )
-    assert found.holds and found.seen == 0
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])

@@ -10,10 +10,7 @@ from sft_play.models.fast.linears.glu import (
     glu_forward,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 
 

@@ -19,10 +19,7 @@ from sft_play.models.fast.graphs.recording import accumulators_for_recordings, r
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 STEPS = 40
 
 

@@ -12,10 +12,7 @@ from published_models import write_published
 from tiny_models import GPU_SIZES
 from transformers import AutoTokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
 TYPES = ("gemma3", "mistral3", "qwen3_5", "qwen2_5_vl", "llama4")
 

@@ -10,10 +10,7 @@ from sft_play.models.load import load_base
 from sft_play.process import Process
 from sft_play.training.runtime import allow_tf32
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
 
 

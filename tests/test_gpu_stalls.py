@@ -25,10 +25,7 @@ from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 FROM, TO = (
     2,

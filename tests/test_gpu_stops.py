@@ -24,10 +24,7 @@ from sft_play.runs import checkpoints
 from sft_play.runs.folder import RunFolder
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 16
 SETTINGS = {

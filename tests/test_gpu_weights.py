@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from make_runs import check_losses, losses, run_make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = [1, 0.1, None, 0.5]  # of the rows by turns
 

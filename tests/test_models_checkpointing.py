@@ -113,26 +113,6 @@ def test_the_first_layer_computes_no_gradient_of_the_embeddings() -> None:
     assert not model.get_input_embeddings()(IDS).requires_grad
 
 
-def test_the_layers_are_the_longest_stack() -> None:
-    class Seeing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.vision = nn.ModuleList(
-                list(
-                    LlamaForCausalLM(
-                        LlamaConfig(
-                            vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=2
-                        )
-                    ).model.layers
-                )
-            )
-            self.language = tiny()
-            self.heads = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
-
-    model = Seeing()
-    assert decoder_layers(model) == list(model.language.get_base_model().model.layers)
-
-
 def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -215,16 +195,6 @@ def test_small_tensors_stay_where_they_are() -> None:
     assert offloading._pack(small) is small
     numbers = torch.zeros(2**20, dtype=torch.int64)
     assert offloading._pack(numbers) is numbers
-
-
-def test_host_memory_is_used_again_in_the_next_step(offloading: LayerOffloading) -> None:
-    model = tiny()
-    checkpoint_layers(model, LAYERS, LAYERS)
-    gradients(model)
-    first = {buffer.data_ptr() for buffer in offloading._free[CPU]}
-    gradients(model)
-    assert len(first) == LAYERS
-    assert {buffer.data_ptr() for buffer in offloading._free[CPU]} == first
 
 
 def test_a_longer_row_takes_the_place_of_a_buffer_that_is_too_small() -> None:

@@ -169,16 +169,6 @@ def test_towers_are_no_weights_that_could_not_be_packed() -> None:
     assert not any("tower" in name for name in weights.unexplained)
 
 
-def test_a_packed_model_moves_between_devices_with_its_constants(tmp_path: Path) -> None:
-    model = load_base(config_of(base_of(tmp_path, "mixtral")), CPU)
-    weight = expert_weights(model)[0]
-    owner = model.get_submodule(weight.module_name)
-    before = getattr(owner, weight.parameter_name)
-    owner.to(torch.device("cpu")).float()
-    assert packed_weight(owner, weight.parameter_name).dtype == torch.uint8
-    torch.testing.assert_close(getattr(owner, weight.parameter_name), before)
-
-
 def test_the_model_without_memory_is_packed_alike(tmp_path: Path) -> None:
     config = config_of(base_of(tmp_path, "mixtral"))
     on_meta = build_on_meta(config, torch.float32)

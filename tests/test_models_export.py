@@ -156,8 +156,7 @@ def test_the_code_of_an_adapters_readme_runs_and_answers(trained, capsys):
     metrics = run_json(folder)["metrics"]
     assert f"| ROUGE-L | {metrics['before']['rougeL']:.4g} |" in readme
     assert f"| {metrics['after']['eval_loss']:.4g} |" in readme
-    assert "| train | `train.jsonl` | 10 |" in readme
-    assert "Answers end with `<|im_end|>`; generation stops at `<|endoftext|>` too" in readme
+    assert "`<|im_end|>`" in readme and "`<|endoftext|>`" in readme
     assert "| LoRA rank | 16 |" in readme and "More Information Needed" not in readme
 
 

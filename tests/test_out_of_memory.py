@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from faults.processes import fail_in_step_3, find_no_row, run_out
+from faults.processes import fail_in_step_3, run_out
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 
@@ -458,10 +458,3 @@ def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(p
         "rank 1 ran out of memory"
     )
     assert (first["status"], first["exit_class"]) == ("failed", 15) and "out_of_memory" not in first
-
-
-@pytest.mark.long  # the row failing-rank of `make test-faults` is the same
-def test_another_error_ends_both_ranks_with_its_class_too(plan_run):
-    folder = plan_run(LONG, num_gpus=2)
-    assert run_two_workers(folder, fail_in_step_3, 1, find_no_row) == [11, 11]
-    assert run_json(folder)["cause"] == "row 7 is no row"

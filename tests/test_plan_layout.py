@@ -59,11 +59,6 @@ def test_a_packed_step_holds_the_fullest_in_no_more_than_it_needs(
         assert packed.unpacked() == unpacked
 
 
-def test_the_mean_micro_batch_of_the_fullest_step_is_no_larger_than_the_largest() -> None:
-    layout = Layout(batch_size=8, grad_accum=4, world_size=1, max_seq_len=10).packed(9)
-    assert (layout.tokens, layout.mean_tokens) == (50, 45)  # two micro-batches: 5 and 4 sequences
-
-
 def test_gradients_accumulate_over_packed_micro_batches_not_over_rows() -> None:
     layout = Layout(batch_size=4, grad_accum=8, world_size=1, max_seq_len=64)
     assert layout.packed(5).accumulates

@@ -52,14 +52,6 @@ def test_an_8b_model_on_an_h200_trains_256k_tokens_and_512k_offloaded() -> None:
     assert found.offloaded.host_bytes >= 32 * found.offloaded.tokens * 4096 * 2
 
 
-def test_without_recomputation_rows_are_shorter_and_nothing_is_offloaded() -> None:
-    found = rows(gradient_checkpointing=False)
-    assert found.offloaded is None
-    assert (
-        peak(found.kept.tokens, False, 0) <= H200 < peak(found.kept.tokens + STEP_TOKENS, False, 0)
-    )
-
-
 @pytest.mark.parametrize(
     "changes", [{"recomputes_by_layer": False}, {"gradient_checkpointing": False}]
 )

@@ -231,18 +231,6 @@ def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -
     assert len(rate.rstrip("0")) <= 2, "a number that nobody measured has two digits"
 
 
-def test_the_plan_says_whether_experts_get_adapters(answers, tmp_path) -> None:
-    folder = folder_of("qwen3_moe", tmp_path)
-    assert "on all linear layers and experts" in report._what(plan_of(folder))
-    without = plan_of(folder, "tuning.lora.experts=none")
-    assert "on all linear layers, none on experts," in report._what(without)
-    shared = plan_of(folder, "tuning.lora.experts=shared")
-    assert "and experts, one adapter for all experts of a layer," in report._what(shared)
-    sizes = [planned.plan.step.adapter_weights for planned in (without, shared, plan_of(folder))]
-    of_experts = (sizes[2] - sizes[0]) // (sizes[1] - sizes[0])
-    assert of_experts == shared.plan.step.model.counts.experts > 1
-
-
 def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch) -> None:
     counted = counting._ask
 
