@@ -42,7 +42,7 @@ TRIED_TYPES = [
 
 
 @pytest.mark.parametrize("model_type", TRIED_TYPES)
-def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type: str) -> None:
+def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type):
     config = settings("lora")
     plain = adapted(tiny_model(model_type), config)
     assert not any(hides_mistakes(weight) for weight in plain.parameters())
@@ -143,8 +143,8 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "break_it"), MUTANTS)
-def test_the_comparison_sees_a_mutant(model_type: str, break_it: Any) -> None:
+@pytest.mark.parametrize("model_type, break_it", MUTANTS)
+def test_the_comparison_sees_a_mutant(model_type, break_it):
     config = settings("lora")
     plain = adapted(tiny_model(model_type), config)
     made = fused(plain, config)
@@ -156,6 +156,6 @@ def test_the_comparison_sees_a_mutant(model_type: str, break_it: Any) -> None:
         assert any("experts" in name and "[0]" in name for name in without_gradient(made))
 
 
-def test_the_page_has_a_row_for_every_model_type() -> None:
+def test_the_page_has_a_row_for_every_model_type():
     written = PAGE.read_text(encoding="utf-8")
     assert [name for name in MODEL_TYPES if f"| `{name}` |" not in written] == []

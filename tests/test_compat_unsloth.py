@@ -81,7 +81,7 @@ def test_steps_win_over_a_ratio(unsloth):
 
 
 @pytest.mark.parametrize(
-    ("named", "words"),
+    "named, words",
     [
         ({"enable_distributed_training": False}, "a launcher has started 2 processes"),
         ({"distributed_backend": "nccl"}, "write gloo"),

@@ -192,13 +192,13 @@ def gaps(tmp_path_factory) -> dict[str, Gap]:
     return {name: Gap(**values) for name, values in found.items()}
 
 
-def test_shared_rows_train_as_those_of_one_rank(gaps) -> None:
+def test_shared_rows_train_as_those_of_one_rank(gaps):
     right = {name: gap for name, gap in gaps.items() if ":" not in name}
     assert len(right) == len(CASES) * len(LAYOUTS)
     assert all(gap.is_rounding for gap in right.values()), right
 
 
-def test_what_cuts_rows_wrongly_is_seen(gaps) -> None:
+def test_what_cuts_rows_wrongly_is_seen(gaps):
     wrong = {name: gap for name, gap in gaps.items() if ":" in name}
     assert len(wrong) == 8
     assert not any(gap.is_rounding for gap in wrong.values()), wrong

@@ -89,7 +89,7 @@ def losses(folder: RunFolder) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "mode"),
+    "strategy, ranks, mode",
     [
         ("ddp", 2, "lora"),
         pytest.param("ddp", 4, "full", marks=LONG),
@@ -99,7 +99,7 @@ def losses(folder: RunFolder) -> list[float]:
         pytest.param("ddp", 2, "qlora", marks=LONG),
     ],
 )
-def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode) -> None:
+def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode):
     apart = finished(**{"tuning.mode": mode})
     together = finished(strategy, 2, ranks, **{"tuning.mode": mode})
     assert losses(apart)[-1] < 0.95 * losses(apart)[0]
@@ -119,12 +119,12 @@ def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ra
     ],
     ids=["unpacked", "recomputed"],
 )
-def test_unpacked_and_recomputed_rows_train_alike(finished, changes) -> None:
+def test_unpacked_and_recomputed_rows_train_alike(finished, changes):
     whole = finished("ddp", 2)
     assert losses(finished("ddp", 2, **changes)) == pytest.approx(losses(whole), abs=2e-5)
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
+def test_a_resumed_run_is_the_one_that_never_stopped(finished):
     whole = finished("ddp", 2)
     again = finished("ddp", 2, **{"train.resume_from": whole.checkpoints / "checkpoint-2"})
     assert losses(again)[-2:] == losses(whole)[-2:]
@@ -133,7 +133,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"),
+    "strategy, mode",
     [
         ("fsdp", "full"),
         pytest.param("fsdp", "lora", marks=LONG),
@@ -141,21 +141,21 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
         pytest.param("ddp", "qlora", marks=LONG),
     ],
 )
-def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode) -> None:
+def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode):
     settings = {"tuning.mode": mode, "train.gradient_checkpointing": True}
     in_tiles = finished(strategy, 2, prepare=in_small_tiles, **settings)
     assert losses(in_tiles) == pytest.approx(losses(finished(**{"tuning.mode": mode})), abs=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "has_images", "words"),
+    "model_type, has_images, words",
     [
         ("llama4", False, "their place in the row"),
         ("qwen3_5", False, "need the tokens before theirs"),
         ("llama", True, "no rows with images"),
     ],
 )
-def test_a_model_and_rows_that_cannot_be_shared_are_refused(model_type, has_images, words) -> None:
+def test_a_model_and_rows_that_cannot_be_shared_are_refused(model_type, has_images, words):
     chosen = settings("lora")
     make = published_model if model_type == "llama4" else tiny_model
     model = fused(adapted(make(model_type), chosen), chosen)

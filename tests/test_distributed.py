@@ -145,7 +145,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "mode"), CASES)
+@pytest.mark.parametrize("engine, mode", CASES)
 def test_two_processes_train_as_one(plan_run, taught_base, alone, engine, mode):
     """Float32, rows of unequal length, accumulation, a last step that is partly filled."""
     settings = {

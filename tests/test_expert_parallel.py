@@ -200,9 +200,7 @@ def compared(base_of, tmp_path_factory) -> Compared:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(
-    compared: Compared, name: str
-) -> None:
+def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(compared, name):
     _, changes, _ = (CASES | LONG_CASES)[name]
     for found in compared(name):
         alone, shared = found["alone"], found["shared"]
@@ -214,12 +212,12 @@ def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(
         assert ("experts" in found["fused"]) == (changes.get("train.fast_path") is not False)
 
 
-def test_experts_that_no_token_reaches_are_left_as_they_were(compared: Compared) -> None:
+def test_experts_that_no_token_reaches_are_left_as_they_were(compared):
     for found in (*compared("skewed"), *compared("own code")):
         assert set(found["reached"]) <= {2, 5}
 
 
-def test_each_rank_holds_its_part_of_experts_and_adapters(compared: Compared) -> None:
+def test_each_rank_holds_its_part_of_experts_and_adapters(compared):
     for name in ("skewed", "qlora"):
         for found in compared(name):
             assert 0 < 2 * found["shared"]["held"] == found["alone"]["held"]
@@ -290,9 +288,7 @@ VARIANTS = (
     "changes",
     [VARIANTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS[1:])],
 )
-def test_a_run_of_two_ranks_is_that_of_one_process(
-    trained: Trained, changes: dict[str, Any]
-) -> None:
+def test_a_run_of_two_ranks_is_that_of_one_process(trained, changes):
     one, two = trained(**changes), trained("ep", **changes)
     assert_equal_runs(one, two)
     assert min(logged(two, "grad_norm")) > SETTINGS["train.max_grad_norm"], "clipping bites"
@@ -303,7 +299,7 @@ def test_a_run_of_two_ranks_is_that_of_one_process(
     assert shares[1] == pytest.approx(shares[0], abs=0.01)  # other fillers are counted
 
 
-def test_what_is_saved_has_the_form_of_one_process(trained: Trained) -> None:
+def test_what_is_saved_has_the_form_of_one_process(trained):
     one, two = trained(), trained("ep")
     for folders in ([run.weights("lora") for run in (one, two)], checkpoints(one, two)):
         names = [{path.name for path in folder.iterdir()} for folder in folders]
@@ -317,7 +313,7 @@ def checkpoints(*runs: RunFolder) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("begun", "goes_on"),
+    "begun, goes_on",
     [
         ("ep", "auto"),
         *(
@@ -326,14 +322,14 @@ def checkpoints(*runs: RunFolder) -> list[Path]:
         ),
     ],
 )
-def test_a_run_goes_on_under_another_strategy(trained: Trained, begun: str, goes_on: str) -> None:
+def test_a_run_goes_on_under_another_strategy(trained, begun, goes_on):
     whole = trained(begun)
     (checkpoint,) = checkpoints(whole)
     changes = {"train.resume_from": checkpoint, "train.elastic": True}
     assert_equal_runs(whole, trained(goes_on, **changes))
 
 
-def test_plain_peft_opens_the_adapter(trained: Trained, base_of) -> None:
+def test_plain_peft_opens_the_adapter(trained, base_of):
     ids = torch.arange(5, 25)[None]
     logits = []
     for folder in (trained(), trained("ep")):

@@ -58,10 +58,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "outs", "rank"), CASES)
-def test_one_pass_gives_both_gradients(
-    kernels: ModuleType, rows: int, outs: tuple[int, ...], rank: int
-) -> None:
+@pytest.mark.parametrize("rows, outs, rank", CASES)
+def test_one_pass_gives_both_gradients(kernels, rows, outs, rank):
     dy, b, xa = operands(rows, outs, rank, gap=rank)
     before = [grad.clone() for grad in dy]
     du, db = kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float64)
@@ -72,7 +70,7 @@ def test_one_pass_gives_both_gradients(
     assert all(map(torch.equal, dy, before))
 
 
-def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
+def test_one_number_that_is_not_finite_shows(kernels):
     dy, b, xa = operands(40, (64, 32), 16)
     dy[1][39, 31] = torch.nan
     du, db = kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float32)
@@ -95,9 +93,7 @@ def half(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [each.bfloat16() for each in tensors]
 
 
-def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(monkeypatch):
     fits = adapter_gradients.fit_one_pass
     dy, b, _ = operands(40, (64, 32, 32), 16)
     dy, b = half(dy), half(b)
@@ -119,9 +115,7 @@ def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(
 
 
 @pytest.mark.parametrize("without", [(), (1,), (0, 2)])
-def test_both_ways_agree_where_some_linears_have_no_adapter(
-    kernels: ModuleType, without: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_agree_where_some_linears_have_no_adapter(kernels, without, monkeypatch):
     dy, b, _ = operands(20, (40, 16, 24), 16, gap=16)
     adapters = [None if index in without else each for index, each in enumerate(b)]
     own = iter(linears_of([each for each in adapters if each is not None]))

@@ -89,15 +89,13 @@ def gap(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padded_rows_are_those_of_eager_attention(name: str) -> None:
+def test_padded_rows_are_those_of_eager_attention(name):
     plain = step(tiny_model(name, attention="eager"), padded())
     assert gap(step(fused(tiny_model(name)), padded()), plain) < TOLERANCES.get(name, SAME)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_rows_are_those_of_eager_attention_with_masks(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_rows_are_those_of_eager_attention_with_masks(name, monkeypatch):
     found = step(fused(tiny_model(name)), packed())
     model = tiny_model(name, attention="eager")
     code = importlib.import_module(type(model).__module__)
@@ -112,9 +110,7 @@ def test_packed_rows_are_those_of_eager_attention_with_masks(
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "gemma3"])
 @pytest.mark.parametrize("forgotten", ["sinks", "softcap", "window"])
-def test_the_comparison_sees_what_is_forgotten(
-    name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_sees_what_is_forgotten(name, forgotten, monkeypatch):
     keyword = {"sinks": "s_aux", "softcap": "softcap", "window": "sliding_window"}[forgotten]
     plain = step(tiny_model(name, attention="eager"), padded())
     own = attention_interface.attention_interface_forward
@@ -143,7 +139,7 @@ def without_cap(model: Any) -> Any:
 
 
 @torch.no_grad()
-def test_evaluation_keeps_the_soft_cap_that_sdpa_leaves_out() -> None:
+def test_evaluation_keeps_the_soft_cap_that_sdpa_leaves_out():
     mask = torch.ones(1, 12, dtype=torch.long)
     ids = torch.arange(12)[None] + 5
     eager = tiny_model("gemma2", attention="eager").eval()(ids, attention_mask=mask).logits
@@ -153,7 +149,7 @@ def test_evaluation_keeps_the_soft_cap_that_sdpa_leaves_out() -> None:
     assert not torch.allclose(model(ids, attention_mask=mask).logits, eager, atol=1e-2)
 
 
-def test_soft_caps_are_kept_without_fused_kernels_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_soft_caps_are_kept_without_fused_kernels_too(caplog):
     plain = step(tiny_model("gemma2", attention="eager"), padded())
     model = tiny_model("gemma2", attention="eager")
     model.config._attn_implementation = "sdpa"  # which newer versions refuse to build it with
@@ -164,13 +160,13 @@ def test_soft_caps_are_kept_without_fused_kernels_too(caplog: pytest.LogCaptureF
     assert gap(step(model, padded()), plain) < SAME
 
 
-def test_a_saved_config_does_not_name_our_attention() -> None:
+def test_a_saved_config_does_not_name_our_attention():
     model = fused(tiny_model("gemma3"))
     assert model.config._attn_implementation == "sft_play_over_sdpa"
     assert "sft_play" not in model.config.to_json_string()
 
 
-def test_what_is_not_causal_attention_is_refused() -> None:
+def test_what_is_not_causal_attention_is_refused():
     query = torch.randn(1, 2, 5, 8)
     module = nn.Module()
     given = (module, query, query, query, UNMASKED, "sdpa")
@@ -183,7 +179,7 @@ def test_what_is_not_causal_attention_is_refused() -> None:
             attention_interface.attention_interface_forward(*given, **wrong)
 
 
-def test_an_attention_that_ours_does_not_replace_is_refused() -> None:
+def test_an_attention_that_ours_does_not_replace_is_refused():
     decoder = tiny_model("llama").get_decoder()
     decoder.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="attention is flex_attention"):

@@ -42,7 +42,7 @@ def gradients(model: nn.Module, steps: int, autocasts: int = 9) -> list[torch.Te
 
 
 @pytest.mark.parametrize("autocasts", [9, 1], ids=["under autocast", "once"])
-def test_steps_are_those_without_copies_to_the_bit(autocasts: int) -> None:
+def test_steps_are_those_without_copies_to_the_bit(autocasts):
     plain = a_model()
     with_copies = copy.deepcopy(plain)
     copy_adapters_at_once(with_copies, with_copies)
@@ -53,7 +53,7 @@ def test_steps_are_those_without_copies_to_the_bit(autocasts: int) -> None:
     assert all(group.copies.a.dtype == torch.bfloat16 for group in groups)
 
 
-def test_linears_that_share_an_input_read_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_that_share_an_input_read_the_copies(monkeypatch):
     model = a_model()
     decoder = base_model_of(model).get_decoder()
     layer = decoder.layers[0].self_attn
@@ -74,7 +74,7 @@ def test_linears_that_share_an_input_read_the_copies(monkeypatch: pytest.MonkeyP
         assert torch.equal(copied, module.lora_B["default"].weight.bfloat16())
 
 
-def test_without_autocast_or_training_nothing_is_copied() -> None:
+def test_without_autocast_or_training_nothing_is_copied():
     model = a_model()
     copy_adapters_at_once(model, model)
     tokens = torch.arange(24).view(2, 12)
@@ -85,13 +85,13 @@ def test_without_autocast_or_training_nothing_is_copied() -> None:
     assert groups and all(group.copies is None for group in groups)
 
 
-def test_a_model_that_is_shared_is_left_alone() -> None:
+def test_a_model_that_is_shared_is_left_alone():
     model = a_model()
     copy_adapters_at_once(model, nn.Sequential(model))  # neither the model itself nor DDP
     assert not base_model_of(model).get_decoder()._forward_pre_hooks
 
 
-def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch):
     refresh = AdapterCopies.__call__
 
     def once(self: AdapterCopies, decoder: nn.Module, *rest: object) -> None:

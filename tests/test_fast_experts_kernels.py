@@ -62,9 +62,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 )
 @pytest.mark.parametrize("summed, features", [(72, 40), (64, 300)])
 @pytest.mark.parametrize("of_tokens", [True, False])
-def test_a_grouped_product_is_that_of_each_expert(
-    kernels: ModuleType, kind: str, summed: int, features: int, of_tokens: bool
-) -> None:
+def test_a_grouped_product_is_that_of_each_expert(kernels, kind, summed, features, of_tokens):
     by_expert = routing(kernels, some_choices(kind))
     rows = int(by_expert.ends[-1])
     x = torch.randn(TOKENS if of_tokens else TOKENS * CHOICES, summed).half()
@@ -89,9 +87,7 @@ def test_a_grouped_product_is_that_of_each_expert(
     "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("of_tokens", [True, False])
-def test_an_outer_product_sums_the_rows_of_each_expert(
-    kernels: ModuleType, kind: str, of_tokens: bool
-) -> None:
+def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens):
     by_expert = routing(kernels, some_choices(kind))
     x = torch.randn(TOKENS * CHOICES, RANK).half()
     y = torch.randn(TOKENS if of_tokens else TOKENS * CHOICES, 200).half()
@@ -113,9 +109,7 @@ def test_an_outer_product_sums_the_rows_of_each_expert(
     [("nf4", True), *(pytest.param(*each, marks=pytest.mark.long) for each in PLAIN_SCALES)],
 )
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_packed_weights_are_unpacked_tile_by_tile(
-    kernels: ModuleType, quant_type: str, is_nested: bool, is_transposed: bool
-) -> None:
+def test_packed_weights_are_unpacked_tile_by_tile(kernels, quant_type, is_nested, is_transposed):
     weight = torch.randn(EXPERTS, 70, 192).half()
     packed = Params4bit(
         weight, requires_grad=False, quant_type=quant_type, compress_statistics=is_nested
@@ -128,7 +122,7 @@ def test_packed_weights_are_unpacked_tile_by_tile(
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_mxfp4_is_unpacked_tile_by_tile(kernels: ModuleType, is_turned: bool) -> None:
+def test_mxfp4_is_unpacked_tile_by_tile(kernels, is_turned):
     weight = numbers_of_mxfp4(EXPERTS, 96, 64, is_turned=is_turned).half()
     linear = products.ExpertLinear(mxfp4.pack(weight, is_turned), None, True, EXPERTS, 0.0)
     assert torch.equal(linear.matrices(torch.half).unpacked(torch.half), weight)

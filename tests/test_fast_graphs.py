@@ -115,7 +115,7 @@ def trains_as_launched(model: Any, batches: list[Batch]) -> GraphedDecoder:
 
 
 @pytest.mark.parametrize(
-    ("is_packed", "in_one_row"),
+    "is_packed, in_one_row",
     [(True, False), (True, True), (False, False)],
     ids=["packed", "in-one-row", "padded"],
 )
@@ -129,8 +129,8 @@ def trains_as_launched(model: Any, batches: list[Batch]) -> GraphedDecoder:
     ],
 )
 def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
-    name: str, is_packed: bool, in_one_row: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, is_packed, in_one_row, monkeypatch
+):
     monkeypatch.setattr(packing, "ROW_STEP", 8)  # rows of a few hundred tokens have many lengths
     batches = list(micro_batches(30, is_packed, in_one_row))
     decoder = trains_as_launched(fused(name), batches)
@@ -147,9 +147,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.parametrize(
     "kind", [("llama", {}), ("qwen3_moe", MIXTURE)], ids=["recomputed", "recomputed experts"]
 )
-def test_layers_that_are_recomputed_are_replayed_and_so_are_experts(
-    kind: tuple[str, dict[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_are_recomputed_are_replayed_and_so_are_experts(kind, monkeypatch):
     monkeypatch.setitem(MODELS, "this", kind)
     model = fused("this")
     checkpoint_layers(model, 1)
@@ -157,9 +155,7 @@ def test_layers_that_are_recomputed_are_replayed_and_so_are_experts(
     assert decoder.counts.replayed >= 6 and decoder.counts.stopped is None
 
 
-def test_layers_have_run_and_freed_their_memory_before_a_recording_takes_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_have_run_and_freed_their_memory_before_a_recording_takes_its_own(monkeypatch):
     model, decoder = graphed_llama()
     events: list[str] = []
     decoder.free_cache = lambda: events.append("freed")
@@ -177,7 +173,7 @@ def test_layers_have_run_and_freed_their_memory_before_a_recording_takes_its_own
     assert events[:4] == proof
 
 
-def test_recordings_give_their_memory_back_where_layers_run_by_themselves() -> None:
+def test_recordings_give_their_memory_back_where_layers_run_by_themselves():
     model, decoder = graphed_llama()
     pools: list[None] = []
     decoder.new_record = lambda: pools.append(None) or again
@@ -198,14 +194,14 @@ def test_recordings_give_their_memory_back_where_layers_run_by_themselves() -> N
     assert (decoder.counts.launched, decoder.counts.replayed) == (2, 8)
 
 
-def test_nothing_is_recorded_where_shapes_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_where_shapes_are_too_many(monkeypatch):
     monkeypatch.setattr(graphs_of_decoder, "MOST_RECORDINGS", 1)
     decoder = trains_as_launched(fused(), list(micro_batches(24, False)))
     assert decoder.counts.stopped == "micro-batches have more than 1 shapes"
     assert not decoder.recorded and decoder.counts.launched > 12
 
 
-def test_evaluation_runs_the_layers_themselves() -> None:
+def test_evaluation_runs_the_layers_themselves():
     model, decoder = graphed_llama()
     batch = next(micro_batches(1, True))
     inputs = {name: batch[name] for name in INPUTS if name in batch}
@@ -215,9 +211,7 @@ def test_evaluation_runs_the_layers_themselves() -> None:
     assert decoder.counts == GraphCounts() and not decoder.first
 
 
-def test_a_recording_that_reads_other_memory_is_found_and_not_used(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_reads_other_memory_is_found_and_not_used(caplog, monkeypatch):
     def keeps_its_tokens(self: StaticInputs, call: DecoderCall) -> None:
         if not hasattr(self, "tokens"):
             self.tokens = call.input_ids.shape[1]
@@ -229,9 +223,7 @@ def test_a_recording_that_reads_other_memory_is_found_and_not_used(
     assert decoder.counts.replayed == 0
 
 
-def test_a_micro_batch_without_labels_finds_a_recording_that_reads_other_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_micro_batch_without_labels_finds_a_recording_that_reads_other_memory(monkeypatch):
     model, decoder = graphed_llama()
     fill = StaticInputs.fill
 
@@ -250,7 +242,7 @@ def test_a_micro_batch_without_labels_finds_a_recording_that_reads_other_memory(
     assert "differs by" in decoder.counts.stopped and decoder.counts.replayed == 0
 
 
-def test_a_recording_that_joins_two_documents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_joins_two_documents_is_found(monkeypatch):
     model, decoder = graphed_llama()
     fill = StaticInputs.fill
 
@@ -265,8 +257,8 @@ def test_a_recording_that_joins_two_documents_is_found(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("in_one_row", [False, True], ids=["padded", "in-one-row"])
 def test_rounding_of_other_kernels_is_allowed_for_rows_that_are_filled_up_alone(
-    in_one_row: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    in_one_row, monkeypatch
+):
     monkeypatch.setattr(packing, "ROW_STEP", 8)
     monkeypatch.setattr(RecordedPass, "difference", rounded_otherwise)
     model, decoder = graphed_llama()
@@ -295,7 +287,7 @@ class Overwrites(torch.autograd.Function):
         return grad.mul_(2)
 
 
-def test_a_kernel_that_overwrites_its_gradient_proves_itself_too() -> None:
+def test_a_kernel_that_overwrites_its_gradient_proves_itself_too():
     model = plain_model("llama")
     make(model)
     base = model.get_base_model().get_decoder()
@@ -312,7 +304,7 @@ def test_a_kernel_that_overwrites_its_gradient_proves_itself_too() -> None:
     assert decoder.counts.stopped is None and decoder.counts.replayed > 0
 
 
-def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_cannot_be_recorded_run_as_always(caplog):
     model, decoder = graphed_llama()
 
     def refuses(launch: Callable[[], None]) -> Callable[[], None]:
@@ -327,9 +319,7 @@ def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureF
     assert "0 of 9 micro-batches" in decoder.counts.line()
 
 
-def test_a_gradient_that_is_no_number_is_found_whichever_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_that_is_no_number_is_found_whichever_it_is(monkeypatch):
     model, decoder = graphed_llama()
     replay = RecordedPass._backward
 
@@ -343,7 +333,7 @@ def test_a_gradient_that_is_no_number_is_found_whichever_it_is(
     assert decoder.counts.stopped.endswith("differs by inf") and not decoder.recorded
 
 
-def test_documents_are_padded_to_few_shapes() -> None:
+def test_documents_are_padded_to_few_shapes():
     def shape_of(lengths: list[int], rows: int = 2, most_tokens: int | None = None) -> Shape:
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
         ids = torch.zeros(rows, sum(lengths) // rows, dtype=torch.int64)
@@ -361,7 +351,7 @@ def test_documents_are_padded_to_few_shapes() -> None:
     assert shape_of([512] * 64, rows=1) == Shape(1, 32768, 128, 2048), "one more for the padding"
 
 
-def test_ranks_that_compute_together_agree_on_a_shape() -> None:
+def test_ranks_that_compute_together_agree_on_a_shape():
     short, long = Shape(1, 1152, 64, 2048), Shape(1, 1280, 128, 1024)
     assert common_shape([short, long]) == Shape(1, 1280, 128, 2048), "a single row is filled up"
     assert common_shape([Shape(2, 64, 0, 64)] * 2) == Shape(2, 64, 0, 64)
@@ -370,7 +360,7 @@ def test_ranks_that_compute_together_agree_on_a_shape() -> None:
     assert common_shape([short, None]) is None
 
 
-def test_no_recording_is_larger_than_a_micro_batch_of_the_run() -> None:
+def test_no_recording_is_larger_than_a_micro_batch_of_the_run():
     model, decoder = graphed_llama(most_tokens=1100)
     rows = TrainRows(documents(40))
     chosen: list[int] = []
@@ -381,7 +371,7 @@ def test_no_recording_is_larger_than_a_micro_batch_of_the_run() -> None:
     assert [shape.tokens for shape in decoder.first] == [1100], "not 1,152"
 
 
-def test_gradients_stay_where_they_are() -> None:
+def test_gradients_stay_where_they_are():
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     gradients = StaticGradients(parameters)
     parameters[1].grad = torch.ones(2)  # of a micro-batch that was launched
@@ -398,7 +388,7 @@ def test_gradients_stay_where_they_are() -> None:
     "change",
     ["tuning.mode=full", "train.neftune_noise_alpha=5", "tuning.lora.dropout=0.1", ""],
 )
-def test_why_layers_are_not_recorded_is_said(change: str) -> None:
+def test_why_layers_are_not_recorded_is_said(change):
     planned = plan_for(CPU_ONLY, *change.split())
     cpu = planned.plan.ranks
     model = fused()
@@ -409,9 +399,7 @@ def test_why_layers_are_not_recorded_is_said(change: str) -> None:
 
 
 @pytest.mark.parametrize("is_said", [True, False])
-def test_what_the_plan_has_said_of_graphs_is_not_said_again(
-    is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_plan_has_said_of_graphs_is_not_said_again(is_said, caplog):
     plan = plan_for(CPU_ONLY, "train.cuda_graphs=true").plan
     (sentence,) = (each for each in plan.warnings if "cuda_graphs" in each)
     config = settings(cuda_graphs=True)

@@ -79,9 +79,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("factor", [1.0, 1 / 8192])
-def test_loss_and_gradients_are_those_of_whole_logits(
-    small_chunks, softcap: float | None, factor: float
-) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(small_chunks, softcap, factor):
     arguments = inputs()
     ours, theirs = (
         value_and_gradients(nll, *arguments, factor=factor, softcap=softcap)
@@ -90,7 +88,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     assert len(ours) == 3 and gap(ours, theirs) <= CLOSE
 
 
-def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
+def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks):
     hidden, weight, targets = inputs()
     trained = value_and_gradients(fused_linear_cross_entropy, hidden, weight, targets)
     frozen = value_and_gradients(fused_linear_cross_entropy, hidden, weight.detach(), targets)
@@ -101,19 +99,17 @@ def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
     )
 
 
-def test_without_labels_the_loss_is_0_and_so_is_every_gradient() -> None:
+def test_without_labels_the_loss_is_0_and_so_is_every_gradient():
     value, *gradients = value_and_gradients(fused_linear_cross_entropy, *inputs(tokens=0))
     assert value == 0 and gradients[0].shape == (0, HIDDEN) and not gradients[1].any()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor"),
+    "dtype, factor",
     [(torch.bfloat16, 1 / 8192), (torch.float16, 65536 / 8192)],
     ids=["bfloat16", "float16"],
 )
-def test_half_precision_loses_no_more_than_the_plain_loss_does(
-    small_chunks, dtype: torch.dtype, factor: float
-) -> None:
+def test_half_precision_loses_no_more_than_the_plain_loss_does(small_chunks, dtype, factor):
     """Compare with float64. The factor is that of a mean over 8,192 tokens.
 
     In float16 it is multiplied by the 65,536 of a loss scaler.
@@ -203,7 +199,7 @@ def _stepped(model: PreTrainedModel, nll: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("model_type", FUSABLE)
-def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
+def test_a_models_step_is_the_plain_one(model_type, is_lora):
     model = adapted(tiny(model_type)) if is_lora else tiny(model_type)
     plain = plain_step(model, *batch())
     assert why_loss_not_fusable(model) is None and model.training
@@ -217,7 +213,7 @@ def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
     )  # through two layers back
 
 
-def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
+def test_an_announced_loss_is_capped_as_the_model_caps_its_logits():
     capped, bare = (
         tiny("gemma2", final_logit_softcapping=1.0),
         tiny("gemma2", final_logit_softcapping=None),
@@ -232,10 +228,10 @@ def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
+    "model_type, changes",
     [("cohere", {"logit_scale": 0.0625}), ("granite", {"logits_scaling": 8.0})],
 )
-def test_a_scaled_head_has_the_plain_step(model_type: str, changes: dict[str, float]) -> None:
+def test_a_scaled_head_has_the_plain_step(model_type, changes):
     model = tiny(model_type, **changes)
     plain = plain_step(model, *batch())
     assert why_loss_not_fusable(model) is None
@@ -256,7 +252,7 @@ class RoundsItsLogits(LlamaForCausalLM):
         return output
 
 
-def test_logits_that_are_rounded_are_those_of_the_head() -> None:
+def test_logits_that_are_rounded_are_those_of_the_head():
     model = tiny("llama").to(torch.bfloat16)
     model.__class__ = RoundsItsLogits
     model.config.dtype = torch.bfloat16
@@ -267,7 +263,7 @@ def test_logits_that_are_rounded_are_those_of_the_head() -> None:
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast: bool) -> None:
+def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast):
     model = tiny("llama")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         plain = plain_step(model, *batch())
@@ -283,7 +279,7 @@ def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast:
     )
 
 
-def test_a_failed_pass_leaves_nothing_announced() -> None:
+def test_a_failed_pass_leaves_nothing_announced():
     model = tiny("llama")
     fuse_loss(model)
     ids, labels = batch()
@@ -304,14 +300,14 @@ class ShiftedLogits(LlamaForCausalLM):
         return output
 
 
-def test_a_head_whose_product_is_not_the_logits_is_left_alone() -> None:
+def test_a_head_whose_product_is_not_the_logits_is_left_alone():
     assert "with a bias" in why_loss_not_fusable(tiny("phi"))
     model = tiny("llama")
     model.__class__ = ShiftedLogits
     assert "scaled or changed" in why_loss_not_fusable(model)
 
 
-def test_a_head_with_adapters_and_a_patched_one_are_left_alone() -> None:
+def test_a_head_with_adapters_and_a_patched_one_are_left_alone():
     model = tiny("llama", tie_word_embeddings=False)
     assert why_loss_not_fusable(model) is None
     fuse_loss(model)
@@ -320,7 +316,7 @@ def test_a_head_with_adapters_and_a_patched_one_are_left_alone() -> None:
     assert "has adapters" in why_loss_not_fusable(trained_head)
 
 
-def test_weights_that_are_no_numbers_are_not_for_this_check() -> None:
+def test_weights_that_are_no_numbers_are_not_for_this_check():
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
@@ -348,7 +344,7 @@ def rows_without_their_first(labels: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("wrong", [no_shift, one_missing, rows_without_their_first])
-def test_labels_at_the_wrong_place_show(wrong: Callable) -> None:
+def test_labels_at_the_wrong_place_show(wrong):
     model = tiny("llama")
     ids, labels = batch()
     plain = plain_step(model, ids, labels)
@@ -374,7 +370,7 @@ def last_chunk_lost(logits, targets, softcap, scale):
 
 
 @pytest.mark.parametrize("broken", [no_target, no_cap_in_the_gradient, last_chunk_lost])
-def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> None:
+def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken):
     monkeypatch.setattr(linear_cross_entropy, "nll_and_gradient_", broken)
     ours, theirs = (
         value_and_gradients(nll, *inputs(), softcap=2.0)
@@ -387,7 +383,7 @@ def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocabulary", "itemsize"),
+    "tokens, vocabulary, itemsize",
     [
         (8192, 128256, 2),
         (1640, 128256, 2),
@@ -397,9 +393,7 @@ def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> No
         (1025, 262144, 2),
     ],
 )
-def test_chunks_are_alike_and_within_their_bytes(
-    tokens: int, vocabulary: int, itemsize: int
-) -> None:
+def test_chunks_are_alike_and_within_their_bytes(tokens, vocabulary, itemsize):
     rows = chunk_tokens(tokens, vocabulary, itemsize)
     assert rows * vocabulary * itemsize <= max(
         linear_cross_entropy.CHUNK_BYTES, 128 * vocabulary * itemsize
@@ -411,7 +405,7 @@ def test_chunks_are_alike_and_within_their_bytes(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 @pytest.mark.long
-def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
+def test_the_gpus_kernel_computes_what_the_cpu_does(dtype):
     """Run the kernel in Triton's interpreter, which must be set when a process starts."""
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED.format(dtype=dtype)],

@@ -138,13 +138,13 @@ def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.T
     ],
     ids=str,
 )
-def test_outputs_and_gradients_are_pefts(case: Case, linears: Linears) -> None:
+def test_outputs_and_gradients_are_pefts(case, linears):
     modules = case.modules()
     assert worst(results(linears, modules, passes=2), results(plainly, modules, passes=2)) < EXACT
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
+def test_four_bit_weights_give_pefts_outputs_and_gradients(bias):
     modules = Case(nf4=True, bias=bias).modules()
     assert isinstance(modules[0].base_layer, bnb.nn.Linear4bit)
     # On a CPU bitsandbytes' forward multiplies packed weights with another kernel; its result
@@ -152,7 +152,7 @@ def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
     assert worst(results(lora_linears, modules), results(plainly, modules)) < 1e-5
 
 
-def test_linears_without_any_adapter_share_one_input_gradient() -> None:
+def test_linears_without_any_adapter_share_one_input_gradient():
     modules = [
         nn.Linear(IN, OUT).requires_grad_(False),
         nn.Linear(IN, 32, bias=False).requires_grad_(False),
@@ -161,7 +161,7 @@ def test_linears_without_any_adapter_share_one_input_gradient() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_block_has_the_same_gradients(reentrant: bool) -> None:
+def test_a_checkpointed_block_has_the_same_gradients(reentrant):
     modules = Case().modules()
 
     def checkpointed(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
@@ -171,9 +171,7 @@ def test_a_checkpointed_block_has_the_same_gradients(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("input_type", [torch.float32, torch.bfloat16])
-def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(
-    input_type: torch.dtype,
-) -> None:
+def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(input_type):
     modules = Case(bias=True).modules()
 
     def half(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
@@ -187,7 +185,7 @@ def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(
     assert worst(results(half, modules), results(plainly, modules)) < 2e-2
 
 
-def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
+def test_bfloat16_weights_round_no_more_than_peft_does():
     exact = Case()
     wanted = results(plainly, exact.modules())
     modules = [module.bfloat16() for module in exact.modules()]
@@ -204,7 +202,7 @@ def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
     )
 
 
-def test_a_gradient_whose_features_lie_apart_is_read_right() -> None:
+def test_a_gradient_whose_features_lie_apart_is_read_right():
     modules = Case(outs=(OUT,), targets=("0",)).modules()
 
     def turned(linears: Linears) -> Linears:
@@ -213,7 +211,7 @@ def test_a_gradient_whose_features_lie_apart_is_read_right() -> None:
     assert worst(results(turned(lora_linears), modules), results(turned(plainly), modules)) < EXACT
 
 
-def test_without_gradients_the_outputs_are_the_same() -> None:
+def test_without_gradients_the_outputs_are_the_same():
     modules, x = Case().modules(), torch.randn(TOKENS, IN)
     with torch.no_grad():
         for found, wanted in zip(lora_linears(x, modules), plainly(x, modules), strict=True):
@@ -221,7 +219,7 @@ def test_without_gradients_the_outputs_are_the_same() -> None:
             assert not found.requires_grad
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
     modules, x = Case().modules(), torch.randn(TOKENS, IN, requires_grad=True)
     loss = sum(output.square().sum() for output in lora_linears(x, modules))
     first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
@@ -244,7 +242,7 @@ def saved_bytes(work: Callable[[], object], parameters: list[nn.Parameter]) -> i
     return sum(saved.values())
 
 
-def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
+def test_backward_keeps_the_input_and_rank_features_a_token():
     modules = [module.bfloat16() for module in Case(outs=(OUT, OUT, OUT)).modules()]
     tokens, ranks = 1000, 3 * 16
     x = torch.randn(tokens, IN, dtype=torch.bfloat16, requires_grad=True)
@@ -285,7 +283,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_see(name, monkeypatch):
     function, mutate = MUTANTS[name]
     modules = Case().modules()
     wanted = results(plainly, modules)
@@ -365,7 +363,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_linears_are_bound_again_once_they_have_changed(name: str) -> None:
+def test_linears_are_bound_again_once_they_have_changed(name):
     plain, fused = tiny_model(), fused_model()
     for model in (plain, fused):
         before = model(IDS).logits
@@ -376,7 +374,7 @@ def test_linears_are_bound_again_once_they_have_changed(name: str) -> None:
     torch.testing.assert_close(fused(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters() -> None:
+def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters():
     modules = Case().modules()
     x = torch.randn(3, IN)
     expected = plainly(x, modules)
@@ -391,7 +389,7 @@ def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters() -> None:
     torch.testing.assert_close(group.fused(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
+def test_a_linear_says_why_it_keeps_its_own_forward():
     module = Case().modules()[0]
     assert why_not_fusable(module) is None and why_not_fusable(module.base_layer) is None
     assert "dropout" in why_not_fusable(Case(dropout=0.1).modules()[0])
@@ -410,7 +408,7 @@ def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
         fuse_lora_linear(module)
 
 
-def test_linears_that_cannot_be_fused_compute_as_they_do() -> None:
+def test_linears_that_cannot_be_fused_compute_as_they_do():
     modules = Case(dropout=0.5).modules()
     for module in modules:
         module.eval()

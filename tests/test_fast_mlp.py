@@ -100,7 +100,7 @@ def results(
 
 
 @pytest.mark.parametrize("targets", [ALL, ("gate_proj",)], ids=["all", "gate"])
-def test_a_model_may_add_to_the_output_in_place(targets: tuple[str, ...]) -> None:
+def test_a_model_may_add_to_the_output_in_place(targets):
     """As Llama 4 adds its experts to the output of a shared one."""
 
     def added(work: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> Any:
@@ -111,7 +111,7 @@ def test_a_model_may_add_to_the_output_in_place(targets: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_expert_that_no_token_has_chosen_gets_gradients_of_zero(family: str) -> None:
+def test_an_expert_that_no_token_has_chosen_gets_gradients_of_zero(family):
     mlp = an_mlp(family)
     y = fused(torch.zeros(0, HIDDEN, requires_grad=True), mlp)
     y.sum().backward()
@@ -121,7 +121,7 @@ def test_an_expert_that_no_token_has_chosen_gets_gradients_of_zero(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_and_gradients_are_the_plain_ones(family: str) -> None:
+def test_outputs_and_gradients_are_the_plain_ones(family):
     mlp = an_mlp(family)
     assert worst(results(fused, mlp, passes=2), results(plainly, mlp, passes=2)) < EXACT
 
@@ -129,13 +129,13 @@ def test_outputs_and_gradients_are_the_plain_ones(family: str) -> None:
 @pytest.mark.parametrize(
     "targets", [("down_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("up_proj", "down_proj")]
 )
-def test_linears_without_adapters_are_fused_too(targets: tuple[str, ...]) -> None:
+def test_linears_without_adapters_are_fused_too(targets):
     mlp = an_mlp(targets=targets)
     assert worst(results(fused, mlp), results(plainly, mlp)) < EXACT
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_four_bit_weights_give_the_plain_outputs_and_gradients(family: str) -> None:
+def test_four_bit_weights_give_the_plain_outputs_and_gradients(family):
     mlp = an_mlp(family, nf4=True)
     # On a CPU bitsandbytes' forward multiplies packed weights with another kernel; its result
     # differs by this from that of the unpacked weights
@@ -143,13 +143,13 @@ def test_four_bit_weights_give_the_plain_outputs_and_gradients(family: str) -> N
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_mlp_has_the_same_gradients(reentrant: bool) -> None:
+def test_a_checkpointed_mlp_has_the_same_gradients(reentrant):
     mlp = an_mlp()
     found = results(lambda x, mlp: checkpoint(fused, x, mlp, use_reentrant=reentrant), mlp)
     assert worst(found, results(plainly, mlp)) < EXACT
 
 
-def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones() -> None:
+def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones():
     mlp = an_mlp()
 
     def half(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones() -> N
     assert worst(results(half, mlp), results(plainly, mlp)) < 3e-2
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
     mlp, x = an_mlp(), torch.randn(TOKENS, HIDDEN, requires_grad=True)
     loss = fused(x, mlp).square().sum()
     first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
@@ -170,14 +170,14 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_an_mlp_whose_weights_are_trained_has_their_gradients(family: str) -> None:
+def test_an_mlp_whose_weights_are_trained_has_their_gradients(family):
     mlp = FAMILIES[family][0](
         FAMILIES[family][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)
     )
     assert worst(results(fused, mlp), results(plainly, mlp)) < EXACT
 
 
-def test_an_mlp_with_dropout_computes_as_peft_does() -> None:
+def test_an_mlp_with_dropout_computes_as_peft_does():
     mlp = an_mlp(dropout=0.5)
     torch.manual_seed(3)
     wanted = mlp(torch.ones(1, HIDDEN))
@@ -185,7 +185,7 @@ def test_an_mlp_with_dropout_computes_as_peft_does() -> None:
     torch.testing.assert_close(fused(torch.ones(1, HIDDEN), mlp), wanted)
 
 
-def test_backward_keeps_the_input_and_two_inner_outputs() -> None:
+def test_backward_keeps_the_input_and_two_inner_outputs():
     mlp, tokens = an_mlp(dtype=torch.bfloat16), 500
     x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     adapters = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
@@ -198,7 +198,7 @@ REFERENCE = {"silu": functional.silu, "gelu_tanh": lambda g: functional.gelu(g, 
 
 
 @pytest.mark.parametrize("activation", REFERENCE)
-def test_the_formula_is_torchs_activation(activation: str) -> None:
+def test_the_formula_is_torchs_activation(activation):
     gate, up = (
         torch.linspace(-30, 30, 1000, dtype=torch.float64)
         .roll(shift)
@@ -217,7 +217,7 @@ def test_the_formula_is_torchs_activation(activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", REFERENCE)
-def test_backward_may_write_the_product_over_its_gradient(activation: str) -> None:
+def test_backward_may_write_the_product_over_its_gradient(activation):
     both, dh = torch.randn(2, 7, 2 * INNER), torch.randn(7, INNER)
     gate, up = both[0].chunk(2, -1)  # rows that lie apart
     wanted, dboth = glu(gate, up, activation), torch.empty_like(both[0])
@@ -229,7 +229,7 @@ def test_backward_may_write_the_product_over_its_gradient(activation: str) -> No
     torch.testing.assert_close(dboth, leaf.grad)
 
 
-def test_activations_are_known_by_what_they_compute() -> None:
+def test_activations_are_known_by_what_they_compute():
     kinds = {
         name: activation_of(
             FAMILIES[name][0](
@@ -268,7 +268,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_see(name, monkeypatch):
     module, function, mutate = MUTANTS[name]
     mlp = an_mlp()
     wanted = results(plainly, mlp)
@@ -279,7 +279,7 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", REFERENCE)
-def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype) -> None:
+def test_the_gpu_kernels_compute_the_formula(activation, dtype):
     from sft_play.models.fast.linears import glu_kernels
 
     torch.manual_seed(0)

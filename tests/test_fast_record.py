@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def versions_read_again() -> Iterator[None]:
     counting.versions.cache_clear()
 
 
-def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog) -> None:
+def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog):
     folder, kernels = proved
     (path,) = folder.iterdir()
     facts = json.loads(path.read_text())
@@ -77,7 +77,7 @@ def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog) -> 
     assert path.read_bytes() == written
 
 
-def test_other_weights_in_another_place_are_proved_by_their_class(proved) -> None:
+def test_other_weights_in_another_place_are_proved_by_their_class(proved):
     assert start(proved[0], name_or_path="elsewhere") == (set(), proved[1])
 
 
@@ -86,17 +86,17 @@ def test_other_weights_in_another_place_are_proved_by_their_class(proved) -> Non
     [{"rank": 8}, {"intermediate_size": 96}, {"rms_norm_eps": 1e-4}, {"rope_theta": 5e4}],
     ids=str,
 )
-def test_another_shape_or_setting_of_the_layers_is_proved(proved, changes) -> None:
+def test_another_shape_or_setting_of_the_layers_is_proved(proved, changes):
     assert start(proved[0], **changes)[0] == ALL
     assert start(proved[0], **changes)[0] == set()
 
 
-def test_another_number_type_is_proved(proved) -> None:
+def test_another_number_type_is_proved(proved):
     process = Process.alone(torch.device("cpu"), torch.bfloat16)
     assert start(proved[0], process=process)[0] == ALL
 
 
-def test_a_variable_that_may_choose_other_kernels_is_part_of_the_proof(proved) -> None:
+def test_a_variable_that_may_choose_other_kernels_is_part_of_the_proof(proved):
     folder = proved[0]
     assert start(folder, {"TRITON_F32_DEFAULT": "ieee"})[0] == ALL
     assert start(folder, {"HOME": "/elsewhere", "TORCHELASTIC_RUN_ID": "7"})[0] == set()
@@ -131,7 +131,7 @@ def change_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("change", [change_device, change_version, change_code])
 def test_the_record_of_another_device_version_or_source_is_not_taken(
     proved, change, monkeypatch, tmp_path_factory, caplog
-) -> None:
+):
     change(tmp_path_factory.mktemp("changed"), monkeypatch)
     assert start(proved[0]) == (ALL, proved[1])
     assert not [line for line in caplog.messages if "not taken" in line]
@@ -139,7 +139,7 @@ def test_the_record_of_another_device_version_or_source_is_not_taken(
 
 def test_the_source_of_a_class_is_part_of_the_proof_also_below_a_class_that_fsdp_makes(
     tmp_path, monkeypatch
-) -> None:
+):
     source = tmp_path / "own_norm.py"
     code = "from transformers.models.llama.modeling_llama import LlamaRMSNorm\n"
     source.write_text(code + "class OwnNorm(LlamaRMSNorm):\n    pass\n")
@@ -181,7 +181,7 @@ MODE = "another user may have written it"
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    "damage, reason",
     [
         (changed_value, WRITTEN),
         (made_for_another, WRITTEN),
@@ -195,8 +195,8 @@ MODE = "another user may have written it"
     ],
 )
 def test_a_forged_or_damaged_record_is_not_taken_and_the_log_says_why(
-    proved, damage: Callable[[Path], object], reason: str, caplog
-) -> None:
+    proved, damage, reason, caplog
+):
     folder, kernels = proved
     (path,) = folder.iterdir()
     damage(path)
@@ -208,7 +208,7 @@ def test_a_forged_or_damaged_record_is_not_taken_and_the_log_says_why(
         assert start(folder)[0] == set()
 
 
-def test_a_record_that_its_umask_lets_others_write_is_closed_to_them(tmp_path) -> None:
+def test_a_record_that_its_umask_lets_others_write_is_closed_to_them(tmp_path):
     before = os.umask(0)
     try:
         start(tmp_path)
@@ -217,7 +217,7 @@ def test_a_record_that_its_umask_lets_others_write_is_closed_to_them(tmp_path) -
     assert start(tmp_path)[0] == set()
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     assert start(tmp_path / "file" / "proofs")[0] == ALL
     assert "the next start proves the kernels again" in caplog.messages[-1]
@@ -239,7 +239,7 @@ def scale_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutate", [scale_output, scale_gradients])
-def test_what_is_refused_leaves_no_record_and_is_refused_again(tmp_path, mutate) -> None:
+def test_what_is_refused_leaves_no_record_and_is_refused_again(tmp_path, mutate):
     with pytest.MonkeyPatch.context() as changed:
         mutate(changed)
         for classes in (ALL, {"LlamaMLP"}):
@@ -253,9 +253,7 @@ def test_what_is_refused_leaves_no_record_and_is_refused_again(tmp_path, mutate)
     assert start(tmp_path) == (set(), kernels)
 
 
-def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(
-    proved, monkeypatch, caplog
-) -> None:
+def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(proved, monkeypatch, caplog):
     folder, right = proved
     scale_output(monkeypatch)
     classes, kernels = start(folder)
@@ -268,7 +266,7 @@ def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(
 
 def test_wrong_gradients_of_a_changed_source_are_found_in_spite_of_a_record(
     proved, monkeypatch, tmp_path_factory
-) -> None:
+):
     scale_gradients(monkeypatch)
     change_code(tmp_path_factory.mktemp("changed"), monkeypatch)
     classes, kernels = start(proved[0])
@@ -276,7 +274,7 @@ def test_wrong_gradients_of_a_changed_source_are_found_in_spite_of_a_record(
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma3", "qwen3_next", "opt"])
-def test_a_model_of_many_kinds_is_fused_the_same_with_a_record(tmp_path, model_type) -> None:
+def test_a_model_of_many_kinds_is_fused_the_same_with_a_record(tmp_path, model_type):
     fused = []
     for _ in range(3):
         model = tiny_model(model_type).train()
@@ -296,7 +294,7 @@ def be_rank(folder: Path) -> int:
     return int(found != [ALL, set(), ALL])
 
 
-def test_all_ranks_take_a_record_or_none(tmp_path) -> None:
+def test_all_ranks_take_a_record_or_none(tmp_path):
     assert run_two(be_rank, tmp_path, output=tmp_path / "output.txt") == [0, 0], (
         tmp_path / "output.txt"
     ).read_text()
@@ -304,7 +302,7 @@ def test_all_ranks_take_a_record_or_none(tmp_path) -> None:
 
 def test_a_second_run_takes_the_proofs_of_the_first_and_trains_the_same(
     plan_run, run_worker, losses_of, tmp_path
-) -> None:
+):
     folders = [plan_run({"data.cache_dir": tmp_path}) for _ in range(2)]
     for folder in folders:
         assert run_worker(folder) == 0

@@ -161,7 +161,7 @@ def bench_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "words"),
+    "name, target, words",
     [
         ("kill-in-a-save", 80, f"kills with SIGKILL inside a save; {AS_UNINTERRUPTED}"),
         ("kill", 20, f"kills with SIGKILL at any other moment; {AS_UNINTERRUPTED}"),

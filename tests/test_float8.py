@@ -92,7 +92,7 @@ def test_the_scale_of_a_weight_is_the_best_of_an_octave():
 # Which weights stay
 
 
-@pytest.mark.parametrize(("outlier", "is_kept"), [(1e3, False), (1e6, True)])
+@pytest.mark.parametrize("outlier, is_kept", [(1e3, False), (1e6, True)])
 def test_a_row_whose_outlier_pushes_the_others_below_the_range_of_e4m3_is_not_quantised(
     outlier, is_kept
 ):
@@ -273,9 +273,7 @@ def steps(tiny_base):
     return found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "allowed"), [(torch.float32, 0.01), (torch.bfloat16, 0.15)], ids=str
-)
+@pytest.mark.parametrize("dtype, allowed", [(torch.float32, 0.01), (torch.bfloat16, 0.15)], ids=str)
 def test_a_fused_step_over_float8_is_that_of_the_own_code(steps, dtype, allowed):
     (fused_loss, fused, on), (loss, own, off) = steps[dtype]
     assert {"attention", "linears", "mlp"} <= on.keys() and not off

@@ -97,7 +97,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
-def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> None:
+def test_a_divided_model_trains_as_under_ddp(finished, mode):
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     one, two = run_json(ddp), run_json(fsdp)
     assert two["strategy"] == "fsdp"
@@ -114,7 +114,7 @@ def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> N
 
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
-def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> None:
+def test_each_rank_holds_its_part_of_the_base(finished, mode):
     folder = finished("fsdp", mode)
     for rank in (0, 1):
         held, total = json.loads((folder.path / f"held-{rank}.json").read_text())
@@ -122,7 +122,7 @@ def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> 
 
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
-def test_what_is_saved_has_the_form_of_ddp(finished: Finished, mode: str) -> None:
+def test_what_is_saved_has_the_form_of_ddp(finished, mode):
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     assert files(fsdp.weights(mode)) == files(ddp.weights(mode))
     before, after = (folder.checkpoints / "checkpoint-3" for folder in (ddp, fsdp))
@@ -155,9 +155,7 @@ def compare_bases(folder: Path, seen: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen2_moe"])
-def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(
-    base_of, tmp_path: Path, model_type: str
-) -> None:
+def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(base_of, tmp_path, model_type):
     output = tmp_path / "output.txt"
     exits = run_two(compare_bases, base_of(model_type), tmp_path, output=output)
     assert exits == [0, 0], output.read_text()[-3000:]
@@ -166,8 +164,8 @@ def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.long)])
 def test_a_head_of_its_own_is_trained_under_every_strategy(
-    plan_run, run_worker, base_of, tmp_path: Path, strategy: str
-) -> None:
+    plan_run, run_worker, base_of, tmp_path, strategy
+):
     """Of files that hold two matrices where config ties them, transformers on one GPU takes both."""
     base = shutil.copytree(base_of("llama"), tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
@@ -183,7 +181,7 @@ def test_a_head_of_its_own_is_trained_under_every_strategy(
     assert "lm_head.weight" in saved(both, "full")
 
 
-def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, taught_base) -> None:
+def test_plain_peft_opens_the_adapter_of_a_divided_model(finished, taught_base):
     ids = torch.arange(5, 25)[None]
     logits = []
     for strategy in ("ddp", "fsdp"):
@@ -197,7 +195,7 @@ def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, tau
 
 
 @pytest.mark.long
-def test_plain_transformers_opens_a_divided_model(finished: Finished) -> None:
+def test_plain_transformers_opens_a_divided_model(finished):
     folder = finished("fsdp", "full").weights("full")
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -205,16 +203,14 @@ def test_plain_transformers_opens_a_divided_model(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begun", "goes_on", "mode"),
+    "begun, goes_on, mode",
     [
         ("fsdp", "fsdp", "lora"),
         pytest.param("fsdp", "fsdp", "full", marks=pytest.mark.long),
         pytest.param("ddp", "fsdp", "lora", marks=pytest.mark.long),
     ],
 )
-def test_a_resumed_run_is_the_one_that_never_stopped(
-    finished: Finished, begun: str, goes_on: str, mode: str
-) -> None:
+def test_a_resumed_run_is_the_one_that_never_stopped(finished, begun, goes_on, mode):
     whole = finished(begun, mode)
     again = finished(goes_on, mode, whole.checkpoints / "checkpoint-3")
     losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (whole, again)]
@@ -226,9 +222,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
 @pytest.mark.long
-def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
-    finished: Finished, mode: str
-) -> None:
+def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(finished, mode):
     fsdp, offloaded = finished("fsdp", mode), finished("fsdp", mode, offload=True)
     policies = json.loads((offloaded.path / "policies-0.json").read_text())
     assert set(policies) == {"CPUOffloadPolicy"}
@@ -243,7 +237,7 @@ def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
     torch.testing.assert_close(saved(again, mode), saved(fsdp, mode), rtol=0, atol=0)
 
 
-def test_packed_bytes_are_divided_in_a_type_that_no_copy_changes() -> None:
+def test_packed_bytes_are_divided_in_a_type_that_no_copy_changes():
     """torch copies bfloat16 of several tensors through float32: of 253 bit patterns it makes others."""
     assert storage_type(torch.bfloat16, zero_stage=0, is_fsdp=True) == torch.float32
     assert storage_type(torch.bfloat16, zero_stage=3) == torch.bfloat16, "it is cast else"

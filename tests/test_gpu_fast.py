@@ -22,7 +22,7 @@ from sft_play.models.fast.install import (
 )
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.norms.residual import Reference
-from sft_play.models.fast.norms.rms import GEMMA, LLAMA, NormKind
+from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 from sft_play.models.losses import summed_nll
 from sft_play.process import Process
 
@@ -109,9 +109,7 @@ def error(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(
-    name: str, is_packed: bool, mode: str
-) -> None:
+def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(name, is_packed, mode):
     """Both round to bfloat16, at different places.
 
     Allowed are 1.25 of the plain error, and 0.1 % of a gradient's length.
@@ -127,7 +125,7 @@ def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_in_float32_the_kernels_compute_the_plain_step(mode: str) -> None:
+def test_in_float32_the_kernels_compute_the_plain_step(mode):
     """All but attention, which computes in 16 bits. float32, summed in another order."""
     model = on_gpu("qwen3", mode, torch.float32)
     plain = gradients(model, True, torch.float32)
@@ -139,7 +137,7 @@ def test_in_float32_the_kernels_compute_the_plain_step(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])  # Qwen 3 has norms of queries and keys
-def test_full_training_on_float32_weights_goes_through_the_kernels(name: str) -> None:
+def test_full_training_on_float32_weights_goes_through_the_kernels(name):
     model = on_gpu(name, "full", torch.float32)
     reference, plain = gradients(model, True, torch.float32), gradients(model, True, torch.bfloat16)
     installed = make(model, "full", torch.bfloat16)
@@ -152,7 +150,7 @@ def test_full_training_on_float32_weights_goes_through_the_kernels(name: str) ->
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma3", "phi3"])
-def test_a_fast_step_never_waits_for_the_gpu(name: str, is_packed: bool) -> None:
+def test_a_fast_step_never_waits_for_the_gpu(name, is_packed):
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
     waiting = list(
@@ -170,7 +168,7 @@ def test_a_fast_step_never_waits_for_the_gpu(name: str, is_packed: bool) -> None
     assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
 
 
-def test_evaluation_and_generation_are_the_same_to_the_bit() -> None:
+def test_evaluation_and_generation_are_the_same_to_the_bit():
     model = on_gpu("llama", "lora", torch.bfloat16).eval()
     ids = next(iter(on_device(False, False)))["input_ids"]
 
@@ -188,9 +186,7 @@ def test_evaluation_and_generation_are_the_same_to_the_bit() -> None:
 @pytest.mark.parametrize("kind", [LLAMA, GEMMA], ids=["llama", "gemma"])
 @pytest.mark.parametrize("features", [40, 2048, 5120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_of_the_residual_stream_compute_their_formulas(
-    kind: NormKind, features: int, dtype: torch.dtype
-) -> None:
+def test_kernels_of_the_residual_stream_compute_their_formulas(kind, features, dtype):
     """The result is rounded once: the tolerance is one step of the dtype, 2^-8 for bfloat16.
 
     Float32 sums have their own tolerance.

@@ -60,9 +60,7 @@ def assert_same_bits(weight: Params4bit) -> None:
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_weight_is_unpacked_to_the_bits_of_bitsandbytes(
-    shape, quant_type, is_nested, dtype
-) -> None:
+def test_a_weight_is_unpacked_to_the_bits_of_bitsandbytes(shape, quant_type, is_nested, dtype):
     weight = packed_weight(shape, quant_type, is_nested, dtype)
     is_whole_words = weight.quant_state.shape.numel() % 8 == 0
     assert four_bit.has_kernel(weight, weight.quant_state) == is_whole_words
@@ -71,7 +69,7 @@ def test_a_weight_is_unpacked_to_the_bits_of_bitsandbytes(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_scales_that_are_tiny_huge_or_not_finite_give_the_same_bits(quant_type, dtype) -> None:
+def test_scales_that_are_tiny_huge_or_not_finite_give_the_same_bits(quant_type, dtype):
     weight = packed_weight((64, 64), quant_type, is_nested=False, dtype=dtype)
     scales = [0.0, 1e-38, 1e-40, 1.2e-38, 2e-36, -2e-38, 3e38, float("inf"), float("nan")]
     weight.quant_state.absmax[: len(scales)] = torch.tensor(scales, device=GPU)
@@ -79,19 +77,19 @@ def test_scales_that_are_tiny_huge_or_not_finite_give_the_same_bits(quant_type, 
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_one_kernel_unpacks_a_weight(is_nested) -> None:
+def test_one_kernel_unpacks_a_weight(is_nested):
     weight = packed_weight((1024, 4096), is_nested=is_nested)
     four_bit.unpack(weight)
     assert launched_kernels(weight) == ["_unpack"]
 
 
-def test_a_weight_is_unpacked_to_another_dtype_through_its_own() -> None:
+def test_a_weight_is_unpacked_to_another_dtype_through_its_own():
     weight = packed_weight((256, 512), dtype=torch.float16)
     found = dequantize(weight, torch.bfloat16)
     assert torch.equal(found, four_bit.unpack(weight).to(torch.bfloat16))
 
 
-def test_more_weights_than_32_bits_count_are_unpacked() -> None:
+def test_more_weights_than_32_bits_count_are_unpacked():
     columns = 1 << 16
     rows = (1 << 31) // columns + 8
     needed = 5 << 30  # bytes: 2 a weight, and those packed

@@ -73,7 +73,7 @@ def test_each_phase_holds_what_its_tensors_take_and_the_run_no_less(tmp_path, mo
     assert held["optimizer"] == pytest.approx(2 * gradients, rel=0.01), "Adam's two moments"
 
 
-def test_looking_at_memory_makes_no_step_wait(tmp_path, watch: Watch):  # noqa: F811
+def test_looking_at_memory_makes_no_step_wait(tmp_path, watch):  # noqa: F811
     trained(trainer_on_gpu(tmp_path, "lora", packed=True), watch)
     assert watch.sites == []
 

@@ -144,8 +144,8 @@ def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
 def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
-    probed_run, base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]
-) -> None:
+    probed_run, base, long_rows, tmp_path, variables
+):
     """To the bit, unless two runs without a probe differ from each other, as kernels that sum in no fixed order let them: then in the first step."""
     probed = probed_run(variables)
     facts, plan = probed["probe"], probed["plan"]
@@ -165,9 +165,7 @@ def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
 
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
-def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(
-    probed_run, variables: dict[str, str]
-) -> None:
+def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(probed_run, variables):
     facts = probed_run(variables)["probe"]
     assert (
         len(facts["points"]) == 3
@@ -180,9 +178,7 @@ def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(
     assert facts["verified_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
-def test_less_memory_means_smaller_steps_and_the_same_losses(
-    probed_run, base: Path, long_rows: Path, tmp_path: Path
-) -> None:
+def test_less_memory_means_smaller_steps_and_the_same_losses(probed_run, base, long_rows, tmp_path):
     """Memory is short because this process holds the rest of it."""
     wide = probed_run(PLAIN_LORA)
     free, _ = torch.cuda.mem_get_info()
@@ -196,9 +192,7 @@ def test_less_memory_means_smaller_steps_and_the_same_losses(
     check_losses(losses(narrow), losses(wide))
 
 
-def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
-    base: Path, plan_run, build_trainer
-) -> None:
+def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, build_trainer):
     from sft_play.plan.step import Layout
     from sft_play.process import Process
     from sft_play.training.dry_run import DryRun, digest

@@ -19,9 +19,7 @@ TYPES = ("gemma3", "mistral3", "qwen3_5", "qwen2_5_vl", "llama4")
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_composite_checkpoint_trains_and_is_reopened(
-    model_type: str, mode: str, tmp_path: Path
-) -> None:
+def test_a_composite_checkpoint_trains_and_is_reopened(model_type, mode, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny_llama")
     write_published(model_type, tmp_path / "base", tokenizer, GPU_SIZES, dtype=torch.bfloat16)
     settings = {

@@ -123,7 +123,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, packed: bool) -> None:
+def test_no_step_waits_for_the_gpu(tmp_path, watch, mode, packed):
     trainer = trainer_on_gpu(tmp_path, mode, packed)
     assert {"attention", "loss"} <= fused_kernels_of(trainer.model).on.keys(), fused_kernels_of(
         trainer.model
@@ -134,7 +134,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, pack
     assert watch.sites == []
 
 
-def test_a_step_that_waits_is_seen(tmp_path: Path, watch: Watch) -> None:
+def test_a_step_that_waits_is_seen(tmp_path, watch):
     class Reads(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             torch.ones((), device=GPU).item()
@@ -150,13 +150,11 @@ def test_a_step_that_waits_is_seen(tmp_path: Path, watch: Watch) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(
-    ("dtype", "most"),
+    "dtype, most",
     [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],
     ids=str,
 )
-def test_the_loss_is_that_of_float64(
-    dtype: torch.dtype, most: float, softcap: float | None
-) -> None:
+def test_the_loss_is_that_of_float64(dtype, most, softcap):
     """The vocabulary has many blocks, and the tokens several chunks.
 
     Errors are relative to the largest number.

@@ -39,7 +39,7 @@ def train(folder: Path, mode: str, weights: list[float | None], **variables: str
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_weights_count_as_in_plain_torch_and_an_adapter_goes_on(mode: str, tmp_path: Path) -> None:
+def test_weights_count_as_in_plain_torch_and_an_adapter_goes_on(mode, tmp_path):
     fast = train(tmp_path / "fast", mode, WEIGHTS)
     plain = train(tmp_path / "plain", mode, WEIGHTS, TRAIN_FAST_PATH="false")
     other = train(tmp_path / "other", mode, [None])

@@ -1,6 +1,5 @@
 """Every Triton kernel becomes machine code for each generation of GPUs, on a host without one."""
 
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -164,9 +163,7 @@ LAUNCHES = [
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_kernel_compiles(
-    launch: Callable[[torch.dtype], None], dtype: torch.dtype, capability: int
-) -> None:
+def test_a_kernel_compiles(launch, dtype, capability):
     if launch is float8 and capability < 89:
         pytest.skip("a GPU without float8")
     if launch in (adapters, grouped, grouped_few) and dtype == torch.float32:
@@ -184,7 +181,7 @@ def test_a_kernel_compiles(
         assert kernel.metadata.shared <= most
 
 
-def test_gradients_of_an_mlp_count_rows_in_64_bits() -> None:
+def test_gradients_of_an_mlp_count_rows_in_64_bits():
     """131,072 rows of 28,672 features are more numbers than 32 bits count."""
     dh, gate, up, dgate, dup = (rows(torch.bfloat16) for _ in range(5))
     du = rows(torch.bfloat16, 4)

@@ -112,7 +112,7 @@ def test_full_leaves_frozen_what_the_class_of_the_model_freezes(config_of, base_
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype", "expected"),
+    "mode, dtype, expected",
     [
         ("full", "auto", torch.float32),
         ("full", "bfloat16", torch.bfloat16),
@@ -178,7 +178,7 @@ def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config
 
 
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is not None, reason="unsloth is installed")
-@pytest.mark.parametrize(("model_type", "threads"), [("llama", 1), ("qwen3_moe", 0)])
+@pytest.mark.parametrize("model_type, threads", [("llama", 1), ("qwen3_moe", 0)])
 def test_experts_are_read_no_faster_than_they_are_joined(
     config_of, base_of, monkeypatch, model_type, threads
 ):

@@ -61,7 +61,7 @@ def kept_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("count", [1, 3, LAYERS])
-def test_checkpointed_layers_give_the_same_gradients(count: int, dropout: float) -> None:
+def test_checkpointed_layers_give_the_same_gradients(count, dropout):
     """To the bit: the same operations on the same numbers, in the same random state."""
     plain, checkpointed = tiny(dropout), tiny(dropout)
     checkpoint_layers(checkpointed, count)
@@ -88,7 +88,7 @@ def calls_of(model: nn.Module, layers: list[nn.Module]) -> list[int]:
     return calls
 
 
-def test_the_first_layers_are_computed_twice_and_the_others_once() -> None:
+def test_the_first_layers_are_computed_twice_and_the_others_once():
     model = tiny()
     for count in (LAYERS, 1, 3, 0, 2):  # can be changed and taken back
         checkpoint_layers(model, count)
@@ -97,7 +97,7 @@ def test_the_first_layers_are_computed_twice_and_the_others_once() -> None:
     assert calls_of(model, decoder_layers(model)) == [1] * LAYERS
 
 
-def test_each_layer_more_keeps_fewer_bytes_by_as_much() -> None:
+def test_each_layer_more_keeps_fewer_bytes_by_as_much():
     kept = []
     for count in range(LAYERS + 1):
         model = tiny()
@@ -107,15 +107,13 @@ def test_each_layer_more_keeps_fewer_bytes_by_as_much() -> None:
     assert min(freed) > 0.1 * kept[0] and max(freed) - min(freed) < 0.02 * kept[0]
 
 
-def test_the_first_layer_computes_no_gradient_of_the_embeddings() -> None:
+def test_the_first_layer_computes_no_gradient_of_the_embeddings():
     model = tiny()
     checkpoint_layers(model, LAYERS)
     assert not model.get_input_embeddings()(IDS).requires_grad
 
 
-def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(caplog):
     class Loop(GPT2LMHeadModel):
         """A model of an older make, whose layers are no GradientCheckpointingLayer."""
 
@@ -141,9 +139,7 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> LayerOffloading:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("count", [1, 3, LAYERS])
-def test_inputs_from_the_host_give_the_same_gradients(
-    count: int, dropout: float, offloading: LayerOffloading
-) -> None:
+def test_inputs_from_the_host_give_the_same_gradients(count, dropout, offloading):
     plain, offloaded = tiny(dropout), tiny(dropout)
     checkpoint_layers(offloaded, count, count)
     expected = gradients(plain)
@@ -153,9 +149,7 @@ def test_inputs_from_the_host_give_the_same_gradients(
         offloaded.zero_grad()
 
 
-def test_few_inputs_wait_on_the_device_and_each_comes_before_its_layer(
-    offloading: LayerOffloading,
-) -> None:
+def test_few_inputs_wait_on_the_device_and_each_comes_before_its_layer(offloading):
     model = tiny()
     checkpoint_layers(model, LAYERS, LAYERS)
     saved: list[Offloaded] = []
@@ -189,7 +183,7 @@ def test_few_inputs_wait_on_the_device_and_each_comes_before_its_layer(
     assert count() == 0, "an input stays on the device after the step"
 
 
-def test_small_tensors_stay_where_they_are() -> None:
+def test_small_tensors_stay_where_they_are():
     offloading = LayerOffloading()
     small = torch.zeros(4)
     assert offloading._pack(small) is small
@@ -197,7 +191,7 @@ def test_small_tensors_stay_where_they_are() -> None:
     assert offloading._pack(numbers) is numbers
 
 
-def test_a_longer_row_takes_the_place_of_a_buffer_that_is_too_small() -> None:
+def test_a_longer_row_takes_the_place_of_a_buffer_that_is_too_small():
     offloading = LayerOffloading(min_bytes=1)
     for tokens in (100, 300, 200):
         saved = offloading._pack(torch.zeros(tokens))

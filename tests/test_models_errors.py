@@ -92,7 +92,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_spoilt_folder_is_class_13_with_what_is_wrong(tiny_base, tmp_path, what: str) -> None:
+def test_a_spoilt_folder_is_class_13_with_what_is_wrong(tiny_base, tmp_path, what):
     folder = shutil.copytree(tiny_base, tmp_path / "model")
     spoil, words = SPOILT[what]
     spoil(folder)
@@ -105,7 +105,7 @@ def test_a_spoilt_folder_is_class_13_with_what_is_wrong(tiny_base, tmp_path, wha
 
 
 @pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor", "compressed_fp8"])
-def test_a_weight_without_its_scale_is_class_13(tmp_path, form: str) -> None:
+def test_a_weight_without_its_scale_is_class_13(tmp_path, form):
     base = getattr(stored_forms, form)(tmp_path / form)
 
     def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,22 +143,22 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "mode", "options", "words"), REFUSED)
+@pytest.mark.parametrize("model_type, mode, options, words", REFUSED)
 def test_adapters_that_a_model_cannot_have_are_refused_by_name(
-    base_of, model_type: str, mode: str, options: dict[str, Any], words: str
-) -> None:
+    base_of, model_type, mode, options, words
+):
     with pytest.raises(ConfigError) as error:
         load_model(config_of(base_of(model_type, mode), mode, **options), CPU)
     assert [word for word in words.split() if word not in str(error.value)] == []
 
 
-def test_layers_whose_adapters_peft_would_not_load_again_are_refused(tmp_path) -> None:
+def test_layers_whose_adapters_peft_would_not_load_again_are_refused(tmp_path):
     for options, words in (({}, "TUNING_MODE=full"), ({"target_modules": ["q_proj"]}, "q_proj")):
         with pytest.raises(ConfigError, match=words):
             lora.add_adapters(published_model("deepseek_ocr2"), config_of(tmp_path, **options))
 
 
-def test_an_attention_that_the_architecture_lacks_is_an_error_of_the_setting(base_of) -> None:
+def test_an_attention_that_the_architecture_lacks_is_an_error_of_the_setting(base_of):
     config = config_of(base_of("bloom"))
     asked = config.model.model_copy(update={"attn_implementation": "sdpa"})
     words = r"model\.attn_implementation=sdpa.* MODEL_ATTN_IMPLEMENTATION=auto"
@@ -166,16 +166,16 @@ def test_an_attention_that_the_architecture_lacks_is_an_error_of_the_setting(bas
         load_model(config.model_copy(update={"model": asked}), CPU)
 
 
-def test_experts_in_4_bits_are_refused_under_zero3(base_of, monkeypatch) -> None:
+def test_experts_in_4_bits_are_refused_under_zero3(base_of, monkeypatch):
     monkeypatch.setattr(bnb, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ConfigError, match="ZeRO-3"):
         load_base(config_of(base_of("mixtral", "qlora"), "qlora"), CPU)
 
 
-def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type() -> None:
+def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type():
     with pytest.raises(EnvironmentFault, match=r"make install-unsloth.* TUNING_BACKEND=bnb"):
         unsloth.import_first()
 
 
-def test_the_folder_that_is_spoilt_above_is_whole(tiny_base) -> None:
+def test_the_folder_that_is_spoilt_above_is_whole(tiny_base):
     assert load_tokenizer(config_of(tiny_base)) and load_base(config_of(tiny_base), CPU)

@@ -1,6 +1,5 @@
 """Experts of mixture-of-experts models: what is adapted, saved, loaded and merged."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def adapted_names(model: nn.Module) -> set[str]:
 # these types and not in others; experts stored (experts, in, out); experts without a gate; a router
 # that is a linear layer, and layers that PEFT refuses.
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe", "gpt_oss", "nemotron_h"])
-def test_saved_adapters_of_experts_load_in_plain_peft(model_type: str, tmp_path: Path) -> None:
+def test_saved_adapters_of_experts_load_in_plain_peft(model_type, tmp_path):
     model = adapted(model_type)
     expected = logits(model)
     model.save_pretrained(tmp_path)
@@ -67,7 +66,7 @@ def test_saved_adapters_of_experts_load_in_plain_peft(model_type: str, tmp_path:
     torch.testing.assert_close(logits(own.merge_and_unload()), expected, atol=SAME, rtol=0)
 
 
-def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_router() -> None:
+def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_router():
     model = adapted("qwen2_moe")
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert adapted_names(model) == {*names, "gate_up_proj"}
@@ -79,7 +78,7 @@ def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_
     assert routing_linears(tiny_model("jamba")) <= {"model.layers.1.feed_forward.router"}
 
 
-def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
+def test_every_expert_has_adapters_of_the_rank_that_was_set():
     model = adapted("qwen3_moe", target_modules=["gate_up_proj", "experts.down_proj"])
     gate_up, down = expert_weights(tiny_model("qwen3_moe"))
     expected = 0
@@ -92,7 +91,7 @@ def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    "options, names",
     [
         ({"experts": "none"}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ({"target_modules": ["q_proj"]}, {"q_proj"}),
@@ -105,11 +104,11 @@ def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
         ({"target_modules": ["gate_proj", "up_proj", "v_proj"]}, {"gate_up_proj", "v_proj"}),
     ],
 )
-def test_targets_of_experts_are_chosen_by_name(options: dict[str, Any], names: set[str]) -> None:
+def test_targets_of_experts_are_chosen_by_name(options, names):
     assert adapted_names(adapted("mixtral", **options)) == names
 
 
-def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -> None:
+def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path):
     model = adapted("mixtral", layers_to_transform=[1])
     assert all(".layers.1." in name for name, p in model.named_parameters() if p.requires_grad)
     expected = logits(model)
@@ -118,10 +117,8 @@ def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -
     torch.testing.assert_close(logits(plain), expected, atol=SAME, rtol=0)
 
 
-@pytest.mark.parametrize(("model_type", "word"), [("jamba", "dt_proj"), ("mamba2", "out_proj")])
-def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
-    model_type: str, word: str
-) -> None:
+@pytest.mark.parametrize("model_type, word", [("jamba", "dt_proj"), ("mamba2", "out_proj")])
+def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(model_type, word):
     model = adapted(model_type)
     assert "in_proj" in adapted_names(model) and word not in adapted_names(model)
     model.train()(input_ids=IDS.repeat(1, 8), labels=IDS.repeat(1, 8)).loss.backward()
@@ -130,7 +127,7 @@ def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields", "left_out"),
+    "model_type, fields, left_out",
     [
         (
             "deepseek_v32",
@@ -151,9 +148,7 @@ def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
         ),
     ],
 )
-def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
-    model_type: str, fields: dict[str, Any], left_out: set[str]
-) -> None:
+def test_all_linear_leaves_out_layers_that_no_gradient_reaches(model_type, fields, left_out):
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "head_dim": 8}
     latent |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": 4}
     config = AutoConfig.for_model(
@@ -168,7 +163,7 @@ def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
 
 
 @pytest.mark.skipif("inkling2_text" not in NEWER, reason="transformers lacks it")
-def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path: Path) -> None:
+def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path):
     model = adapted("inkling2_text")
     assert "linear" in adapted_names(model) and "weight_proj" not in adapted_names(model)
     expected = logits(model)
@@ -178,7 +173,7 @@ def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path: Path
 
 
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER])
-def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type: str) -> None:
+def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type):
     config = tiny_config(model_type)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -196,7 +191,7 @@ class _ListedExperts(nn.Module):
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
 
 
-def test_the_router_of_listed_experts_is_found() -> None:
+def test_the_router_of_listed_experts_is_found():
     model = nn.Module()
     model.layers = nn.ModuleList([_ListedExperts(), _ListedExperts()])
     assert routing_linears(model) == {"layers.0.gate", "layers.1.gate"}

@@ -127,7 +127,7 @@ def test_the_base_runs_on_behind_its_templates_stop(base):
     assert shown.startswith(f"{ANSWER}<|im_end|>") and not shown.endswith("<|im_end|>")
 
 
-@pytest.mark.parametrize(("mode", "name"), [("full", "model"), ("lora", "merged")])
+@pytest.mark.parametrize("mode, name", [("full", "model"), ("lora", "merged")])
 def test_plain_generation_from_a_saved_model_stops_at_the_trained_token(trained, mode, name):
     folder = trained(mode).path / name
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -202,7 +202,7 @@ def test_a_template_that_writes_eos_writes_the_same_after_eos_is_another_token()
     assert changed.apply_chat_template(messages, tokenize=False) == text
 
 
-@pytest.mark.parametrize(("pad", "expected"), [("<pad>", "<pad>"), ("<eos>", "<pad>")])
+@pytest.mark.parametrize("pad, expected", [("<pad>", "<pad>"), ("<eos>", "<pad>")])
 def test_padding_is_no_token_that_ends_answers(pad, expected):
     tok = tokenizer(None)
     tok.pad_token = pad

@@ -176,7 +176,7 @@ def test_scales_may_be_exponents_zero_points_and_of_each_expert():
     assert (dequantised(stored[0], torch.tensor(2.0), torch.tensor([1])) == 4).all()
 
 
-def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
     codes = torch.randint(0, 256, (5, 6, 2, 16), dtype=torch.uint8)
     exponents = torch.randint(110, 130, (5, 6, 2), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(codes, exponents)
@@ -193,7 +193,7 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("opens_here")
 @pytest.mark.parametrize(
-    ("form", "mode"),
+    "form, mode",
     [
         pytest.param("fp8_block", "lora", marks=pytest.mark.long),  # as qlora, but for the packing
         ("fp8_block", "qlora"),
@@ -230,7 +230,7 @@ def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, f
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("form", "mode", "engine"),
+    "form, mode, engine",
     [
         ("bnb_4bit", "qlora", "fsdp"),
         ("fp8_block", "full", "fsdp"),

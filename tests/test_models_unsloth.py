@@ -17,7 +17,7 @@ def sequence_of(*lengths: int) -> TokenSequence:
     return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), lengths, tokens)
 
 
-def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
+def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():
     """Unsloth gets the batch as one joined row; a transformers model computes the same from it."""
 
     class Takes(nn.Module):

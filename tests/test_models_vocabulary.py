@@ -213,7 +213,7 @@ def test_a_copy_is_untrained_and_its_original_is_not(base):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens"),
+    "dtype, tokens",
     [
         (torch.float32, ("<|tool|>", "<|call|>")),
         (torch.bfloat16, ("<|tool|>",)),
@@ -298,7 +298,7 @@ def test_the_hubs_cache_is_looked_into_without_asking_the_hub(untied, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("model.safetensors", "broken"),
         ("model.safetensors.index.json", "{"),

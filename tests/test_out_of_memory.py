@@ -73,7 +73,7 @@ def changed(
 
 
 @pytest.mark.parametrize(
-    ("phase", "changes", "expected"),
+    "phase, changes, expected",
     [
         (
             "backward",
@@ -191,7 +191,7 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "free"),
+    "words, asked, free",
     [
         (CUDA_WORDS, int(2.25 * GIB), 416 * 2**20),
         (CPU_WORDS, 4096, None),
@@ -417,7 +417,7 @@ def check_both_ended(folder, rank: int, output: str, place: str = "the host") ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "rank"),
+    "launcher, rank",
     [
         pytest.param("accelerate", 1, marks=pytest.mark.faults),
         pytest.param("torchrun", 0, marks=pytest.mark.faults),

@@ -67,7 +67,7 @@ def add(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_runs_on_the_same_gpu_are_counted_with_median_and_worst(add: Callable[..., Path]) -> None:
+def test_runs_on_the_same_gpu_are_counted_with_median_and_worst(add):
     for number, ratio in enumerate((0.97, 1.0, 1.02)):
         output = add(f"run-{number}", ratio, forward=ratio)
     add("other-gpu", 2.0, gpu="NVIDIA L4")
@@ -81,7 +81,7 @@ def test_runs_on_the_same_gpu_are_counted_with_median_and_worst(add: Callable[..
     assert of_runs(output, "cpu", None).peak.most == pytest.approx(3.0)
 
 
-def test_a_person_reads_them_in_two_lines(add: Callable[..., Path]) -> None:
+def test_a_person_reads_them_in_two_lines(add):
     add("one", 0.969, speed=0.95, backward=1.01, load=1.0)
     output = add("two", 1.024, speed=1.1, backward=1.03)
     assert lines(of_runs(output, "cuda", H200)) == [
@@ -91,15 +91,13 @@ def test_a_person_reads_them_in_two_lines(add: Callable[..., Path]) -> None:
     ]
 
 
-def test_where_no_run_has_finished_there_is_no_line(tmp_path: Path) -> None:
+def test_where_no_run_has_finished_there_is_no_line(tmp_path):
     nothing = of_runs(tmp_path / "nothing", "cuda", H200)
     assert nothing == Accuracy(H200, 0, None, {}, None)
     assert lines(nothing) == []
 
 
-def test_a_run_that_never_began_and_one_of_another_version_do_not_count(
-    add: Callable[..., Path],
-) -> None:
+def test_a_run_that_never_began_and_one_of_another_version_do_not_count(add):
     output = add("begun", 1.0)
     folder = new_folder(output / "planned", H200)
     assert of_runs(output, "cuda", H200).runs == 1
@@ -111,7 +109,7 @@ def test_a_run_that_never_began_and_one_of_another_version_do_not_count(
     assert of_runs(output, "cuda", H200).peak == Spread(1, 1.0, 1.0, 1.0)
 
 
-def test_a_real_run_is_found_again(finished: Callable[[str], RunFolder]) -> None:
+def test_a_real_run_is_found_again(finished):
     folder = finished("lora")
     found = of_runs(folder.path.parent, "cpu", None)
     peak = run_json(folder)["peak_bytes"]

@@ -1,6 +1,5 @@
 """sft_play.plan.advice: settings that make a run fit, none of them idle, the costliest last."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,10 +52,8 @@ def plan_with(change: Change, gpus: str, model: str, *settings: str) -> RunPlan:
     return plan_of(gpus, model, *kept, environ=environ, use_deepspeed=use_deepspeed)
 
 
-@pytest.mark.parametrize(("gpus", "model", "settings"), SHORT)
-def test_whoever_types_what_is_advised_gets_a_run_that_fits(
-    gpus: str, model: str, settings: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("gpus, model, settings", SHORT)
+def test_whoever_types_what_is_advised_gets_a_run_that_fits(gpus, model, settings):
     plan = plan_of(gpus, model, *settings)
     assert not plan.fits
     assert plan.changes
@@ -73,7 +70,7 @@ def test_whoever_types_what_is_advised_gets_a_run_that_fits(
     assert order == sorted(order)
 
 
-def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host() -> None:
+def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host():
     settings = ("tuning.mode=full", "model.max_seq_len=16384", "model.device_map=auto")
     plan = plan_of("4x4090", LLAMA_3B, *settings, distributed=False)
     assert plan.step.layers_by_gpu and not plan.fits
@@ -85,7 +82,7 @@ def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host() ->
         assert after.memory.predicted_peak == change.predicted_peak
 
 
-def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_has() -> None:
+def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_has():
     settings = ("tuning.mode=full", "model.max_seq_len=4096", "model.device_map=auto")
     plan = plan_of("2x4090", LLAMA_3B, *settings, distributed=False)
     assert not plan.fits
@@ -94,7 +91,7 @@ def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_ha
     assert [warning for warning in typed.warnings if "of host memory" in warning]
 
 
-def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers() -> None:
+def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers():
     plan = plan_of("4xH200", LLAMA_70B, *EXPLICIT_70B)
     assert (plan.layout.rows_per_step, plan.fits) == (16 * 4 * 2, False)
     best = plan.changes[0]
@@ -102,7 +99,7 @@ def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers
     assert (batch_size * grad_accum, best.costs) == (16 * 2, "")
 
 
-def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle() -> None:
+def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle():
     idle = plan_of("4x4090", LLAMA_70B, "tuning.mode=qlora", distributed=False)
     assert idle.ranks.world_size == 1
     words = "make train-deepspeed NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json"
@@ -111,7 +108,7 @@ def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle() -> 
     assert not any("deepspeed" in change.words for change in alone.changes)
 
 
-def test_the_zero_that_is_advised_offloads_nothing(tmp_path: Path) -> None:
+def test_the_zero_that_is_advised_offloads_nothing(tmp_path):
     """The JSON that ships does not, whatever the one that is used does."""
     used = tmp_path / "offload.json"
     used.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
@@ -127,7 +124,7 @@ def test_the_zero_that_is_advised_offloads_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", ["2x4090", "1xH200", "8xA100-80"])
-def test_what_fits_needs_no_advice(gpus: str) -> None:
+def test_what_fits_needs_no_advice(gpus):
     plan = plan_of(gpus, "Qwen/Qwen2.5-7B-Instruct", "tuning.mode=qlora")
     assert plan.fits
     assert plan.changes == ()

@@ -109,7 +109,7 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)
-def test_a_folder_says_what_it_is(folder, kind: str) -> None:
+def test_a_folder_says_what_it_is(folder, kind):
     files, words = OTHER_FILES[kind]
     path = folder(files)
     said = refused(path)
@@ -157,7 +157,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_config_of_no_causal_model_says_what_it_is(folder, kind: str) -> None:
+def test_a_config_of_no_causal_model_says_what_it_is(folder, kind):
     config, words = CONFIGS[kind]
     assert words in refused(folder({"config.json": {**SIZES, **config}}))
 
@@ -174,17 +174,17 @@ def test_a_config_of_no_causal_model_says_what_it_is(folder, kind: str) -> None:
         {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"},
     ],
 )
-def test_a_config_of_a_causal_model_is_accepted(folder, config: dict[str, object]) -> None:
+def test_a_config_of_a_causal_model_is_accepted(folder, config):
     assert is_accepted(folder({"config.json": {**SIZES, **config}}))
 
 
-def test_code_of_its_own_that_is_trusted_is_accepted(folder) -> None:
+def test_code_of_its_own_that_is_trusted_is_accepted(folder):
     config = {**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Own"}}
     base = folder({"config.json": config})
     assert is_accepted(base, trust_remote_code=True) and not is_accepted(base)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_no_folder(tmp_path):
     for name, words in (
         ("m.gguf", "is packed for llama.cpp"),
         ("model.safetensors", "is a file, not a folder"),
@@ -193,12 +193,12 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         assert words in refused(tmp_path / name)
 
 
-def test_a_model_with_an_adapter_beside_it_is_refused(copy: Path) -> None:
+def test_a_model_with_an_adapter_beside_it_is_refused(copy):
     (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     assert "move adapter_config.json out of the folder" in refused(copy)
 
 
-def test_a_weight_file_that_ends_too_early_is_refused(copy: Path) -> None:
+def test_a_weight_file_that_ends_too_early_is_refused(copy):
     accept(copy)
     weights = copy / "model.safetensors"
     whole = weights.read_bytes()
@@ -208,7 +208,7 @@ def test_a_weight_file_that_ends_too_early_is_refused(copy: Path) -> None:
         assert "model.safetensors is damaged, or ends too early" in refused(copy)
 
 
-def test_consolidated_weights_beside_others_and_links_are_accepted(copy: Path) -> None:
+def test_consolidated_weights_beside_others_and_links_are_accepted(copy):
     (copy / "consolidated.safetensors").write_bytes(b"not looked at")
     (copy / "params.json").write_text("{}")
     (copy / "model.safetensors").rename(copy / "blob")
@@ -220,7 +220,7 @@ def test_consolidated_weights_beside_others_and_links_are_accepted(copy: Path) -
 
 
 @pytest.mark.parametrize("command", ["plan", "init", "train"])
-def test_every_command_says_it_first(folder, monkeypatch, command: str) -> None:
+def test_every_command_says_it_first(folder, monkeypatch, command):
     path = folder({"config.json": {**SIZES, "model_type": "llama9"}})
     monkeypatch.chdir(path)
     (path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n')
@@ -237,7 +237,7 @@ def test_every_command_says_it_first(folder, monkeypatch, command: str) -> None:
     assert time.monotonic() - began < 5  # seconds, on a busy host; a fifth of one on an idle one
 
 
-def test_a_folder_without_weights_is_planned_and_not_trained(copy: Path, monkeypatch) -> None:
+def test_a_folder_without_weights_is_planned_and_not_trained(copy, monkeypatch):
     (copy / "model.safetensors").unlink()
     monkeypatch.chdir(copy)
     (copy / "rows.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n' * 20)
@@ -248,7 +248,7 @@ def test_a_folder_without_weights_is_planned_and_not_trained(copy: Path, monkeyp
         prepare_run(call, False, False)
 
 
-def test_the_tables_are_those_that_transformers_has() -> None:
+def test_the_tables_are_those_that_transformers_has():
     from transformers.models.auto import modeling_auto
 
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -259,7 +259,7 @@ def test_the_tables_are_those_that_transformers_has() -> None:
     assert all(is_known_type(name) for name in modeling_auto.CONFIG_MAPPING_NAMES)
 
 
-def test_a_plan_says_that_weights_are_a_pickle(copy: Path, monkeypatch) -> None:
+def test_a_plan_says_that_weights_are_a_pickle(copy, monkeypatch):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     monkeypatch.chdir(copy)
     environ = {"DEVICE": "cpu", "MODEL_NAME": str(copy)}

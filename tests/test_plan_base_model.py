@@ -66,7 +66,7 @@ def test_mlx_is_named_and_nested_sections_are_found():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "name", "way"),
+    "dtypes, name, way",
     [
         ({"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"}, "FP8", "dequantised"),
         ({"a.weight": "U8", "a.weight_scale": "F8_E4M3", "a.weight_scale_2": "F32"}, "NVFP4", 0),

@@ -18,7 +18,7 @@ def long_plan(gpus: str, tokens: int, *settings: str):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "tokens", "shared"),
+    "gpus, tokens, shared",
     [
         ("2xH200", 131_072, 1),
         ("2xH200", 1_048_576, 2),
@@ -26,19 +26,19 @@ def long_plan(gpus: str, tokens: int, *settings: str):
         ("2xH200", 8192, 1),
     ],
 )
-def test_rows_are_shared_by_as_few_gpus_as_a_step_needs(gpus, tokens, shared) -> None:
+def test_rows_are_shared_by_as_few_gpus_as_a_step_needs(gpus, tokens, shared):
     plan = long_plan(gpus, tokens)
     assert plan.fits and plan.layout.context_parallel == shared
     assert plan.layout.replicas * shared == plan.ranks.world_size
     assert plan.layout.rows_per_step == 32
 
 
-def test_one_row_a_step_is_shared_by_all_gpus() -> None:
+def test_one_row_a_step_is_shared_by_all_gpus():
     plan = long_plan("4xH200", 131_072, "train.effective_batch_size=1")
     assert (plan.layout.context_parallel, plan.layout.rows_per_step) == (4, 1)
 
 
-def test_two_gpus_that_share_a_row_have_half_of_its_bytes_and_seconds() -> None:
+def test_two_gpus_that_share_a_row_have_half_of_its_bytes_and_seconds():
     settings = ("train.effective_batch_size=4", "train.gradient_checkpointing=true")
     one = long_plan("1xH200", 131_072, *settings)
     two = long_plan("2xH200", 131_072, "train.context_parallel=2", *settings)
@@ -47,7 +47,7 @@ def test_two_gpus_that_share_a_row_have_half_of_its_bytes_and_seconds() -> None:
     assert 1.8 < two.speed.tokens_per_second / one.speed.tokens_per_second < 2
 
 
-def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs() -> None:
+def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs():
     plan = long_plan("1xH200", 1_048_576, "train.effective_batch_size=1")
     assert not plan.fits
     change = next(each for each in plan.changes if "CONTEXT_PARALLEL" in each.words)
@@ -57,7 +57,7 @@ def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs() -> 
     assert after.fits and after.memory.predicted_peak == change.predicted_peak
 
 
-def test_what_is_combined_with_sharing_is_kept() -> None:
+def test_what_is_combined_with_sharing_is_kept():
     inputs = replace(inputs_of(130, effective_batch_size=1), host_budget_bytes=2**40)
     inputs = _with(_with(inputs, "model", max_seq_len=524_288), "tuning", mode="lora")
     (sharing,) = _context_options(inputs, 1)

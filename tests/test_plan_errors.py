@@ -1,8 +1,6 @@
 """A plan that cannot run is refused: the message names what was set and what to type instead."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from plan_examples import CPU, plan_for
@@ -142,18 +140,16 @@ def refusal(error: type[Exception], gpus: str, asked: str, **environ: str) -> st
 
 
 @pytest.mark.parametrize(
-    ("error", "gpus", "asked", "named"),
+    "error, gpus, asked, named",
     [(error, *case) for error, cases in REFUSED.items() for case in cases],
 )
-def test_what_cannot_run_is_refused_with_what_to_type(
-    error: type[Exception], gpus: str, asked: str, named: str
-) -> None:
+def test_what_cannot_run_is_refused_with_what_to_type(error, gpus, asked, named):
     message = refusal(error, gpus, asked)
     assert [word for word in named.split() if word not in message] == [], message
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "content", "named"),
+    "gpus, settings, content, named",
     [
         ("cpu", "", {"fp16": {"enabled": True}}, 'fp16.enabled=true "auto"'),
         ("cpu", "", {"bf16": {"enabled": True}}, 'bf16.enabled=true "auto"'),
@@ -172,8 +168,8 @@ def test_what_cannot_run_is_refused_with_what_to_type(
     ],
 )
 def test_a_deepspeed_json_that_cannot_run_is_refused_with_what_to_change(
-    gpus: str, settings: str, content: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+    gpus, settings, content, named, tmp_path
+):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **content}))
     asked = f"{settings} deepspeed"
@@ -182,9 +178,7 @@ def test_a_deepspeed_json_that_cannot_run_is_refused_with_what_to_change(
 
 
 @pytest.mark.parametrize("misspelt", ["rows/trian.jsonl", "rosw/train.jsonl"])
-def test_a_data_file_that_is_misspelt_is_named_with_the_nearest(
-    misspelt: str, tmp_path: Path
-) -> None:
+def test_a_data_file_that_is_misspelt_is_named_with_the_nearest(misspelt, tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").touch()
     message = refusal(DataError, "cpu", f"data.train_path={tmp_path / misspelt}")

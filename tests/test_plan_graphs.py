@@ -15,7 +15,7 @@ RECORDED = replace(LAUNCHED, records_graphs=True)
 FOUR_ROWS = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
 
 
-def test_recordings_of_layers_that_are_recomputed_take_less() -> None:
+def test_recordings_of_layers_that_are_recomputed_take_less():
     recomputed = replace(FOUR_ROWS, checkpointed_layers=RECORDED.model.layers)
     graphs = [graph_bytes(RECORDED, layout)["optimizer"] for layout in (recomputed, FOUR_ROWS)]
     assert 0 < graphs[0] < graphs[1] / 2
@@ -36,7 +36,7 @@ NOT_RECORDED = {
 
 
 @pytest.mark.parametrize("gpus", ["1xH200", "2xH200"])
-def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
+def test_a_plan_counts_what_is_recorded_and_names_it(gpus):
     plan = plan_for(gpus, *LLAMA).plan
     assert plan.step.records_graphs
     graphs = plan.memory.peak.components()["graphs"]
@@ -45,14 +45,14 @@ def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
 
 
 @pytest.mark.parametrize("setting", NOT_RECORDED)
-def test_a_plan_says_that_nothing_is_recorded_and_counts_no_graphs(setting: str) -> None:
+def test_a_plan_says_that_nothing_is_recorded_and_counts_no_graphs(setting):
     plan = plan_for(NOT_RECORDED[setting], *LLAMA, *setting.split()).plan
     assert any(words.startswith("train.cuda_graphs=true has no effect") for words in plan.warnings)
     assert "graphs" not in plan.memory.peak.components()
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "is_said"),
+    "model, settings, is_said",
     [
         ("meta-llama/Llama-3.2-1B-Instruct", ["train.effective_batch_size=4"], True),
         ("Qwen/Qwen3-30B-A3B", ["train.effective_batch_size=4"], True),
@@ -60,9 +60,7 @@ def test_a_plan_says_that_nothing_is_recorded_and_counts_no_graphs(setting: str)
         ("meta-llama/Llama-3.1-8B-Instruct", ["train.effective_batch_size=4"], False),
     ],
 )
-def test_a_plan_says_where_graphs_would_help(
-    model: str, settings: list[str], is_said: bool
-) -> None:
+def test_a_plan_says_where_graphs_would_help(model, settings, is_said):
     plan = plan_for("1xH200", f"model.name={model}", "tuning.mode=lora", *settings).plan
     assert not plan.step.records_graphs
     assert any("TRAIN_CUDA_GRAPHS=true" in warning for warning in plan.warnings) == is_said

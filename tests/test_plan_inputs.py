@@ -49,7 +49,7 @@ def why_short(inputs: PlanInputs) -> str:
 
 
 @pytest.mark.parametrize(
-    ("train", "words"),
+    "train, words",
     [
         ({}, "train.batch_size=auto: even 1 row of 2048 tokens with checkpointing"),
         ({"gradient_checkpointing": False}, "train.batch_size=auto: even 1 row of 2048 tokens"),
@@ -57,7 +57,7 @@ def why_short(inputs: PlanInputs) -> str:
         ({"batch_size": 8}, "train.batch_size=8"),
     ],
 )
-def test_what_does_not_fit_says_what_it_needs(train: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_says_what_it_needs(train, words):
     inputs = inputs_of(2, **train)
     assert choose_layout(inputs) == smallest(inputs.request)
     message = why_short(inputs)
@@ -65,7 +65,7 @@ def test_what_does_not_fit_says_what_it_needs(train: dict[str, Any], words: str)
         assert part in message
 
 
-def test_what_is_needed_with_offloading_is_what_fits_with_it() -> None:
+def test_what_is_needed_with_offloading_is_what_fits_with_it():
     said = re.search(
         r"([0-9.]+) GiB with TRAIN_ACTIVATION_OFFLOADING=true", why_short(inputs_of(2))
     )
@@ -79,7 +79,7 @@ def test_what_is_needed_with_offloading_is_what_fits_with_it() -> None:
     assert "OFFLOADING" not in why_short(offloaded)
 
 
-def test_a_step_that_takes_the_whole_budget_fits() -> None:
+def test_a_step_that_takes_the_whole_budget_fits():
     inputs = inputs_of(100)
     layout = choose_layout(inputs)
     peak_bytes = step_bytes(inputs.step, layout).predicted_peak
@@ -88,7 +88,7 @@ def test_a_step_that_takes_the_whole_budget_fits() -> None:
     assert shortage(replace(inputs, budget_bytes=peak_bytes - 1), layout) is not None
 
 
-def test_the_request_says_what_the_config_says() -> None:
+def test_the_request_says_what_the_config_says():
     request = inputs_of(2, batch_size=2, gradient_checkpointing=False).request
     assert (request.batch_size, request.grad_accum) == (2, "auto")
     assert (request.max_seq_len, request.layers) == (ROW_TOKENS, 32)
@@ -97,7 +97,7 @@ def test_the_request_says_what_the_config_says() -> None:
     assert request.recomputes_by_layer
 
 
-def test_a_backend_that_patches_all_layers_is_asked_for_all_or_none() -> None:
+def test_a_backend_that_patches_all_layers_is_asked_for_all_or_none():
     inputs = inputs_of(2)
     tuning = inputs.config.tuning.model_copy(update={"backend": "unsloth"})
     unsloth = replace(inputs, config=inputs.config.model_copy(update={"tuning": tuning}))
@@ -105,7 +105,7 @@ def test_a_backend_that_patches_all_layers_is_asked_for_all_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "weight_bytes"),
+    "gpus, settings, weight_bytes",
     [
         ("1xH200", (), 2),
         ("1xV100-32", (), 2),
@@ -118,9 +118,7 @@ def test_a_backend_that_patches_all_layers_is_asked_for_all_or_none() -> None:
         (CPU, ("tuning.mode=full",), 4),
     ],
 )
-def test_weights_are_counted_in_the_type_that_they_are_loaded_in(
-    gpus: Any, settings: tuple[str, ...], weight_bytes: int
-) -> None:
+def test_weights_are_counted_in_the_type_that_they_are_loaded_in(gpus, settings, weight_bytes):
     planned = plan_for(gpus, *settings)
     parameters = load_shape(planned.config.model.name, None, {}).parameters
     assert planned.plan.memory.phases["load"].weights == weight_bytes * parameters
@@ -142,7 +140,7 @@ def gib_without_offloading() -> float:
     return step_bytes(inputs.step, choose_layout(inputs)).predicted_peak / GIB
 
 
-def test_activations_are_offloaded_where_a_row_does_not_fit_otherwise() -> None:
+def test_activations_are_offloaded_where_a_row_does_not_fit_otherwise():
     roomy = long_row(1000, host_gib=64)
     assert roomy.config.train.activation_offloading is False
     tight = long_row(gib_without_offloading() - 4, host_gib=64)
@@ -153,7 +151,7 @@ def test_activations_are_offloaded_where_a_row_does_not_fit_otherwise() -> None:
     assert some.fits(choose_layout(some)) and some.step.offloaded(32) == some.host_layers == 24
 
 
-def test_activations_are_not_offloaded_where_that_does_not_help() -> None:
+def test_activations_are_not_offloaded_where_that_does_not_help():
     tight = gib_without_offloading() - 4
     on_a_small_host = long_row(tight, host_gib=1)
     far_too_long = long_row(20, host_gib=64)

@@ -54,7 +54,7 @@ def command(ranks: Ranks, **environ: str) -> Launch:
 # Commands
 
 
-def test_two_cpu_processes_are_two_by_accelerates_own_reading(tmp_path: Path) -> None:
+def test_two_cpu_processes_are_two_by_accelerates_own_reading(tmp_path):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     ranks = ranks_of("ddp", "cpu", 2)
@@ -72,7 +72,7 @@ def test_two_cpu_processes_are_two_by_accelerates_own_reading(tmp_path: Path) ->
     assert started.env["ACCELERATE_USE_CPU"] == "true"
 
 
-def test_the_accelerate_file_names_everything_that_accelerate_would_guess(tmp_path: Path) -> None:
+def test_the_accelerate_file_names_everything_that_accelerate_would_guess(tmp_path):
     node = {"nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 29600}
     config = accelerate_config(ranks_of("ddp", "cuda", 4, **node), "bf16")
     write_accelerate_config(tmp_path / "a.yaml", config, "Written by a test.")
@@ -93,7 +93,7 @@ def test_the_accelerate_file_names_everything_that_accelerate_would_guess(tmp_pa
     assert expected.items() <= yaml.safe_load(text).items()
 
 
-def test_deepspeed_on_a_cpu_counts_its_processes() -> None:
+def test_deepspeed_on_a_cpu_counts_its_processes():
     from torch.distributed.run import parse_args
 
     started = command(ranks_of("deepspeed", "cpu", 2))
@@ -106,7 +106,7 @@ def test_deepspeed_on_a_cpu_counts_its_processes() -> None:
 
 
 @pytest.mark.parametrize("visible", ["2, 3", "GPU-aaaa,GPU-bbbb"])
-def test_deepspeed_sees_the_gpus_that_are_visible(visible: str) -> None:
+def test_deepspeed_sees_the_gpus_that_are_visible(visible):
     environ = {"CUDA_VISIBLE_DEVICES": visible}
     ranks = plan_for("2xH200", environ=environ, use_deepspeed=True).plan.ranks
     started = command(ranks, **environ)
@@ -115,7 +115,7 @@ def test_deepspeed_sees_the_gpus_that_are_visible(visible: str) -> None:
     assert "DS_ACCELERATOR" not in started.env
 
 
-def test_several_machines_meet_at_one_address() -> None:
+def test_several_machines_meet_at_one_address():
     from torch.distributed.run import parse_args
 
     ranks = ranks_of("deepspeed", "cuda", 2, nodes=2, node_rank=1, master_addr="10.0.0.1")
@@ -142,9 +142,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), LAUNCHERS)
+@pytest.mark.parametrize("strategy, nodes", LAUNCHERS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_each_strategy_has_its_launcher(strategy: str, nodes: int, device: str) -> None:
+def test_each_strategy_has_its_launcher(strategy, nodes, device):
     per_node = 1 if strategy == "single" else 2
     ranks = ranks_of(strategy, device, per_node, nodes=nodes, node_rank=nodes - 1)
     started = command(ranks)
@@ -157,7 +157,7 @@ def test_each_strategy_has_its_launcher(strategy: str, nodes: int, device: str) 
         assert started.env["ACCELERATE_USE_CPU"] == str(strategy != "deepspeed").lower()
 
 
-def test_a_launcher_that_still_starts_records_signals_and_runs_the_same_words() -> None:
+def test_a_launcher_that_still_starts_records_signals_and_runs_the_same_words():
     started = command(ranks_of("deepspeed", "cpu", 2))
     watched = launch.recorded(started, RUN)
     assert watched.argv[1:3] == (str(launch.LAUNCHER), str(RUN))
@@ -167,13 +167,13 @@ def test_a_launcher_that_still_starts_records_signals_and_runs_the_same_words() 
 # Environment
 
 
-def test_num_gpus_takes_the_first_of_the_visible_ones() -> None:
+def test_num_gpus_takes_the_first_of_the_visible_ones():
     environ = {"CUDA_VISIBLE_DEVICES": "5,7", "NUM_GPUS": "1"}
     ranks = plan_for("2xH200", environ=environ).plan.ranks
     assert launch_command(ranks, RUN, environ).env["CUDA_VISIBLE_DEVICES"] == "5"
 
 
-def test_what_the_user_set_himself_stands() -> None:
+def test_what_the_user_set_himself_stands():
     ranks = ranks_of("ddp", "cuda", 2)
     assert command(ranks).env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -187,7 +187,7 @@ def test_what_the_user_set_himself_stands() -> None:
     assert "GOMP_SPINCOUNT" not in on_cpu.env
 
 
-def test_what_unsloth_compiles_lies_in_the_run_unless_the_user_says_where() -> None:
+def test_what_unsloth_compiles_lies_in_the_run_unless_the_user_says_where():
     name = "UNSLOTH_COMPILE_LOCATION"
     ranks = ranks_of("single", "cuda", 1)
     assert command(ranks).env[name] == str(RUN.absolute() / "unsloth")
@@ -195,26 +195,26 @@ def test_what_unsloth_compiles_lies_in_the_run_unless_the_user_says_where() -> N
     assert name not in command(ranks_of("single", "cpu", 1)).env
 
 
-def test_what_the_user_left_set_does_not_mislead_a_cpu_run() -> None:
+def test_what_the_user_left_set_does_not_mislead_a_cpu_run():
     left = {"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cuda"}
     env = command(ranks_of("ddp", "cpu", 2), **left).env
     expected = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
     assert expected.items() <= env.items()
 
 
-def test_the_old_name_of_nccls_error_handling_reaches_torch() -> None:
+def test_the_old_name_of_nccls_error_handling_reaches_torch():
     env = command(ranks_of("ddp", "cuda", 2), NCCL_ASYNC_ERROR_HANDLING="1").env
     assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
-def test_programs_of_this_python_are_found() -> None:
+def test_programs_of_this_python_are_found():
     folder = str(Path(sys.executable).parent)
     ranks = ranks_of("single", "cpu", 1)
     assert command(ranks, PATH="/usr/bin").env["PATH"] == f"{folder}{os.pathsep}/usr/bin"
     assert "PATH" not in command(ranks, PATH=f"/usr/bin{os.pathsep}{folder}").env
 
 
-def test_a_free_port_is_free() -> None:
+def test_a_free_port_is_free():
     port = launch.free_port()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
@@ -224,7 +224,7 @@ def test_a_free_port_is_free() -> None:
 # Execution
 
 
-def test_the_place_that_another_launcher_left_is_not_passed_on() -> None:
+def test_the_place_that_another_launcher_left_is_not_passed_on():
     program = """
 import os
 left = [name for name in os.environ if "RANK" in name or "WORLD" in name]
@@ -246,12 +246,12 @@ execute(Launch(({sys.executable!r}, "-c", {program!r}), {{"B": "ours"}}), {envir
     assert done.stdout == "[] theirs ours\n", done.stderr
 
 
-def test_a_launcher_that_is_not_there_is_an_environment_fault() -> None:
+def test_a_launcher_that_is_not_there_is_an_environment_fault():
     with pytest.raises(EnvironmentFault, match=r"/no/such/python .*make install"):
         launch.execute(Launch(("/no/such/python",), {}), {})
 
 
-def test_a_rank_that_is_started_already_is_the_worker_alone() -> None:
+def test_a_rank_that_is_started_already_is_the_worker_alone():
     """Its launcher may have given it more GPUs than it starts processes."""
     ranks = ranks_of("ddp", "cuda", 2, visible=("5", "3"))
     started = rank_command(ranks, RUN, {"CUDA_VISIBLE_DEVICES": "5,3,1"})
@@ -283,7 +283,7 @@ def test_an_address_without_a_way_to_it_has_no_interface():
     assert launch.interface_to("no such host.invalid") is None
 
 
-def test_a_plan_of_several_machines_needs_no_address_to_meet_at() -> None:
+def test_a_plan_of_several_machines_needs_no_address_to_meet_at():
     environ = {"CONFIG": EMPTY, "NNODES": "2", "GPUS": "8xH200"}
     call = without_meeting(read_call(None, (), None, environ))
     planned = plan_for_display(call, False, False)

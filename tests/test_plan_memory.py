@@ -28,7 +28,7 @@ UNFUSED_LAYER = 22 * 4096 + 11 * 14336
 # By hand
 
 
-def test_the_bytes_of_a_lora_step_by_hand() -> None:
+def test_the_bytes_of_a_lora_step_by_hand():
     model = ModelShape(
         vocab=100,
         hidden=8,
@@ -66,13 +66,13 @@ def test_the_bytes_of_a_lora_step_by_hand() -> None:
     assert example.changed(grad_accum=1).memory.phases["forward"].gradients == 0
 
 
-def test_quantised_weights_by_hand() -> None:
+def test_quantised_weights_by_hand():
     quantised = [held(mode="qlora", double_quant=double).weights for double in (True, False)]
     other = 2 * (2 * 128256 * 4096 + 65 * 4096)  # embedding, head and norms stay in 16 bits
     assert quantised == [int(size * 6_979_321_856) + other for size in (0.516, 0.5625)]
 
 
-def test_offloaded_inputs_are_on_the_host_but_for_two() -> None:
+def test_offloaded_inputs_are_on_the_host_but_for_two():
     offloaded = {"offload_activations": True}
     expected = TOKENS * (2 * 2 * 4096 + 2 * UNFUSED_LAYER)
     assert held(checkpointed_layers=30, **offloaded).activations == expected
@@ -80,14 +80,14 @@ def test_offloaded_inputs_are_on_the_host_but_for_two() -> None:
     assert held(checkpointed_layers=1, **offloaded).activations == one
 
 
-def test_the_constants_are_those_of_the_code() -> None:
+def test_the_constants_are_those_of_the_code():
     from sft_play.models.checkpointing import IN_FLIGHT
     from sft_play.models.fast.linears import tiles
 
     assert (OFFLOADS_IN_FLIGHT, TILE_TOKENS) == (IN_FLIGHT, tiles.TILE_TOKENS)
 
 
-def test_what_several_processes_hold_beside_the_model_by_hand() -> None:
+def test_what_several_processes_hold_beside_the_model_by_hand():
     def beside(**changes: Any) -> tuple[int, float]:
         phase = held(**changes)
         return phase.buckets, phase.context / GIB
@@ -107,9 +107,7 @@ def test_what_several_processes_hold_beside_the_model_by_hand() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checkpointed_layers", [0, 12, 32])
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_more_tokens_never_need_fewer_bytes(
-    mode: str, checkpointed_layers: int, is_fast: bool
-) -> None:
+def test_more_tokens_never_need_fewer_bytes(mode, checkpointed_layers, is_fast):
     fixed = {"mode": mode, "checkpointed_layers": checkpointed_layers, "is_fast": is_fast}
 
     def sizes(batches: tuple[int, ...], lengths: tuple[int, ...]) -> list[int]:
@@ -129,12 +127,12 @@ def test_more_tokens_never_need_fewer_bytes(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("field", ["hidden", "intermediate", "layers", "vocab", "kv_heads"])
-def test_a_larger_model_needs_more(mode: str, field: str) -> None:
+def test_a_larger_model_needs_more(mode, field):
     larger = replace(EIGHT_B, **{field: 2 * getattr(EIGHT_B, field)})
     assert peak(model=larger, mode=mode) > peak(mode=mode)
 
 
-def test_a_higher_rank_and_more_targets_need_more() -> None:
+def test_a_higher_rank_and_more_targets_need_more():
     by_rank = [peak(lora_rank=rank) for rank in (1, 8, 16, 256)]
     assert by_rank == sorted(set(by_rank))
     targets = [("q_proj",), ("q_proj", "v_proj"), "all-linear"]
@@ -144,7 +142,7 @@ def test_a_higher_rank_and_more_targets_need_more() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_checkpointing_needs_less(mode: str, is_fast: bool) -> None:
+def test_checkpointing_needs_less(mode, is_fast):
     fixed = {"mode": mode, "is_fast": is_fast}
     by_layers = [held(**fixed, checkpointed_layers=count).total for count in range(33)]
     assert by_layers == sorted(by_layers, reverse=True)
@@ -152,11 +150,11 @@ def test_checkpointing_needs_less(mode: str, is_fast: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_kernels_need_less(mode: str) -> None:
+def test_fused_kernels_need_less(mode):
     assert held(mode=mode, is_fast=True).total < held(mode=mode).total
 
 
-def test_quantising_needs_less() -> None:
+def test_quantising_needs_less():
     plain_constants = peak(mode="qlora", double_quant=False)
     assert peak(mode="qlora") < plain_constants < peak(mode="lora") < peak(mode="full")
     # whose copies outweigh 1,024 tokens
@@ -167,7 +165,7 @@ def test_quantising_needs_less() -> None:
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_zero_divides_optimizer_gradients_and_weights_in_turn(mode: str) -> None:
+def test_zero_divides_optimizer_gradients_and_weights_in_turn(mode):
     def at(stage: int, world_size: int = 4) -> PhaseBytes:
         return held(mode=mode, zero_stage=stage, world_size=world_size)
 
@@ -178,7 +176,7 @@ def test_zero_divides_optimizer_gradients_and_weights_in_turn(mode: str) -> None
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_offloading_frees_a_gpu_and_not_a_host() -> None:
+def test_offloading_frees_a_gpu_and_not_a_host():
     zero = {"zero_stage": 2, "world_size": 2}
     kept = held(**zero).optimizer
     assert kept > 0
@@ -187,7 +185,7 @@ def test_offloading_frees_a_gpu_and_not_a_host() -> None:
     assert held(**zero, is_gpu=False).optimizer == kept
 
 
-def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead() -> None:
+def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead():
     zero3 = {"zero_stage": 3, "world_size": 2}
 
     def gathered(*fetching: int) -> int:
@@ -206,14 +204,14 @@ def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead() -> None:
     assert gathered(0, 0, 10**9) < gathered(10**8, 0, 10**9) < gathered(10**8, 0, 10**12)
 
 
-def test_two_h200s_needed_what_is_planned_for_zero_3_without_fused_linears() -> None:
+def test_two_h200s_needed_what_is_planned_for_zero_3_without_fused_linears():
     """4 x 2,048 tokens of each, PEFT's linears, plain norms and loss: 104.7 GiB."""
     unfused = {"is_fast": False, "zero_stage": 3, "world_size": 2}
     changes = {"batch_size": 4, "max_seq_len": 2048, "checkpointed_layers": 0}
     assert peak(**unfused, **changes) / GIB == pytest.approx(104.7, rel=0.1)
 
 
-def test_adams_moments_have_the_type_of_the_weights() -> None:
+def test_adams_moments_have_the_type_of_the_weights():
     def state_bytes(optim: str, **changes: Any) -> float:
         return held(mode="full", optim=optim, **changes).optimizer / EIGHT_B.parameters
 
@@ -225,7 +223,7 @@ def test_adams_moments_have_the_type_of_the_weights() -> None:
     assert state_bytes("adamw_torch", weight_bytes=4, zero_stage=1) == 12
 
 
-def test_only_autocast_keeps_a_second_copy_of_full_weights() -> None:
+def test_only_autocast_keeps_a_second_copy_of_full_weights():
     full = {"mode": "full", "weight_bytes": 4}
     weights = 4 * EIGHT_B.parameters
     copied = weights + 2 * EIGHT_B.block_weights
@@ -241,7 +239,7 @@ def test_only_autocast_keeps_a_second_copy_of_full_weights() -> None:
 # Evaluation
 
 
-def test_an_evaluation_takes_rows_whose_logits_fit_where_a_step_has_its_activations() -> None:
+def test_an_evaluation_takes_rows_whose_logits_fit_where_a_step_has_its_activations():
     one_b = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
     example = EXAMPLE.changed(model=one_b, batch_size=4, max_seq_len=2048)
     # 12 bytes a token and word, 2.9 GiB a row, which a step has in training, too
@@ -254,7 +252,7 @@ def test_an_evaluation_takes_rows_whose_logits_fit_where_a_step_has_its_activati
     assert evaluation_rows(*fused.changed(checkpointed_layers=16)) == 4
 
 
-def test_an_evaluation_is_not_packed() -> None:
+def test_an_evaluation_is_not_packed():
     assert evaluation_rows(STEP, LAYOUT.packed(1)) == evaluation_rows(STEP, LAYOUT)
 
 
@@ -262,7 +260,7 @@ def test_an_evaluation_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "measured_gib"),
+    "changes, measured_gib",
     [
         # sequence 2048, 8192 tokens a micro-batch
         ({"checkpointed_layers": 32}, 29),
@@ -270,15 +268,13 @@ def test_an_evaluation_is_not_packed() -> None:
         ({"mode": "qlora"}, 69),
     ],
 )
-def test_an_8b_step_is_not_put_below_what_was_measured_nor_a_tenth_above(
-    changes: dict[str, Any], measured_gib: float
-) -> None:
+def test_an_8b_step_is_not_put_below_what_was_measured_nor_a_tenth_above(changes, measured_gib):
     estimate = peak(batch_size=4, max_seq_len=2048, **changes) / GIB
     assert measured_gib < estimate < 1.1 * measured_gib
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "measured_gib"),
+    "model, changes, measured_gib",
     [
         # peak reserved by make train-bnb, 8,192 tokens a micro-batch (docs/speed-h200.md), less
         # the context
@@ -293,9 +289,7 @@ def test_an_8b_step_is_not_put_below_what_was_measured_nor_a_tenth_above(
         ("meta-llama/Llama-3.1-8B-Instruct", {"checkpointed_layers": 31}, 19.0),
     ],
 )
-def test_a_fused_step_is_estimated_to_a_fiftieth_of_what_was_measured(
-    model: str, changes: dict[str, Any], measured_gib: float
-) -> None:
+def test_a_fused_step_is_estimated_to_a_fiftieth_of_what_was_measured(model, changes, measured_gib):
     fused = EXAMPLE.changed(
         model=load_shape(model, None, {}),
         is_fast=True,
@@ -308,7 +302,7 @@ def test_a_fused_step_is_estimated_to_a_fiftieth_of_what_was_measured(
     assert estimate == pytest.approx(measured_gib, rel=0.02)
 
 
-def test_packed_rows_need_the_bytes_of_the_sequences_that_they_fill() -> None:
+def test_packed_rows_need_the_bytes_of_the_sequences_that_they_fill():
     packed = step_bytes(STEP, replace(LAYOUT, batch_size=4, grad_accum=8).packed(9)).phases
     three_of_three = EXAMPLE.changed(batch_size=3, grad_accum=3).memory.phases
     for name in ("forward", "backward", "optimizer"):
@@ -316,7 +310,7 @@ def test_packed_rows_need_the_bytes_of_the_sequences_that_they_fill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "phase", "measured_gib"),
+    "name, mode, phase, measured_gib",
     [
         ("Qwen/Qwen3-30B-A3B", "lora", "load", 58.42),  # experts are read and verified
         ("Qwen/Qwen3-30B-A3B", "qlora", "load", 17.69),
@@ -325,9 +319,7 @@ def test_packed_rows_need_the_bytes_of_the_sequences_that_they_fill() -> None:
     ],
 )
 @pytest.mark.usefixtures("traces_nothing")
-def test_experts_need_the_bytes_that_were_measured(
-    name: str, mode: str, phase: str, measured_gib: float
-) -> None:
+def test_experts_need_the_bytes_that_were_measured(name, mode, phase, measured_gib):
     choice = (f"model.name={name}", f"tuning.mode={mode}", "tuning.lora.experts=shared")
     found = plan_for("1xH200", *choice).plan.memory.phases[phase]
     assert found.total / GIB == pytest.approx(measured_gib, rel=0.02)

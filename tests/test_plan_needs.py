@@ -13,7 +13,7 @@ from sft_play.plan.devices import Hardware
 FLASH_2 = "model.attn_implementation=flash_attention_2"
 
 
-def test_flash_attention_2_is_refused_until_it_is_installed(monkeypatch) -> None:
+def test_flash_attention_2_is_refused_until_it_is_installed(monkeypatch):
     monkeypatch.setattr(needs, "FLASH2", "no-such-package")
     h200 = replace(parse("1xH200").gpus[0], uuid="GPU-1")  # a GPU of this machine
     with pytest.raises(EnvironmentFault, match=r"no-such-package .* install flash-attn"):

@@ -1,8 +1,6 @@
 """sft_play.plan.ranks: the number type of matrix products."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from plan_examples import CPU, plan_for
@@ -15,7 +13,7 @@ V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "expected", "warns"),
+    "gpus, settings, expected, warns",
     [
         (A100, (), "bf16", False),
         (T4, (), "fp16", False),
@@ -33,9 +31,7 @@ V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
         (CPU, ("train.bf16=true",), "bf16", False),
     ],
 )
-def test_one_precision_is_chosen_by_what_the_device_has(
-    gpus: Any, settings: tuple[str, ...], expected: str, warns: bool
-) -> None:
+def test_one_precision_is_chosen_by_what_the_device_has(gpus, settings, expected, warns):
     planned = plan_for(gpus, *settings)
     train = planned.config.train
     assert precision(planned.config) == expected
@@ -45,15 +41,13 @@ def test_one_precision_is_chosen_by_what_the_device_has(
         assert f"computing in {DTYPE_NAMES[expected]};" in warning
 
 
-def test_mixed_gpus_compute_in_what_all_of_them_have() -> None:
+def test_mixed_gpus_compute_in_what_all_of_them_have():
     a100 = Gpu(0, "A100", 40 * GIB, 40 * GIB, (8, 0))
     v100 = Gpu(1, "V100", 32 * GIB, 32 * GIB, (7, 0))
     assert precision(plan_for(Hardware("cuda", (a100, v100), 8, GIB)).config) == "fp16"
 
 
-def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_open(
-    tmp_path: Path,
-) -> None:
+def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_open(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
     environ = {"DEEPSPEED_CONFIG": str(path)}

@@ -1,7 +1,5 @@
 """sft_play.plan.ranks: how many processes a run has, and on which GPUs."""
 
-from typing import Any
-
 import pytest
 from plan_examples import CPU, plan_for
 
@@ -9,7 +7,7 @@ from sft_play.plan.ranks import visible_entries
 
 
 @pytest.mark.parametrize(
-    ("gpus", "environ", "distributed", "expected"),
+    "gpus, environ, distributed, expected",
     [
         ("4xH200", {}, True, (4, "ddp")),
         ("4xH200", {}, False, (1, "single")),
@@ -25,24 +23,22 @@ from sft_play.plan.ranks import visible_entries
         (CPU, {"WORLD_SIZE": "8", "NUM_GPUS": "2", "DEVICE": "cpu"}, True, (2, "ddp")),
     ],
 )
-def test_num_gpus_defaults_to_every_gpu_of_a_distributed_run(
-    gpus: Any, environ: dict[str, str], distributed: bool, expected: tuple[int, str]
-) -> None:
+def test_num_gpus_defaults_to_every_gpu_of_a_distributed_run(gpus, environ, distributed, expected):
     ranks = plan_for(gpus, environ=environ, distributed=distributed).plan.ranks
     assert (ranks.world_size, ranks.strategy) == expected
 
 
-def test_deepspeed_is_deepspeed_on_one_gpu_too() -> None:
+def test_deepspeed_is_deepspeed_on_one_gpu_too():
     assert plan_for("1xH200", use_deepspeed=True).plan.ranks.strategy == "deepspeed"
 
 
-def test_ranks_sum_gradients_by_nccl_on_gpus_and_by_gloo_on_a_cpu() -> None:
+def test_ranks_sum_gradients_by_nccl_on_gpus_and_by_gloo_on_a_cpu():
     assert plan_for("2xH200").plan.ranks.collective_backend == "nccl"
     assert plan_for(CPU).plan.ranks.collective_backend == "gloo"
 
 
 @pytest.mark.parametrize(
-    ("visible", "count", "entries"),
+    "visible, count, entries",
     [
         (None, 2, ("0", "1")),
         ("", 2, ("0", "1")),
@@ -52,7 +48,5 @@ def test_ranks_sum_gradients_by_nccl_on_gpus_and_by_gloo_on_a_cpu() -> None:
         ("3", 2, ("0", "1")),  # a plan for another machine
     ],
 )
-def test_the_first_of_the_visible_gpus_are_used(
-    visible: str | None, count: int, entries: tuple[str, ...]
-) -> None:
+def test_the_first_of_the_visible_gpus_are_used(visible, count, entries):
     assert visible_entries(visible, count) == entries

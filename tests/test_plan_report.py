@@ -74,7 +74,7 @@ HARDWARE = {
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name: str) -> None:
+def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name):
     path = PROJECT_ROOT / "configs" / f"{name}.yaml"
     plan = plan_for(HARDWARE[name], config=str(path)).plan
     assert plan.fits
@@ -83,13 +83,13 @@ def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name: str) -
 
 
 @pytest.mark.parametrize("name", sorted({Path(name).stem for name in CONFIGS} - set(HARDWARE)))
-def test_every_other_shipped_config_trains_the_model_that_ships_anywhere(name: str) -> None:
+def test_every_other_shipped_config_trains_the_model_that_ships_anywhere(name):
     planned = plan_for(CPU, config=f"configs/{name}.yaml")
     assert planned.config.model.name.endswith("data/tiny_llama")
     assert planned.plan.fits
 
 
-def test_the_table_is_the_bytes_of_the_plan() -> None:
+def test_the_table_is_the_bytes_of_the_plan():
     planned = plan_for("2xH200", LLAMA_8B)
     memory = planned.plan.memory
     shown = lines(planned)
@@ -114,7 +114,7 @@ def test_the_table_is_the_bytes_of_the_plan() -> None:
     assert f"{memory.predicted_peak / GIB:.2f} GiB" in line(planned, "memory")
 
 
-def test_the_plan_is_one_line_of_facts() -> None:
+def test_the_plan_is_one_line_of_facts():
     planned = plan_for("2xH200", config="configs/multi_gpu_config.yaml")
     assert "batch=4 x 2 x accum=4 = 32" in report.plan_line(planned)
     selective = replace(planned.plan.layout, checkpointed_layers=5)
@@ -155,8 +155,8 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize(("gpus", "asked", "label", "words"), SHOWN)
-def test_a_line_has_the_figures_of_the_plan(gpus: Any, asked: str, label: str, words: str) -> None:
+@pytest.mark.parametrize("gpus, asked, label, words", SHOWN)
+def test_a_line_has_the_figures_of_the_plan(gpus, asked, label, words):
     *settings, last = asked.split() or [""]
     options = {"use_deepspeed": last == "deepspeed"}
     if "=" in last:
@@ -166,7 +166,7 @@ def test_a_line_has_the_figures_of_the_plan(gpus: Any, asked: str, label: str, w
     assert words in line(plan_for(gpus, *settings, **options), label)
 
 
-def test_speed_hours_and_the_longest_row_are_told_where_they_are_known() -> None:
+def test_speed_hours_and_the_longest_row_are_told_where_they_are_known():
     planned = plan_for("2xH200", LLAMA_8B)
     total = planned.plan.speed.tokens_per_second
     expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} a GPU)"
@@ -180,7 +180,7 @@ def test_speed_hours_and_the_longest_row_are_told_where_they_are_known() -> None
     assert plan_for(Hardware("cuda", (a10g, rtx), 8, GIB)).plan.speed is None
 
 
-def test_layers_that_are_recomputed_are_counted() -> None:
+def test_layers_that_are_recomputed_are_counted():
     settings = ("tuning.mode=qlora", "train.batch_size=4", "model.max_seq_len=2048")
     some = plan_for("1x4090", LLAMA_8B, *settings)
     layers = some.plan.layout.checkpointed_layers
@@ -188,13 +188,13 @@ def test_layers_that_are_recomputed_are_counted() -> None:
     assert f"first {layers} of 32 layers" in line(some, "checkpointing")
 
 
-def test_packing_that_is_off_is_told_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_that_is_off_is_told_and_why(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Unsloth is installed
     gemma = plan_for("1xH200", "model.name=google/gemma-3-4b-it", "tuning.backend=unsloth")
     assert re.match("off: .* gemma3_text ", line(gemma, "packing"))
 
 
-def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would() -> None:
+def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would():
     planned = plan_for("1x24GiB", LLAMA_8B, "train.batch_size=32")
     assert not planned.plan.fits
     assert line(planned, "memory").startswith("does NOT fit, by ")
@@ -214,7 +214,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would() -> None:
 # Commands
 
 
-def test_the_command_that_is_shown_is_the_command_that_runs() -> None:
+def test_the_command_that_is_shown_is_the_command_that_runs():
     planned = plan_for("2xH200")
     command = command_of(planned)
     make_words = ["make", "train-distributed", "NUM_GPUS=2", "DATA_SYSTEM_PROMPT='be brief'"]
@@ -232,7 +232,7 @@ def test_the_command_that_is_shown_is_the_command_that_runs() -> None:
     assert as_bash_reads(runs) == [*env, *command.argv]
 
 
-def test_the_plan_of_the_command_line_loads_no_heavy_library() -> None:
+def test_the_plan_of_the_command_line_loads_no_heavy_library():
     code = """
 import sys
 from sft_play.commands import call as calls
@@ -259,7 +259,7 @@ def facts_of(planned: PlannedRun, counted: Counted | None = COUNTED) -> dict[str
     return json.loads(as_text(report.plan_json(planned.plan, command_of(planned), work)))
 
 
-def test_json_has_plain_numbers_of_speed_and_work() -> None:
+def test_json_has_plain_numbers_of_speed_and_work():
     planned = plan_for("2xH200", LLAMA_8B)
     facts = facts_of(planned)
     assert facts["speed"]["tokens_per_second"] == planned.plan.speed.tokens_per_second
@@ -269,7 +269,7 @@ def test_json_has_plain_numbers_of_speed_and_work() -> None:
     assert (unknown["speed"], unknown["workload"]) == (None, None)
 
 
-def test_json_has_the_names_that_scripts_rely_on() -> None:
+def test_json_has_the_names_that_scripts_rely_on():
     facts = facts_of(plan_for("2xH200"))
     names = {
         "world_size",
@@ -285,7 +285,7 @@ def test_json_has_the_names_that_scripts_rely_on() -> None:
     assert facts_of(plan_for(CPU))["backend_of_collectives"] == "gloo"
 
 
-def test_json_has_the_components_of_the_peak_and_of_every_phase() -> None:
+def test_json_has_the_components_of_the_peak_and_of_every_phase():
     facts = facts_of(plan_for("2xH200", LLAMA_8B))
     peak = facts["memory"].pop("predicted_peak")
     assert peak == sum(facts["memory"].values())

@@ -31,7 +31,7 @@ def json_file(path: Path, value: Any) -> dict[str, str]:
 # Configs that ship
 
 
-def test_gemma_27b_on_two_h200_trains_4_x_2_x_4() -> None:
+def test_gemma_27b_on_two_h200_trains_4_x_2_x_4():
     plan = plan_for("2xH200", config="configs/multi_gpu_config.yaml").plan
     layout = plan.layout
     assert (layout.batch_size, layout.world_size, layout.grad_accum) == (4, 2, 4)
@@ -42,16 +42,14 @@ def test_gemma_27b_on_two_h200_trains_4_x_2_x_4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "model", "batch_size", "grad_accum", "rows"),
+    "gpus, model, batch_size, grad_accum, rows",
     [
         ("2x4090", "Qwen/Qwen2.5-14B-Instruct", 4, 4, 32),
         ("2xH100", "google/gemma-3-27b-it", 8, 4, 64),
         ("4xH200", "meta-llama/Llama-3.1-70B-Instruct", 16, 2, 128),
     ],
 )
-def test_a_batch_of_the_guides_fits_on_their_hardware(
-    gpus: str, model: str, batch_size: int, grad_accum: int, rows: int
-) -> None:
+def test_a_batch_of_the_guides_fits_on_their_hardware(gpus, model, batch_size, grad_accum, rows):
     batch = (f"train.batch_size={batch_size}", f"train.grad_accum={grad_accum}")
     words = (f"model.name={model}", "model.max_seq_len=2048", "tuning.mode=qlora", *batch)
     plan = plan_for(gpus, *words).plan
@@ -59,7 +57,7 @@ def test_a_batch_of_the_guides_fits_on_their_hardware(
     assert plan.layout.rows_per_step == rows
 
 
-def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation() -> None:
+def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation():
     settings = ("train.batch_size=1", "train.grad_accum=64", "model.max_seq_len=1024")
     plan = plan_for("2xH200", *settings, config="run_bnb", use_deepspeed=True).plan
     assert plan.layout.rows_per_step == plan.deepspeed.settings["train_batch_size"] == 128
@@ -68,7 +66,7 @@ def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation() -> None:
 
 @pytest.mark.parametrize("gpus", ["1x24GiB", "2xH200", "2x4090", "8xA100-80", "1xV100-16"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_shipped_config_plans_or_says_why_not(config: str, gpus: str) -> None:
+def test_every_shipped_config_plans_or_says_why_not(config, gpus):
     if config == "run_unsloth.yaml":
         with pytest.raises(EnvironmentFault, match="make install-unsloth"):
             plan_for(gpus, config=f"configs/{config}")
@@ -95,15 +93,15 @@ def test_every_shipped_config_plans_or_says_why_not(config: str, gpus: str) -> N
 # Memory
 
 
-def test_a_budget_is_what_is_free_less_a_reserve() -> None:
+def test_a_budget_is_what_is_free_less_a_reserve():
     h200 = parse("1xH200").gpus[0]
     assert plan_for("2xH200").plan.budget_bytes == int(h200.free_bytes * 0.92)
     on_cpu = plan_for(CPU, environ={"NUM_GPUS": "4", "DEVICE": "cpu"})
     assert on_cpu.plan.budget_bytes == int(16 * GIB * 0.92)
 
 
-@pytest.mark.parametrize(("distributed", "free_gib"), [(True, 20), (False, 70)])
-def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed: bool, free_gib: int) -> None:
+@pytest.mark.parametrize("distributed, free_gib", [(True, 20), (False, 70)])
+def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed, free_gib):
     first = Gpu(0, "a", 80 * GIB, 70 * GIB, (8, 0))
     second = Gpu(1, "b", 80 * GIB, 20 * GIB, (8, 0))
     host = Hardware("cuda", (first, second), 8, 64 * GIB)
@@ -112,16 +110,16 @@ def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed: bool, free_gib:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "device"),
+    "hardware, device",
     [("1x24GiB", "a GPU"), (Hardware("cpu", (), 8, 24 * GIB), "this host")],
 )
-def test_what_does_not_fit_names_the_device(hardware: Any, device: str) -> None:
+def test_what_does_not_fit_names_the_device(hardware, device):
     plan = plan_for(hardware, LLAMA_70B).plan
     assert not plan.fits
     assert device in plan.shortage and "22.08 GiB" in plan.shortage
 
 
-def test_a_plan_notes_what_others_hold_of_each_gpu() -> None:
+def test_a_plan_notes_what_others_hold_of_each_gpu():
     gpus = tuple(
         replace(gpu, free_bytes=gpu.total_bytes - (gpu.index + 1) * GIB)
         for gpu in parse("4xH200").gpus
@@ -139,7 +137,7 @@ def test_a_plan_notes_what_others_hold_of_each_gpu() -> None:
 # The resolved config
 
 
-def test_a_resolved_config_holds_numbers_and_absolute_paths() -> None:
+def test_a_resolved_config_holds_numbers_and_absolute_paths():
     planned = plan_for("2xH200", "train.resume_from=outputs/x")
     config = planned.config
     settings = {**config.train.model_dump(), **config.data.model_dump()}
@@ -160,13 +158,13 @@ def test_a_resolved_config_holds_numbers_and_absolute_paths() -> None:
     assert plan_for(CPU).config.train.dataloader_pin_memory is False
 
 
-def test_a_probe_is_planned_on_a_gpu_alone() -> None:
+def test_a_probe_is_planned_on_a_gpu_alone():
     assert plan_for("1xH200").config.train.probe is True
     assert plan_for(CPU).config.train.probe is False
     assert plan_for("1xH200", "train.probe=false").config.train.probe is False
 
 
-def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values() -> None:
+def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values():
     (warning,) = plan_for("3xH200").plan.warnings
     for words in ("size=32 (configs/base.yaml:", "33", "size=11", "TRAIN_EFFECTIVE_BATCH_SIZE=33"):
         assert words in warning
@@ -176,7 +174,7 @@ def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values() -> No
 
 
 @pytest.mark.parametrize(
-    ("environ", "settings", "seconds"),
+    "environ, settings, seconds",
     [
         ({}, (), 1800),
         ({"NCCL_TIMEOUT": "1"}, (), 1),
@@ -185,9 +183,7 @@ def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values() -> No
         ({"NCCL_TIMEOUT": ""}, (), 1800),
     ],
 )
-def test_nccl_timeout_is_read_where_the_config_says_nothing(
-    environ: dict[str, str], settings: tuple[str, ...], seconds: int
-) -> None:
+def test_nccl_timeout_is_read_where_the_config_says_nothing(environ, settings, seconds):
     planned = plan_for("2xH200", *settings, environ=environ)
     assert planned.config.train.ddp_timeout == seconds
 
@@ -195,9 +191,7 @@ def test_nccl_timeout_is_read_where_the_config_says_nothing(
 # What is refused
 
 
-def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault, match=r"make install-unsloth.* TUNING_BACKEND=bnb"):
         plan_for("1xH200", "tuning.backend=unsloth")
@@ -209,14 +203,14 @@ def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(
 
 
 @pytest.mark.parametrize("hardware", ["2xH200", "1x4090", CPU], ids=str)
-def test_a_float8_base_is_planned_where_its_products_run(hardware: Any) -> None:
+def test_a_float8_base_is_planned_where_its_products_run(hardware):
     assert plan_for(hardware, "tuning.base_dtype=float8").config.tuning.base_dtype == "float8"
 
 
 # DeepSpeed
 
 
-def test_a_deepspeed_plan_has_numbers_for_every_auto() -> None:
+def test_a_deepspeed_plan_has_numbers_for_every_auto():
     plan = plan_for("2xH200", use_deepspeed=True).plan
     settings = plan.deepspeed.settings
     assert plan.zero_stage == 2
@@ -233,30 +227,28 @@ def test_a_deepspeed_plan_has_numbers_for_every_auto() -> None:
     [OFFLOAD, {"zero_optimization": {"stage": 2, "cpu_offload": True}}],
     ids=["offload_optimizer", "cpu_offload"],
 )
-def test_offload_with_adamw_is_planned_and_needs_less(
-    deepspeed: dict[str, Any], optim: str, tmp_path: Path
-) -> None:
+def test_offload_with_adamw_is_planned_and_needs_less(deepspeed, optim, tmp_path):
     environ = json_file(tmp_path / "a.json", deepspeed)
     planned = plan_for("2xH200", f"train.optim={optim}", environ=environ, use_deepspeed=True)
     assert planned.plan.memory.phases["optimizer"].optimizer == 0
 
 
 @pytest.mark.parametrize(
-    ("gpus", "zero_stage", "fits"),
+    "gpus, zero_stage, fits",
     [
         ("4xA100-80", 2, True),
         ("8xA100-40", 3, True),
         ("4x4090", 2, False),  # where neither fits, the first is shown
     ],
 )
-def test_the_first_zero_stage_that_fits_is_taken(gpus: str, zero_stage: int, fits: bool) -> None:
+def test_the_first_zero_stage_that_fits_is_taken(gpus, zero_stage, fits):
     model = "model.name=Qwen/Qwen2.5-32B-Instruct"
     plan = plan_for(gpus, model, use_deepspeed=True).plan
     assert (plan.zero_stage, plan.fits) == (zero_stage, fits)
 
 
-@pytest.mark.parametrize(("tokens", "is_said"), [(1024, False), (1088, True)])
-def test_rows_beyond_the_positions_of_the_model_are_said(tokens: int, is_said: bool) -> None:
+@pytest.mark.parametrize("tokens, is_said", [(1024, False), (1088, True)])
+def test_rows_beyond_the_positions_of_the_model_are_said(tokens, is_said):
     warnings = plan_for(CPU, f"model.max_seq_len={tokens}", config="tiny").plan.warnings
     said = [warning for warning in warnings if "the 1024 tokens of the model's config" in warning]
     assert bool(said) is is_said
@@ -265,7 +257,7 @@ def test_rows_beyond_the_positions_of_the_model_are_said(tokens: int, is_said: b
 
 
 @pytest.mark.parametrize("event", ["save", "eval"])
-def test_a_number_of_steps_that_no_strategy_reads_is_named(event: str) -> None:
+def test_a_number_of_steps_that_no_strategy_reads_is_named(event):
     steps = f"train.{event}_steps=2"
     strategy = f"train.{event}_strategy"
     warnings = plan_for(CPU, steps, f"{strategy}=epoch").plan.warnings
@@ -276,5 +268,5 @@ def test_a_number_of_steps_that_no_strategy_reads_is_named(event: str) -> None:
     assert not plan_for(CPU, f"{strategy}=epoch").plan.warnings
 
 
-def test_an_adapted_layer_may_be_named_in_full() -> None:
+def test_an_adapted_layer_may_be_named_in_full():
     plan_for("1xH200", "tuning.lora.target_modules=[q_proj,layers.0.self_attn.v_proj,lm_head]")

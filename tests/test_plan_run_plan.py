@@ -69,7 +69,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+def test_a_run_is_read_as_it_was_written(name, tmp_path):
     planned = RUNS[name]()
     folder = RunFolder(tmp_path)
     planned.write(folder)
@@ -89,7 +89,7 @@ def written_plan(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    "place, value",
     [
         ("layout.batch_size", "four"),
         ("step.model.layers", None),
@@ -105,9 +105,7 @@ def written_plan(tmp_path: Path) -> dict[str, Any]:
         ("ranks", '{"strategy": "single", "device": "cpu", "world_size": 1, "choice": {}}'),
     ],
 )
-def test_a_plan_of_another_version_is_refused_with_its_file_and_field(
-    place: str, value: Any, tmp_path: Path
-) -> None:
+def test_a_plan_of_another_version_is_refused_with_its_file_and_field(place, value, tmp_path):
     """A value is wrong, or lacks (...), or the text of the file is another."""
     path = tmp_path / "plan.json"
     facts = written_plan(tmp_path)
@@ -125,7 +123,7 @@ def test_a_plan_of_another_version_is_refused_with_its_file_and_field(
     assert f"{path}: " in str(error.value) and f"({place}: " in str(error.value)
 
 
-def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_plan_is_no_run(tmp_path):
     with pytest.raises(EnvironmentFault, match=r"plan\.json"):
         read_plan(RunFolder(tmp_path))
 
@@ -160,7 +158,7 @@ def assert_agree(planned: PlannedRun) -> None:
     ],
     ids=str,
 )
-def test_config_and_plan_agree_on_explicit_settings(settings: tuple[str, ...]) -> None:
+def test_config_and_plan_agree_on_explicit_settings(settings):
     assert_agree(plan_for("2xH200", LLAMA_8B, *settings))
 
 
@@ -168,15 +166,15 @@ def test_config_and_plan_agree_on_explicit_settings(settings: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("layers", "name"), [(0, "none"), (1, "selective"), (31, "selective"), (32, "full")]
+    "layers, name", [(0, "none"), (1, "selective"), (31, "selective"), (32, "full")]
 )
-def test_what_is_computed_again_has_a_name(layers: int, name: str) -> None:
+def test_what_is_computed_again_has_a_name(layers, name):
     plan = plan_for("1xH200", LLAMA_8B).plan
     layout = replace(plan.layout, checkpointed_layers=layers)
     assert replace(plan, layout=layout).checkpointing == name
 
 
-def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory() -> None:
+def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory():
     plan = plan_for("1xH200", LLAMA_8B).plan
     assert (plan.layout.batch_size, plan.layout.micro_batches) == (4, 8)
     packed = plan.packed(fullest_step=9)
@@ -188,7 +186,7 @@ def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory() ->
     assert packed.deepspeed is None
 
 
-def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers() -> None:
+def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers():
     plan = plan_for("2xH200", LLAMA_8B, use_deepspeed=True).plan
     settings = plan.packed(fullest_step=5).deepspeed.settings
     micro_batch = settings["train_micro_batch_size_per_gpu"]
@@ -198,7 +196,7 @@ def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers() ->
 
 
 @pytest.mark.parametrize("use_deepspeed", [False, True])
-def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) -> None:
+def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed):
     planned = plan_for("2xH200", LLAMA_8B, use_deepspeed=use_deepspeed)
     before = planned.plan.packed(fullest_step=16)
     assert (before.layout.batch_size, before.layout.micro_batches) == (4, 2)
@@ -215,7 +213,7 @@ def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) ->
         assert settings["train_batch_size"] == 8 * 2
 
 
-def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more() -> None:
+def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more():
     planned = plan_for("1xH200", LLAMA_8B)
     probed = probed_run()  # 2 x 16, 3 layers recomputed
     again = planned.as_before(probed.plan)
@@ -232,7 +230,7 @@ def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more
     assert asked.as_before(probed.plan) == asked
 
 
-def test_what_was_asked_for_is_kept_packed() -> None:
+def test_what_was_asked_for_is_kept_packed():
     for asked in ("train.batch_size=2", "train.grad_accum=4"):
         planned = plan_for("1xH200", LLAMA_8B, asked)
         packed = planned.packed(fullest_step=9, step_tokens=12_600)
@@ -240,7 +238,7 @@ def test_what_was_asked_for_is_kept_packed() -> None:
         assert packed.plan.layout == planned.plan.layout.packed(9)
 
 
-def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches() -> None:
+def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches():
     plan = plan_for("1xH200", LLAMA_8B).packed(fullest_step=9, step_tokens=12_600).plan
     assert plan.layout.micro_batches == 1
     request = request_of_started_run(plan.request, plan.layout)
@@ -253,7 +251,7 @@ def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches()
     assert choose(request, peak_bytes, tight).micro_batches == 2, "where it finds less memory"
 
 
-def test_micro_batches_whose_activations_wait_on_the_host_stay_as_small() -> None:
+def test_micro_batches_whose_activations_wait_on_the_host_stay_as_small():
     settings = (LLAMA_8B, "train.activation_offloading=true", "train.gradient_checkpointing=true")
     planned = plan_for("1xH200", *settings)
     packed = planned.packed(fullest_step=9, step_tokens=12_600)

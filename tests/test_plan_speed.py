@@ -90,8 +90,8 @@ def shape_of_work(name: str) -> ModelShape:
     return replace(shape, structure=count_structure(config))
 
 
-@pytest.mark.parametrize(("name", "arm"), measured_arms())
-def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
+@pytest.mark.parametrize("name, arm", measured_arms())
+def test_one_h200_trains_as_fast_as_predicted(name, arm):
     facts = facts_of(WORKS[name]["arms"][arm])
     model = shape_of_work(name)
     is_ragged = "ragged" in name
@@ -116,7 +116,7 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "mode", "rows", "recomputed", "tokens_per_second"),
+    "shape, mode, rows, recomputed, tokens_per_second",
     [  # recorded layers, four rows a step in micro-batches of so many, by the runs' logs
         ("Qwen/Qwen3-30B-A3B", "lora", 4, 0, 25.4e3),
         ("Qwen/Qwen3-30B-A3B", "lora", 4, 44, 19.2e3),
@@ -129,8 +129,8 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
     ],
 )
 def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
-    shape: str, mode: str, rows: int, recomputed: int, tokens_per_second: float
-) -> None:
+    shape, mode, rows, recomputed, tokens_per_second
+):
     recorded = {"records_graphs": True, "adapter_options": AdapterOptions(experts="shared")}
     model = load_shape(shape, None, {})
     layout = {"batch_size": rows, "grad_accum": 4 // rows, "checkpointed_layers": recomputed}
@@ -139,12 +139,10 @@ def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
 
 
 @pytest.mark.parametrize(
-    ("mode", "tokens"),  # 2,048 in 104 ms, 4,096 in 178 and 8,192 in 322; 160, 223 and 367
+    "mode, tokens",  # 2,048 in 104 ms, 4,096 in 178 and 8,192 in 322; 160, 223 and 367
     [("lora", 32 / 36 * 1e3), ("qlora", 97 / 34 * 1e3)],
 )
-def test_a_micro_batch_of_a_mixture_costs_the_reading_of_its_experts(
-    mode: str, tokens: float
-) -> None:
+def test_a_micro_batch_of_a_mixture_costs_the_reading_of_its_experts(mode, tokens):
     mixture = load_shape("Qwen/Qwen3-30B-A3B", None, {})
     step, _ = EXAMPLE.changed(model=mixture, mode=mode)
     assert overhead_tokens(step, 2048, CARDS["H200"]) == pytest.approx(tokens, rel=0.15)
@@ -153,15 +151,15 @@ def test_a_micro_batch_of_a_mixture_costs_the_reading_of_its_experts(
 
 
 @pytest.mark.parametrize(
-    ("layers", "tokens_per_second"), [(0, 18.4e3), (8, 16.5e3), (16, 14.9e3), (31, 12.7e3)]
+    "layers, tokens_per_second", [(0, 18.4e3), (8, 16.5e3), (16, 14.9e3), (31, 12.7e3)]
 )
-def test_checkpointed_layers_cost_what_they_did(layers: int, tokens_per_second: float) -> None:
+def test_checkpointed_layers_cost_what_they_did(layers, tokens_per_second):
     found = speed(checkpointed_layers=layers).tokens_per_second
     assert found == pytest.approx(tokens_per_second, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("model", "layers", "changes", "tokens_per_second"),
+    "model, layers, changes, tokens_per_second",
     [  # two H200s, unfused, 8,192 tokens of each a step
         (ONE_B, 16, {"mode": "lora"}, 59.8e3),
         (ONE_B, 16, {"mode": "full"}, 73.7e3),
@@ -172,9 +170,7 @@ def test_checkpointed_layers_cost_what_they_did(layers: int, tokens_per_second: 
         (EIGHT_B, 0, {"mode": "lora", "zero_stage": 3}, 12.1e3),
     ],
 )
-def test_two_h200s_train_as_fast_as_predicted(
-    model: ModelShape, layers: int, changes: dict[str, Any], tokens_per_second: float
-) -> None:
+def test_two_h200s_train_as_fast_as_predicted(model, layers, changes, tokens_per_second):
     unfused = {"world_size": 2, "is_fast": False, "checkpointed_layers": layers}
     found = speed(model=model, **unfused, **changes).tokens_per_second
     assert found == pytest.approx(tokens_per_second, rel=TOLERANCE)
@@ -192,7 +188,7 @@ def measured_on_two() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", measured_on_two())
-def test_two_h200s_train_fused_as_fast_as_predicted(case: dict[str, Any]) -> None:
+def test_two_h200s_train_fused_as_fast_as_predicted(case):
     rows = 32 if "ragged" in case["work"] else 4
     step_tokens = case["real_tokens"] / case["timed_steps"]
     work = StepWork(
@@ -209,10 +205,8 @@ def test_two_h200s_train_fused_as_fast_as_predicted(case: dict[str, Any]) -> Non
 # What follows from what
 
 
-@pytest.mark.parametrize(("mode", "is_fast", "world_size"), product(MODES, (True, False), (1, 2)))
-def test_computing_again_and_cutting_finer_never_make_a_step_faster(
-    mode: str, is_fast: bool, world_size: int
-) -> None:
+@pytest.mark.parametrize("mode, is_fast, world_size", product(MODES, (True, False), (1, 2)))
+def test_computing_again_and_cutting_finer_never_make_a_step_faster(mode, is_fast, world_size):
     fixed = {"mode": mode, "is_fast": is_fast, "world_size": world_size}
     by_layers = [speed(checkpointed_layers=count, **fixed).step_seconds for count in range(33)]
     assert by_layers == sorted(by_layers)
@@ -226,12 +220,10 @@ def test_computing_again_and_cutting_finer_never_make_a_step_faster(
 
 
 @pytest.mark.parametrize(
-    ("model", "mode", "card", "world_size"),
+    "model, mode, card, world_size",
     product((ONE_B, EIGHT_B), MODES, ("H200", "A100-80", "4090"), (2, 8)),
 )
-def test_zero_3_is_never_faster_than_ddp(
-    model: ModelShape, mode: str, card: str, world_size: int
-) -> None:
+def test_zero_3_is_never_faster_than_ddp(model, mode, card, world_size):
     for is_fast, layers in product((True, False), (0, model.layers)):
         fixed = {
             "model": model,
@@ -246,7 +238,7 @@ def test_zero_3_is_never_faster_than_ddp(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_more_gpus_train_more_tokens_and_each_of_them_fewer(mode: str, stage: int) -> None:
+def test_more_gpus_train_more_tokens_and_each_of_them_fewer(mode, stage):
     fixed = {"mode": mode, "is_fast": stage != 3}
     alone = speed(**fixed).tokens_per_second
     totals = []
@@ -257,7 +249,7 @@ def test_more_gpus_train_more_tokens_and_each_of_them_fewer(mode: str, stage: in
     assert totals == sorted(totals)
 
 
-def test_the_host_sets_the_pace_of_small_steps() -> None:
+def test_the_host_sets_the_pace_of_small_steps():
     def seconds(tokens: int, **changes: Any) -> float:
         return speed(work=StepWork(1, tokens, 1), model=ONE_B, **changes).step_seconds
 
@@ -266,7 +258,7 @@ def test_the_host_sets_the_pace_of_small_steps() -> None:
     assert seconds(32, is_fast=False) > 3 * seconds(32)
 
 
-def test_tokens_without_a_label_are_faster_where_the_head_leaves_them_out() -> None:
+def test_tokens_without_a_label_are_faster_where_the_head_leaves_them_out():
     def seconds(labelled: float, is_fast: bool) -> float:
         work = StepWork(16, 2048, 1, labelled=labelled)
         return speed(work=work, model=ONE_B, is_fast=is_fast, mode="full").step_seconds
@@ -275,7 +267,7 @@ def test_tokens_without_a_label_are_faster_where_the_head_leaves_them_out() -> N
     assert seconds(0.2, False) == seconds(1.0, False)
 
 
-def test_nothing_is_said_of_what_nobody_knows() -> None:
+def test_nothing_is_said_of_what_nobody_knows():
     step, layout = EXAMPLE
     work = full_rows(layout)
     card = CARDS["H200"]
@@ -289,7 +281,7 @@ def test_nothing_is_said_of_what_nobody_knows() -> None:
 
 
 @pytest.mark.parametrize("key", CARDS)
-def test_a_card_is_known_by_its_device_name(key: str) -> None:
+def test_a_card_is_known_by_its_device_name(key):
     card = CARDS[key]
     gpu = parse(f"1x{key}").gpus[0]
     assert key_of(gpu.name) == key
@@ -300,12 +292,12 @@ def test_a_card_is_known_by_its_device_name(key: str) -> None:
     assert speed(key).mfu < 0.7
 
 
-def test_a_size_alone_is_no_card() -> None:
+def test_a_size_alone_is_no_card():
     assert key_of(parse("1x24GiB").gpus[0].name) is None
     assert doctest.testmod(cards).failed == 0
 
 
-def test_cards_are_in_the_order_of_their_speed() -> None:
+def test_cards_are_in_the_order_of_their_speed():
     keys = ("B200", "H200", "H100", "A100-80", "A100-40", "4090", "3090", "3060")
     by_speed = [speed(key).tokens_per_second for key in keys]
     assert by_speed == sorted(by_speed, reverse=True)

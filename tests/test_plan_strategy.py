@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def planned(gpus: str, strategy: str, *settings: str, **options: Any) -> tuple[s
 
 
 @pytest.mark.parametrize(
-    ("strategy", "settings", "expected"),
+    "strategy, settings, expected",
     [
         ("auto", (LLAMA_8B,), ("ddp", 0, True)),
         ("auto", (LLAMA_70B,), ("fsdp", 0, True)),
@@ -40,19 +39,19 @@ def planned(gpus: str, strategy: str, *settings: str, **options: Any) -> tuple[s
     ],
 )
 def test_a_strategy_is_taken_as_it_is_asked_and_auto_divides_what_does_not_fit(
-    strategy: str, settings: tuple[str, ...], expected: tuple[str, int, bool]
-) -> None:
+    strategy, settings, expected
+):
     assert planned("2xH200", strategy, "tuning.mode=lora", *settings) == expected
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3", "ep"])
-def test_a_strategy_for_several_gpus_takes_all_of_them(strategy: str) -> None:
+def test_a_strategy_for_several_gpus_takes_all_of_them(strategy):
     model = MIXTURE if strategy == "ep" else LLAMA_8B
     plan = plan_for("4xH200", f"train.strategy={strategy}", model, distributed=False).plan
     assert plan.ranks.world_size == 4
 
 
-def test_zero_3_says_where_fsdp_is_expected_to_be_faster(tmp_path: Path) -> None:
+def test_zero_3_says_where_fsdp_is_expected_to_be_faster(tmp_path):
     def said(*settings: str, gpus: str = "2xH200", **environ: str) -> list[str]:
         planned = plan_for(gpus, "train.strategy=zero3", *settings, environ=environ)
         return [words for words in planned.plan.warnings if "FSDP is expected" in words]
@@ -73,15 +72,15 @@ def unknown_cards() -> tuple[Gpu, ...]:
     return tuple(replace(gpu, name="some card") for gpu in parse("2xH200").gpus)
 
 
-@pytest.mark.parametrize(("strategy", "resolved"), [("auto", "ddp"), ("zero3", "zero3")])
-def test_the_run_folder_names_the_strategy_that_runs(strategy: str, resolved: str) -> None:
+@pytest.mark.parametrize("strategy, resolved", [("auto", "ddp"), ("zero3", "zero3")])
+def test_the_run_folder_names_the_strategy_that_runs(strategy, resolved):
     setting = f"train.strategy={strategy}"
     assert plan_for("2xH200", setting).config.train.strategy == resolved
     alone = plan_for("1xH200", "train.strategy=auto")
     assert (alone.plan.ranks.strategy, alone.config.train.strategy) == ("single", "ddp")
 
 
-def test_ranks_that_share_experts_hold_their_part_of_weights_and_of_what_is_trained() -> None:
+def test_ranks_that_share_experts_hold_their_part_of_weights_and_of_what_is_trained():
     ddp, ep = (plan_for("4xH200", MIXTURE, f"train.strategy={name}").plan for name in ("ddp", "ep"))
     held = [plan.memory.phases["optimizer"] for plan in (ddp, ep)]
     model = ddp.step.model
@@ -96,7 +95,7 @@ def test_ranks_that_share_experts_hold_their_part_of_weights_and_of_what_is_trai
 
 
 @pytest.mark.long
-def test_what_fsdp_cannot_divide_is_ddp_where_nothing_is_asked() -> None:
+def test_what_fsdp_cannot_divide_is_ddp_where_nothing_is_asked():
     in_float16 = planned(
         "2xT4", "auto", "tuning.mode=full", "model.name=Qwen/Qwen2.5-1.5B-Instruct"
     )
@@ -105,7 +104,7 @@ def test_what_fsdp_cannot_divide_is_ddp_where_nothing_is_asked() -> None:
     assert planned("2xH200", "auto", *full)[0] == "ddp"
 
 
-def test_a_json_of_another_stage_is_refused_with_both_stages(tmp_path: Path) -> None:
+def test_a_json_of_another_stage_is_refused_with_both_stages(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     environ = {"DEEPSPEED_CONFIG": str(path)}
@@ -115,12 +114,12 @@ def test_a_json_of_another_stage_is_refused_with_both_stages(tmp_path: Path) -> 
     assert plan.deepspeed.source == str(path)
 
 
-def test_every_stage_has_a_json_that_ships() -> None:
+def test_every_stage_has_a_json_that_ships():
     assert all(path.is_file() for path in ZERO_CONFIGS.values())
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_offloaded_weights_are_the_hosts_and_what_trains_them_too(mode: str) -> None:
+def test_offloaded_weights_are_the_hosts_and_what_trains_them_too(mode):
     words = (LLAMA_8B, f"tuning.mode={mode}", "train.batch_size=1", "train.strategy=fsdp")
     on_gpu = plan_for("2xH200", *words).plan
     offloaded = plan_for("2xH200", *words, "train.fsdp_offload=true").plan
@@ -136,13 +135,13 @@ def test_offloaded_weights_are_the_hosts_and_what_trains_them_too(mode: str) -> 
     assert memory.host_bytes(on_gpu.step, on_gpu.layout) == 0
 
 
-def test_offloading_asks_for_fsdp_by_itself_and_takes_all_gpus() -> None:
+def test_offloading_asks_for_fsdp_by_itself_and_takes_all_gpus():
     planned = plan_for("2xH200", "train.fsdp_offload=true", distributed=False)
     assert planned.plan.ranks.strategy == "fsdp"
     assert planned.plan.ranks.world_size == 2
 
 
-def test_a_host_without_room_for_offloaded_weights_is_warned_of() -> None:
+def test_a_host_without_room_for_offloaded_weights_is_warned_of():
     small = replace(parse("2xH200"), ram_available_bytes=8 * memory.GIB)
     plan = plan_for(small, LLAMA_8B, "tuning.mode=full", "train.fsdp_offload=true").plan
     assert any("of host memory for each process" in warning for warning in plan.warnings)

@@ -61,7 +61,7 @@ def on_meta(model_type: str) -> Any:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_matrix_of_a_model_is_counted_once(model_type: str) -> None:
+def test_every_matrix_of_a_model_is_counted_once(model_type):
     model = on_meta(model_type)
     counted = counter.structure_of(model)
     weights = 0
@@ -78,7 +78,7 @@ def test_every_matrix_of_a_model_is_counted_once(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_adapters_are_as_many_weights_as_peft_trains(model_type: str) -> None:
+def test_adapters_are_as_many_weights_as_peft_trains(model_type):
     model = on_meta(model_type)
     counted = counter.structure_of(model)
     config = Config.model_validate({"tuning": {"lora": {"r": 4}}})
@@ -89,7 +89,7 @@ def test_adapters_are_as_many_weights_as_peft_trains(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_weights_in_4_bits_are_those_that_loading_packs(model_type: str, tmp_path: Path) -> None:
+def test_weights_in_4_bits_are_those_that_loading_packs(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type).to_dict()))
     settings = {"model": {"name": str(tmp_path)}, "tuning": {"mode": "qlora"}}
     packed = 0
@@ -99,7 +99,7 @@ def test_weights_in_4_bits_are_those_that_loading_packs(model_type: str, tmp_pat
     assert counter.structure_of(on_meta(model_type)).quantised_weights == packed > 0
 
 
-def test_experts_that_a_token_does_not_meet_are_not_active() -> None:
+def test_experts_that_a_token_does_not_meet_are_not_active():
     for model_type in EXPERTS:
         counted = counter.structure_of(on_meta(model_type))
         stacked = [kind for kind in counted.matrices if kind.experts > 1]
@@ -108,7 +108,7 @@ def test_experts_that_a_token_does_not_meet_are_not_active() -> None:
         assert 1 < counted.active_experts < counted.experts, model_type
 
 
-def test_layers_are_told_apart_by_how_they_mix_tokens() -> None:
+def test_layers_are_told_apart_by_how_they_mix_tokens():
     gpt_oss = counter.structure_of(on_meta("gpt_oss"))
     assert gpt_oss.layers == (
         LayerKind(1, query_features=32, kv_features=16, window=7, has_experts=True),
@@ -134,7 +134,7 @@ def test_layers_are_told_apart_by_how_they_mix_tokens() -> None:
         ),
     ],
 )
-def test_the_counts_of_a_known_model_are_those_of_its_modules(name: str) -> None:
+def test_the_counts_of_a_known_model_are_those_of_its_modules(name):
     config = Config.model_validate({"model": {"name": name}})
     counted = counter.count_structure(counter.load_architecture(config))
     assert load_shape(name, None, {}).structure == counted
@@ -143,7 +143,7 @@ def test_the_counts_of_a_known_model_are_those_of_its_modules(name: str) -> None
 # Bytes and operations
 
 
-def test_operations_are_those_of_active_experts_and_of_pairs_within_windows() -> None:
+def test_operations_are_those_of_active_experts_and_of_pairs_within_windows():
     # q, one expert and the router in two layers; 7 pairs of 4 tokens in the layer with attention
     products = 4 * 2 * (16 + 32 + 16) * 4
     assert step_flops(SHAPE, 0, [4], labelled=0) == products + 12 * 4 * 7
@@ -152,7 +152,7 @@ def test_operations_are_those_of_active_experts_and_of_pairs_within_windows() ->
     assert step.active_adapter_weights == 2 * 2 * (8 + 12)
 
 
-def test_targets_and_layers_choose_matrices() -> None:
+def test_targets_and_layers_choose_matrices():
     names = [kind.name for kind in adapted_matrices(ONE_LAYER.matrices, ["gate", "experts.up"])]
     assert names == ["layers.*.experts.up", "layers.*.gate"]
     in_one = MatrixKind("layers.*.x", 1, 1, count=3, layers=(1, 3, 5)).in_layers([0, 3], 6)
@@ -185,7 +185,7 @@ def config_of(folder: Path, facts: dict[str, Any] | None, tmp_path: Path) -> Con
     return Config.model_validate(settings)
 
 
-def test_a_model_that_nobody_knows_is_counted_once(tmp_path, counted_here, caplog) -> None:
+def test_a_model_that_nobody_knows_is_counted_once(tmp_path, counted_here, caplog):
     facts = tiny_config("qwen3_next").to_dict()
     config = config_of(tmp_path / "one", facts, tmp_path)
     shapes = [load_counted_shape(config, {}) for _ in range(2)]
@@ -199,13 +199,13 @@ def test_a_model_that_nobody_knows_is_counted_once(tmp_path, counted_here, caplo
     assert len(counted_here) == 2
 
 
-def test_a_model_like_llama_is_not_counted(tmp_path, counted_here) -> None:
+def test_a_model_like_llama_is_not_counted(tmp_path, counted_here):
     config = config_of(tmp_path / "one", tiny_config("llama").to_dict(), tmp_path)
     assert load_counted_shape(config, {}).structure is None
     assert not counted_here
 
 
-def test_a_package_that_a_model_s_code_needs_is_named_each_time(tmp_path, counted_here) -> None:
+def test_a_package_that_a_model_s_code_needs_is_named_each_time(tmp_path, counted_here):
     facts = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
     config = config_of(tmp_path / "one", facts, tmp_path)  # its tower is one of timm
     for _ in range(2):  # it may be installed in between
@@ -214,7 +214,7 @@ def test_a_package_that_a_model_s_code_needs_is_named_each_time(tmp_path, counte
     assert len(counted_here) == 2
 
 
-def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here) -> None:
+def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here):
     sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     broken = {**sizes, "model_type": "olmo2", "hidden_act": "no-such-act"}
     unknown = config_of(tmp_path / "one", broken, tmp_path)
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here) -> No
     assert nameless.guess == "its config.json names no model_type"
 
 
-def test_a_damaged_count_is_made_anew(tmp_path, counted_here, caplog) -> None:
+def test_a_damaged_count_is_made_anew(tmp_path, counted_here, caplog):
     config = config_of(tmp_path / "one", tiny_config("olmo2").to_dict(), tmp_path)
     shape = load_counted_shape(config, {})
     (kept,) = (tmp_path / "cache" / "structures").iterdir()
@@ -238,7 +238,7 @@ def test_a_damaged_count_is_made_anew(tmp_path, counted_here, caplog) -> None:
 
 
 @pytest.mark.long
-def test_a_process_of_its_own_counts(tmp_path) -> None:
+def test_a_process_of_its_own_counts(tmp_path):
     config = config_of(tmp_path / "one", tiny_config("qwen3_moe").to_dict(), tmp_path)
     shape = load_counted_shape(config, {})
     assert shape.structure == counter.structure_of(on_meta("qwen3_moe"))

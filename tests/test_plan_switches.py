@@ -1,7 +1,6 @@
 """Variables of other programs: which slow a run, and which it does not read."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -37,16 +36,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "settings", "ranks", "is_named"), CASES)
-def test_a_variable_that_slows_a_run_or_has_no_effect_is_named(
-    environ: dict[str, str], settings: dict[str, Any], ranks: Ranks, is_named: bool
-) -> None:
+@pytest.mark.parametrize("environ, settings, ranks, is_named", CASES)
+def test_a_variable_that_slows_a_run_or_has_no_effect_is_named(environ, settings, ranks, is_named):
     found = switch_warnings(config(**settings), ranks, environ)
     assert len(found) == is_named
     name, value = next(iter(environ.items()))
     assert all(name in words and value in words for words in found)
 
 
-def test_a_switch_that_is_off_slows_nothing() -> None:
+def test_a_switch_that_is_off_slows_nothing():
     (sentence,) = slow_switches({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"})
     assert sentence.startswith("CUDA_LAUNCH_BLOCKING=1")

@@ -114,9 +114,7 @@ MODES_AND_NAMES = [
 
 
 @pytest.mark.long
-def test_a_trace_does_not_count_what_is_offloaded(
-    folder_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_does_not_count_what_is_offloaded(folder_of, monkeypatch):
     monkeypatch.setattr(checkpointing, "LayerOffloading", lambda: LayerOffloading(min_bytes=1))
     monkeypatch.setattr(checkpointing, "IN_FLIGHT", 0)
     kept = []
@@ -134,10 +132,8 @@ def traced(folder_of) -> Callable[[str, str], MeasuredStep]:
     return functools.cache(lambda name, mode: trace_step(step_for(folder_of(name), mode)))
 
 
-@pytest.mark.parametrize(("mode", "name"), MODES_AND_NAMES)
-def test_a_step_without_data_has_the_bytes_of_the_real_one(
-    name: str, mode: str, folder_of, traced
-) -> None:
+@pytest.mark.parametrize("mode, name", MODES_AND_NAMES)
+def test_a_step_without_data_has_the_bytes_of_the_real_one(name, mode, folder_of, traced):
     step = step_for(folder_of(name), mode)
     assert traced(name, mode) == measure_step(loaded(step), step)
 
@@ -160,18 +156,14 @@ STEPS = {
 
 
 @pytest.mark.parametrize("changes", STEPS.values(), ids=STEPS)
-def test_however_a_step_is_computed_its_trace_has_its_bytes(
-    changes: dict[str, Any], folder_of
-) -> None:
+def test_however_a_step_is_computed_its_trace_has_its_bytes(changes, folder_of):
     step = step_for(folder_of("llama"), **changes)
     model = loaded(step)
     assert trace_step(step) == measure_step(model, step)
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
-    mode: str, folder_of, traced
-) -> None:
+def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode, folder_of, traced):
     model = loaded(step_for(folder_of("llama"), mode))
     tensors = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
@@ -195,7 +187,7 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
 
 
 @pytest.mark.parametrize(
-    ("optim", "mode"),
+    "optim, mode",
     [
         *(("adamw_torch", mode) for mode in ("lora", "full")),
         *(("adamw_8bit", mode) for mode in ("lora", "full")),
@@ -208,8 +200,8 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
     ],
 )
 def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
-    optim: str, mode: str, plan_run, build_trainer
-) -> None:
+    optim, mode, plan_run, build_trainer
+):
     settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
     folder = plan_run({**settings, "train.fast_path": False})  # kernels train the same weights
     trainer, _ = build_trainer(folder)
@@ -251,8 +243,8 @@ def saved_bytes(model: torch.nn.Module) -> int:
     ],
 )
 def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
-    name: str, mode: str, folder_of, traced
-) -> None:
+    name, mode, folder_of, traced
+):
     step = step_for(folder_of(name), mode)
     real = saved_bytes(loaded(step))
     model = build_on_meta(step.config, step.compute_dtype)
@@ -266,7 +258,7 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
 
 
 @pytest.mark.long
-def test_activations_are_linear_in_the_rows(folder_of, traced) -> None:
+def test_activations_are_linear_in_the_rows(folder_of, traced):
     one, four = (trace_step(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 5))
     two = traced("llama", "lora")  # of three rows
     row = two.activations - one.activations
@@ -300,9 +292,7 @@ def cut(name: str, layers: int, folder: Path) -> Path:
         "Qwen/Qwen2.5-14B-Instruct",
     ],
 )
-def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
-    name: str, mode: str
-) -> None:
+def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(name, mode):
     run = planned(
         f"model.name={name}", f"tuning.mode={mode}", "train.bf16=false", "train.batch_size=1"
     )  # no copies by autocast
@@ -314,7 +304,7 @@ def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
 
 
 @pytest.mark.parametrize("layers", [4, pytest.param(16, marks=pytest.mark.long)])
-def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers: int, tmp_path: Path) -> None:
+def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers, tmp_path):
     folder = cut("meta-llama/Llama-3.2-1B-Instruct", layers, tmp_path)
     run = planned(f"model.name={folder}", "train.batch_size=4", "train.grad_accum=2")
     exact = trace_step(setup_of(run)).phases(run.plan.memory)
@@ -325,7 +315,7 @@ def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers: int, tmp_
     assert exact.peak_phase == "backward"
 
 
-def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path: Path) -> None:
+def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path):
     folder = cut("meta-llama/Llama-3.1-8B-Instruct", 2, tmp_path)  # one layer holds at a time
     run = planned(
         f"model.name={folder}",
@@ -367,7 +357,7 @@ def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
     return run.plan.memory, trace_step(setup_of(run)).phases(run.plan.memory)
 
 
-def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_and_exact) -> None:
+def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_and_exact):
     closed, exact = closed_and_exact
     lines = trace_lines(exact, closed)
     assert [line.split()[0] for line in lines[-len(memory.PHASES) :]] == list(memory.PHASES)
@@ -376,7 +366,7 @@ def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_
     assert weights[1:] == [f"{exact.peak.weights / 2**30:.3f}", f"{difference:+.2f}", "%"]
 
 
-def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
+def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch):
     monkeypatch.chdir(PROJECT_ROOT)
     words = [
         "plan",
@@ -401,7 +391,7 @@ def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
     assert traced["phases"]["load"]["weights"] == traced["weights"] + traced["buffers"]
 
 
-def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
+def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of):
     run = planned(
         f"model.name={folder_of('llama')}",
         "tuning.mode=full",
@@ -424,7 +414,7 @@ def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
     )
 
 
-def test_unsloth_cannot_be_traced(folder_of) -> None:
+def test_unsloth_cannot_be_traced(folder_of):
     run = planned(f"model.name={folder_of('llama')}")
     unsloth = run.config.tuning.model_copy(update={"backend": "unsloth"})
     with pytest.raises(ConfigError, match="EXACT=1 cannot trace"):
@@ -435,8 +425,8 @@ def test_unsloth_cannot_be_traced(folder_of) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "layers"), itertools.product(["lora", "qlora", "full"], [0, 2]))
-def test_a_gpu_allocates_what_was_traced(mode: str, layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode, layers", itertools.product(["lora", "qlora", "full"], [0, 2]))
+def test_a_gpu_allocates_what_was_traced(mode, layers, tmp_path):
     sizes = {
         "vocab_size": 32000,
         "hidden_size": 1024,

@@ -191,7 +191,7 @@ def test_tensorboard_has_sample_answers_and_settings_with_scores(finished):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "steps"),
+    "strategy, steps",
     [("steps", [2, 4, 6]), pytest.param("epoch", [3, 6], marks=pytest.mark.long)],
 )
 def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
@@ -213,7 +213,7 @@ def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"),
+    "strategy, mode",
     [
         ("no", "lora"),
         ("steps", "full"),

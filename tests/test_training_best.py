@@ -29,7 +29,7 @@ HISTORY = [
 ]
 
 
-@pytest.mark.parametrize(("metric", "step", "since"), [("eval_loss", 2, 1), ("eval_rougeL", 2, 2)])
+@pytest.mark.parametrize("metric, step, since", [("eval_loss", 2, 1), ("eval_rougeL", 2, 2)])
 def test_the_best_step_is_the_first_with_the_best_score(metric, step, since):
     assert best_step(HISTORY, metric) == step
     assert evaluations_since_best(HISTORY, metric) == since

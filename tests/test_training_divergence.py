@@ -49,7 +49,7 @@ def test_losses_that_are_no_divergence(losses):
 
 
 @pytest.mark.parametrize(
-    ("losses", "words"),
+    "losses, words",
     [
         ([2.0, 1.8, 10.3, 10.4, 10.2], "loss=10.2 since step 15, and it was 1.8"),
         ([10.4, 15.0, 14.0, 13.0], "since step 10"),  # a random model that gets much worse
@@ -61,7 +61,7 @@ def test_a_loss_that_stays_at_a_guess_has_diverged_and_says_since_when(losses, w
 
 
 @pytest.mark.parametrize(
-    ("losses", "before", "after", "words"),
+    "losses, before, after, words",
     [
         ([11.0, 12.0], 1.5, None, "loss=11.5 at the end, step 10, and it was 1.5"),
         # held-out rows are guessed, whatever the last steps say
@@ -77,7 +77,7 @@ def test_a_run_that_ends_with_a_guess_has_diverged(losses, before, after, words)
 
 
 @pytest.mark.parametrize(
-    ("losses", "after"), [([12.4, 7.4], 6.8), ([11.3, 11.2, 9.2], 11.1)], ids=["steep", "by-heart"]
+    "losses, after", [([12.4, 7.4], 6.8), ([11.3, 11.2, 9.2], 11.1)], ids=["steep", "by-heart"]
 )
 def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_say_so(
     losses, after
@@ -88,7 +88,7 @@ def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_s
         watch.conclude(10, after=12.7)
 
 
-@pytest.mark.parametrize(("steps", "end"), [(30, "since step"), (6, "at the end, step 6")])
+@pytest.mark.parametrize("steps, end", [(30, "since step"), (6, "at the end, step 6")])
 def test_a_run_that_forgets_all_it_knew_is_diverged_and_not_done(
     plan_run, run_worker, taught_base, steps, end
 ):
@@ -191,7 +191,7 @@ def rate_jumps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "found"),
+    "steps, found",
     [
         (40, "since step"),
         pytest.param(9, "at the end, step 9", marks=pytest.mark.long),

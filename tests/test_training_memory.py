@@ -233,7 +233,7 @@ def note_phases(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "mode"),
+    "stage, mode",
     [
         pytest.param(2, "lora", marks=pytest.mark.long),
         (2, "full"),

@@ -125,7 +125,7 @@ def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_tr
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"),
+    "strategy, mode",
     [
         ("ddp", "lora"),
         pytest.param("zero2", "lora", marks=pytest.mark.long),

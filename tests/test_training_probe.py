@@ -53,11 +53,11 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", OTHERS | SAME)
-def test_what_a_step_follows_from_and_nothing_else_changes_the_fingerprint(name: str) -> None:
+def test_what_a_step_follows_from_and_nothing_else_changes_the_fingerprint(name):
     assert (fingerprint((OTHERS | SAME)[name]) == fingerprint()) == (name in SAME)
 
 
-def test_another_gpu_or_other_code_changes_the_fingerprint(monkeypatch) -> None:
+def test_another_gpu_or_other_code_changes_the_fingerprint(monkeypatch):
     before = fingerprint()
     monkeypatch.setattr(Process, "gather", lambda process, value: [("NVIDIA H100", 80 << 30)])
     on_h100 = fingerprint()

@@ -82,7 +82,7 @@ def check_rows_once_an_epoch(folders: list[Path], rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "packing"),
+    "engine, packing",
     [
         ("ddp", True),
         pytest.param("ddp", False, marks=pytest.mark.long),

@@ -171,7 +171,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "advice"),
+    "was, now, advice",
     [
         (("deepspeed", 2), ("single", 1), "make train-deepspeed NUM_GPUS=2"),
         (("single", 1), ("deepspeed", 2), "make train or make train-distributed"),

@@ -125,7 +125,7 @@ def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(plan_run)
 
 
 @pytest.mark.parametrize(
-    ("number", "seconds", "code"),
+    "number, seconds, code",
     [
         (signal.SIGTERM, 0, 0),  # a launcher passes the signal on that the terminal sent
         (signal.SIGINT, REPEAT_SECONDS + 1, 75),
@@ -337,7 +337,7 @@ PYTORCH_ZIP = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    "error, expected",
     [
         (DataError("row 3"), ExitClass.DATA),
         (torch.OutOfMemoryError("CUDA out of memory"), ExitClass.OUT_OF_MEMORY),
@@ -403,7 +403,7 @@ def swallowed_interrupt(recorder):
 
 
 @pytest.mark.parametrize(
-    ("error", "has_trained", "exit_class"),
+    "error, has_trained, exit_class",
     [
         (RecursionError("numpy.dtypes imports numpy.dtypes"), False, ExitClass.STOPPED),
         (DataError("line 3 of a file has no messages"), False, ExitClass.DATA),
