@@ -101,6 +101,34 @@ def test_what_several_processes_hold_beside_the_model_by_hand():
     assert beside(world_size=2, is_gpu=False) == (4 * adapters, pytest.approx(0.8))
 
 
+# By hand once: the residual stream in float32, a recomputed layer that outgrows the loss, the
+# gradient of the head, gradients in separate buffers, the last layer, ZeRO's copies of gradients
+COUNTED = [
+    (
+        "backward",
+        "activations",
+        {"mode": "full", "weight_bytes": 4, "is_fast": True},
+        5_205_131_264,
+    ),
+    ("backward", "activations", {"vocab": 1000, "checkpointed_layers": 32}, 509_902_848),
+    ("backward", "logits", {"mode": "full", "is_fast": True}, 1_067_450_368),
+    ("forward", "gradients", {"mode": "full", "grad_accum": 1, "world_size": 2}, 16_060_522_496),
+    ("backward", "activations", {"mode": "full", "grad_accum": 1, "batch_size": 1}, 103_809_024),
+    *(
+        ("optimizer", "activations", {"mode": "full", "zero_stage": stage, "world_size": 4}, size)
+        for stage, size in ((1, 32_121_044_992), (2, 8_030_261_248), (3, 4_015_130_624))
+    ),
+]
+
+
+@pytest.mark.parametrize("phase, component, changes, size", COUNTED)
+def test_components_have_the_bytes_that_were_counted(phase, component, changes, size):
+    model = replace(EIGHT_B, vocab=changes.get("vocab", EIGHT_B.vocab))
+    others = {name: value for name, value in changes.items() if name != "vocab"}
+    found = held(phase, model=model, **{"optim": "adamw_torch_fused", **others})
+    assert getattr(found, component) == size
+
+
 # How they grow
 
 
