@@ -249,6 +249,16 @@ def test_more_gpus_train_more_tokens_and_each_of_them_fewer(mode, stage):
     assert totals == sorted(totals)
 
 
+def test_slow_links_and_the_way_to_the_host_keep_gpus_waiting():
+    full, few = {"mode": "full", "world_size": 8}, StepWork(1, 2048, 1)
+    seconds = [speed("4090", few, nodes, **full).collective_seconds for nodes in (1, 2)]
+    assert seconds[1] > seconds[0] > speed(**full).collective_seconds == 0
+    zero = {"mode": "full", "world_size": 2, "is_fast": False, "zero_stage": 3}
+    kept, offloaded = speed(**zero), speed(offload=True, offload_weights=True, **zero)
+    assert offloaded.optimizer_seconds > 5 * kept.optimizer_seconds
+    assert offloaded.collective_seconds > kept.collective_seconds
+
+
 def test_the_host_sets_the_pace_of_small_steps():
     def seconds(tokens: int, **changes: Any) -> float:
         return speed(work=StepWork(1, tokens, 1), model=ONE_B, **changes).step_seconds
