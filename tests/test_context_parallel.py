@@ -58,7 +58,9 @@ CASES = {
     "deepseek_v3": ("deepseek_v3", "full"),
     "phi3": ("phi3", "lora"),
 }
+# of all cases, and of three of them
 LAYOUTS = ("packed", "padded", "labels of one rank", "weighed")
+IN_ALL_LAYOUTS = ("llama", "gemma3", "gpt_oss")
 
 
 def documents(layout: str) -> list[Document]:
@@ -120,7 +122,7 @@ def run(folder: Path, world_size: int) -> int:
         heads = dict(zip(["num_key_value_heads"], key_heads, strict=False))
         model = fused(adapted(tiny_model(model_type, **heads), chosen), chosen)
         assert "attention" in fused_kernels_of(model).on
-        for layout in LAYOUTS:
+        for layout in LAYOUTS if name in IN_ALL_LAYOUTS else LAYOUTS[:1]:
             whole = batch_of(model, layout)
             tokens = total_weight(whole)
             one = step_of(model, whole, tokens)
@@ -194,7 +196,7 @@ def gaps(tmp_path_factory) -> dict[str, Gap]:
 
 def test_shared_rows_train_as_those_of_one_rank(gaps):
     right = {name: gap for name, gap in gaps.items() if ":" not in name}
-    assert len(right) == len(CASES) * len(LAYOUTS)
+    assert len(right) == len(CASES) + len(IN_ALL_LAYOUTS) * (len(LAYOUTS) - 1)
     assert all(gap.is_rounding for gap in right.values()), right
 
 

@@ -412,18 +412,3 @@ def test_the_rank_that_is_left_of_two_says_that_the_other_is_gone(plan_run):
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
     assert report["cause"].startswith("rank 1 ended without a word: ")
-
-
-def test_a_deepspeed_run_that_was_stopped_resumes_where_it_was(plan_run):
-    folder = plan_run(LONG, num_gpus=2, deepspeed_config=STAGE[2])
-    ranks = start_two(folder)
-    for rank in ranks:
-        rank.terminate()
-    assert [wait_for(rank) for rank in ranks] == [75, 75]
-    step = run_json(folder)["global_step"]
-    longer = {**LONG, "train.max_steps": step + 2, "train.resume_from": folder.path}
-    again = plan_run(longer, num_gpus=2, deepspeed_config=STAGE[2])
-    assert run_two_workers(again) == [0, 0]
-    curve = [entry["loss"] for entry in run_json(again)["loss"]]
-    assert len(curve) == step + 2
-    assert curve[:step] == [entry["loss"] for entry in run_json(folder)["loss"]]

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from packaging import version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -154,21 +153,6 @@ def test_a_float8_weight_and_its_scales_keep_their_types(convert):
     assert (layer.weight.dtype, layer.weight_scale.dtype) == (FLOAT8, torch.float32)
     assert layer.bias.dtype == getattr(torch, convert if convert != "float" else "float32")
     assert torch.equal(layer.dequantised_weight(torch.float32), before)
-
-
-def test_the_gpus_product_takes_the_layouts_that_it_is_given():
-    """torch multiplies float8 on a CPU too, by the interface that GPUs have; 2.11 without rows."""
-    if version.parse(torch.__version__) < version.parse("2.13"):
-        pytest.skip("this torch has no row-wise scales on a CPU")
-    weight = quantise_weight(numbers(48, 32, seed=1))
-    x, dy = quantise(numbers(7, 32)), quantise(numbers(7, 48, seed=2), weight.scales)
-    forward = products._scaled_mm(x, weight.values.t(), weight.scales)
-    expected = products.product(x, weight.values, weight.scales, torch.float32)
-    torch.testing.assert_close(forward.float(), expected, rtol=2**-8, atol=1e-2)
-    transposed = weight.values.float().t().contiguous().to(FLOAT8)
-    backward = products._scaled_mm(dy, transposed.t(), torch.ones(32))
-    expected = products.input_product(dy, weight.values, torch.float32)
-    torch.testing.assert_close(backward.float(), expected, rtol=2**-8, atol=1e-2)
 
 
 # Models

@@ -182,18 +182,6 @@ def test_whatever_joins_documents_shows_in_the_gradients(attention, change):
     assert gap(step(model, packed=False), step(model, packed=True, change=change)) > 1e-2
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_boundaries_for_flash_attention_change_nothing_elsewhere(attention):
-    model, rows = llama(attention), TrainRows(documents(6))
-    outputs = []
-    for varlen in (False, True):
-        batch = PackCollator(0, MAX_SEQ_LEN, varlen)([rows[0, 1], rows[2], rows[3, 4]])
-        assert ("cu_seq_lens_q" in batch) == varlen
-        del batch["labels"]
-        outputs.append(model(**batch).logits)
-    assert torch.equal(*outputs)
-
-
 def test_a_packed_step_over_a_4_bit_base_is_the_padded_one(tmp_path):
     llama().save_pretrained(tmp_path)
     quantisation = BitsAndBytesConfig(

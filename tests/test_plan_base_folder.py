@@ -83,6 +83,10 @@ OTHER_FILES = {
     "full run": ({"plan.json": {}, "model": ""}, "a run; set MODEL_NAME=.*model$"),
     "damaged adapter": ({"adapter_config.json": "{"}, "adapter_config.json: not valid JSON"),
     "adapter of nothing": ({"adapter_config.json": {}}, "names no base"),
+    "adapter of a path": (
+        {"adapter_config.json": {"base_model_name_or_path": "/no/such/base"}},
+        "an adapter of /no/such/base, which is not here",
+    ),
     "gguf": ({"m-Q4_K_M.gguf": ""}, "a folder of GGUF files, packed for llama.cpp"),
     "mistral": (
         {"params.json": {}, "consolidated.safetensors": "", "tekken.json": {}},
@@ -191,6 +195,24 @@ def test_a_file_is_no_folder(tmp_path):
     ):
         (tmp_path / name).touch()
         assert words in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name, files, words",
+    [
+        ("org/Qwen3-8B-GGUF", {}, "such as Qwen3-8B"),
+        ("org/it", {"adapter_config.json": {"base_model_name_or_path": "o/base"}}, "=o/base"),
+        ("org/it", {"config.json": {**SIZES, "model_type": "bert"}}, "an encoder"),
+    ],
+)
+def test_a_name_on_the_hub_is_looked_up_in_its_cache(tmp_path, name, files, words):
+    snapshot = tmp_path / "models--org--it" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    for path, content in files.items():
+        (snapshot / path).write_text(json.dumps(content))
+    assert words in refused(name, {"HF_HUB_CACHE": str(tmp_path)})
 
 
 def test_a_model_with_an_adapter_beside_it_is_refused(copy):

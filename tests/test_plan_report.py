@@ -126,6 +126,7 @@ def test_the_plan_is_one_line_of_facts():
 
 FULL = f"{QWEN} tuning.mode=full"
 FP4 = "tuning.bnb_4bit_use_double_quant=false tuning.bnb_4bit_quant_type=fp4"
+MIXTURE = "model.name=Qwen/Qwen3-30B-A3B"
 # GPUs, none for a CPU; settings, or a config; the label of a line; what the line must have
 SHOWN = [
     ("1xH200", f"{LLAMA_8B} tuning.mode=qlora", "weights (NF4, double", ""),
@@ -152,6 +153,10 @@ SHOWN = [
     ("1xH200", LLAMA_8B, "packing", "more memory"),
     ("1xH200", "train.packing=false", "packing", "off"),
     ("1x4GiB", LLAMA_8B, "longest row", "1,024 tokens"),
+    ("1xH200", MIXTURE, "plan", "3.35 billion active for a token, 8 of 128 experts"),
+    ("1xH200", MIXTURE, "plan", "on all linear layers and experts"),
+    ("1xH200", f"{MIXTURE} tuning.lora.experts=none", "plan", "none on experts"),
+    ("1xH200", f"{MIXTURE} tuning.lora.experts=shared", "plan", "one adapter for all experts"),
 ]
 
 

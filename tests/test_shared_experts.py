@@ -166,16 +166,8 @@ def test_plain_peft_opens_what_a_run_with_shared_adapters_has_trained(run):
     experts = plain.config.num_experts
     by_expert = tensors[name].view(experts, 4, -1)
     assert torch.equal(by_expert, by_expert[:1].expand_as(by_expert))
-    config = Config.model_validate(
-        {"tuning": {"lora": {"r": 4, "experts": "shared"}}, "model": {"name": "x"}}
-    )
-    own = lora.add_adapters(
-        AutoModelForCausalLM.from_pretrained(changes["model.name"], dtype=torch.float32), config
-    )
-    load_published(own, folder.path / "adapter")
     with torch.no_grad():
         expected = plain(input_ids=IDS).logits
-        torch.testing.assert_close(own.eval()(input_ids=IDS).logits, expected, **EXACT)
         with plain.disable_adapter():
             assert not torch.allclose(plain(input_ids=IDS).logits, expected, atol=0.05)
 

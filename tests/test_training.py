@@ -86,21 +86,6 @@ def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(
     assert losses_of(folder) == pytest.approx([nats / tokens], rel=1e-6)  # float32 logits
 
 
-@pytest.mark.parametrize("cut", [(4, 1), (1, 4)])
-def test_a_step_may_be_cut_into_micro_batches_in_any_way(plan_run, run_worker, cut, losses_of):
-    curves = []
-    for batch_size, grad_accum in ((2, 2), cut):
-        folder = plan_run(
-            {**EPOCHS, "train.batch_size": batch_size, "train.grad_accum": grad_accum}
-        )
-        assert run_worker(folder) == 0
-        curves.append(losses_of(folder))
-    assert len(curves[0]) == 6
-    assert curves[1] == pytest.approx(
-        curves[0], abs=1e-5
-    )  # six Adam steps on gradients that differ in the last bits
-
-
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
 def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     folder = finished(mode)
@@ -210,38 +195,6 @@ def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     assert losses_of(watched) == losses_of(plain)
     log = (watched.logs / "rank-0.log").read_text()
     assert [step for step in range(1, 7) if f"step {step}/6 eval_loss=" in log] == steps
-
-
-@pytest.mark.parametrize(
-    "strategy, mode",
-    [
-        ("no", "lora"),
-        ("steps", "full"),
-        pytest.param("no", "full", marks=pytest.mark.long),
-        pytest.param("steps", "lora", marks=pytest.mark.long),
-    ],
-)
-def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pass(
-    plan_run, run_worker, mode, strategy
-):
-    folder = plan_run(
-        {
-            "tuning.mode": mode,
-            "train.learning_rate": 1e30,
-            "train.logging_steps": 10,
-            "train.save_strategy": strategy,
-            "train.save_steps": 1,
-        }
-    )
-    assert run_worker(folder) == ExitClass.DIVERGED
-    assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 14)
-    for stamped in folder.path.rglob("stamp.json"):
-        tensors = [
-            tensor
-            for file in stamped.parent.glob("*.safetensors")
-            for tensor in load_file(file).values()
-        ]
-        assert tensors and all(torch.isfinite(tensor).all() for tensor in tensors), stamped
 
 
 def test_a_base_model_with_nan_in_it_ends_the_run_before_the_first_step(

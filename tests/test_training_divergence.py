@@ -12,9 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import DivergedError, ExitClass
 from sft_play.monitor.watch import run_table
-from sft_play.process import Process
 from sft_play.training.best import LossWatch
-from sft_play.training.guards import GradientWatch, module_of, watched, with_gradient
 from sft_play.training.trainer import SftTrainer
 
 
@@ -131,30 +129,6 @@ def test_an_adapter_that_does_not_learn_is_only_named_where_that_is_asked(
     assert run_worker(folder) == 0
     log = (folder.logs / "rank-0.log").read_text()
     assert "warning: model.layers.1.self_attn.q_proj: to be trained, and no gradient" in log
-
-
-def test_tensors_wait_for_their_first_gradient():
-    model = torch.nn.ModuleDict(
-        {"lora_A": torch.nn.Linear(2, 2), "lora_B": torch.nn.Linear(2, 2, bias=False)}
-    )
-    model["frozen"] = torch.nn.Linear(2, 2).requires_grad_(False)
-    waiting = watched(model)
-    assert list(waiting) == ["lora_B.weight"]
-    assert with_gradient(waiting) == []
-    waiting["lora_B.weight"].grad = torch.zeros(2, 2)
-    assert with_gradient(waiting) == []
-    waiting["lora_B.weight"].grad[1, 1] = math.nan
-    assert with_gradient(waiting) == ["lora_B.weight"]
-    assert module_of("base_model.model.a.base_layer.q.lora_B.default.weight") == "a.q"
-
-
-def test_a_run_looks_at_gradients_no_longer_than_it_must(plan_run, build_trainer):
-    trainer, _ = build_trainer(plan_run({"train.max_steps": 30}))
-    trainer.gradients = GradientWatch(Process.alone(torch.device("cpu")))
-    looked = []
-    trainer.gradients.look, look = lambda of: looked.append(look(of)), trainer.gradients.look
-    trainer.train()
-    assert len(looked) == 30 and trainer.gradients._has_judged
 
 
 # Divergence after a checkpoint that is published instead

@@ -165,19 +165,6 @@ def test_what_lies_elsewhere_is_not_counted(tiny_base):
     assert set(components(model, step_of(model), torch.device("meta")).values()) == {0}
 
 
-def test_flattened_parameters_are_the_storage_that_they_share():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    flat = torch.zeros(1000)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data = flat[number * 64 : number * 64 + parameter.numel()].view(parameter.shape)
-    assert components(model, None, CPU) == {
-        "weights": 4000,
-        "adapters": 0,
-        "gradients": 0,
-        "optimizer": 0,
-    }
-
-
 # Several ranks
 
 

@@ -36,10 +36,20 @@ ROOT = Path(__file__).resolve().parents[1]
 ALONE = Process(0, 0, 1, torch.device("cpu"))
 
 
+@pytest.fixture(scope="module")
+def planned(plan_run):
+    """A run that is planned once; the tests get copies."""
+    return plan_run({})
+
+
 @pytest.fixture
-def stop(plan_run):
+def folder(planned, tmp_path):
+    return RunFolder(shutil.copytree(planned.path, tmp_path / "planned"))
+
+
+@pytest.fixture
+def stop(folder):
     """StopOnSignal of a single process that has begun its first step."""
-    folder = plan_run({})
     recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
     with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
         stop.on_pre_optimizer_step(None, None, None)
@@ -68,8 +78,7 @@ def test_a_signal_during_a_save_or_an_evaluation_ends_the_run_without_another_st
     assert control.should_training_stop and control.should_save == (event == "on_evaluate")
 
 
-def test_before_gradients_of_the_first_step_a_signal_interrupts(plan_run):
-    folder = plan_run({})
+def test_before_gradients_of_the_first_step_a_signal_interrupts(folder):
     recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
     with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder):  # noqa: SIM117
         with pytest.raises(KeyboardInterrupt):
@@ -105,9 +114,9 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
             signal.raise_signal(number)
 
 
-def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(plan_run):
+def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(folder):
     """The thread that watches signals wakes while the context closes, and ends before it is woken."""
-    recorder = RunRecorder(folder := plan_run({}), PlannedRun.read(folder), 0)
+    recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
     with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
         closed = stop._closed
 
@@ -132,8 +141,7 @@ def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(plan_run)
         (signal.SIGUSR1, REPEAT_SECONDS + 1, 0),  # make was killed while the run saves
     ],
 )
-def test_a_second_signal_of_the_user_leaves_at_once(plan_run, number, seconds, code):
-    folder = plan_run({})
+def test_a_second_signal_of_the_user_leaves_at_once(folder, number, seconds, code):
     output = folder.path / "output.txt"
     arguments = (folder.path, number, seconds)
     rank = start_rank(second_signal, arguments, 0, free_port(), output, world_size=1)
@@ -242,8 +250,7 @@ def wait_for_nobody(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so(plan_run):
-    folder = plan_run({})
+def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so(folder):
     rank = start_rank(wait_for_nobody, (folder.path,), 0, free_port())
     assert wait_for(rank) == ExitClass.PEER_LOST
     assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 17)
@@ -361,9 +368,8 @@ def test_what_the_system_refuses_has_its_path_and_what_to_do(number):
 
 
 @pytest.fixture
-def recorders(plan_run):
+def recorders(folder):
     """The recorders of two ranks of one launch on one folder."""
-    folder = plan_run({})
     planned = PlannedRun.read(folder)
     ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
     planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
@@ -480,8 +486,7 @@ def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(recorders):
     assert run_json(folder)["status"] == "running"
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_the_cause(plan_run, caplog):
-    folder = plan_run({})
+def test_a_report_that_cannot_be_written_does_not_hide_the_cause(folder, caplog):
     with RunRecorder(folder, PlannedRun.read(folder), 0):
         (folder.path / "run.json").unlink()
         (folder.path / "run.json").mkdir()
