@@ -17,7 +17,8 @@ import psutil
 import pytest
 import torch
 from make_runs import QUIET, Launched
-from rank_processes import SECONDS, run_two_workers, start_rank, wait_for, work
+from marks import long
+from rank_processes import SECONDS, start_rank, train_on_two, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -137,11 +138,11 @@ def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> N
 
 
 CASES = [
-    pytest.param("ddp", "qlora", marks=pytest.mark.long),
-    pytest.param(2, "full", marks=pytest.mark.long),
-    pytest.param(3, "full", marks=pytest.mark.long),
-    pytest.param("ddp", "full", marks=pytest.mark.long),
-    pytest.param(3, "lora", marks=pytest.mark.long),
+    long("ddp", "qlora"),
+    long(2, "full"),
+    long(3, "full"),
+    long("ddp", "full"),
+    long(3, "lora"),
 ]
 
 
@@ -155,16 +156,16 @@ def test_two_processes_train_as_one(plan_run, taught_base, alone, engine, mode):
         "train.grad_accum": 2,
     }
     folder = plan_run(settings, num_gpus=2, deepspeed_config=STAGE.get(engine))
-    assert run_two_workers(folder) == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    train_on_two(folder)
     check_parity(alone(mode), folder, engine, mode)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["ddp", long(2)])
 def test_two_processes_that_make_launches_train_as_one(pair, alone, engine):
     check_parity(alone("lora"), pair(engine).folder, engine, "lora")
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["ddp", long(2)])
 def test_two_processes_are_two_and_say_so_once(pair, engine):
     launched = pair(engine)
     report = run_json(launched.folder)
@@ -198,7 +199,7 @@ def test_the_memory_of_both_ranks_is_printed_and_recorded(pair):
     assert "Training on 2 processes in parallel (ddp): " in launched.log.read_text()
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["ddp", long(2)])
 def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pair, engine):
     folder = pair(engine).folder
     events = EventAccumulator(str(folder.tensorboard))
@@ -275,7 +276,7 @@ def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run):
         | {"train.predict_with_generate": False},
         num_gpus=2,
     )
-    assert run_two_workers(folder, note_ddp_settings, folder.path) == [0, 0]
+    train_on_two(folder, note_ddp_settings, folder.path)
     assert [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [
         [True, 3 * 2**20, True, 77.0]
     ] * 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import stored_forms
 import torch
+from marks import long
 from peft import PeftModel
 from rank_processes import run_two, run_two_workers
 from run_files import run_json
@@ -165,7 +166,7 @@ LONG_CASES = {
     "one adapter for all": ("skewed", {"tuning.lora": {"experts": "shared"}}, 2),
     "files of each expert": ("mixtral", {}, 2),
 }
-NAMES = [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)]
+NAMES = [*CASES, *(long(name) for name in LONG_CASES)]
 Compared = Callable[[str], list[dict[str, Any]]]
 
 
@@ -286,7 +287,7 @@ VARIANTS = (
 
 @pytest.mark.parametrize(
     "changes",
-    [VARIANTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS[1:])],
+    [VARIANTS[0], *(long(each) for each in VARIANTS[1:])],
 )
 def test_a_run_of_two_ranks_is_that_of_one_process(trained, changes):
     one, two = trained(**changes), trained("ep", **changes)
@@ -316,10 +317,7 @@ def checkpoints(*runs: RunFolder) -> list[Path]:
     "begun, goes_on",
     [
         ("ep", "auto"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.long)
-            for pair in (("auto", "ep"), ("ep", "ep"), ("ep", "ddp"), ("ddp", "ep"))
-        ),
+        *(long(*pair) for pair in (("auto", "ep"), ("ep", "ep"), ("ep", "ddp"), ("ddp", "ep"))),
     ],
 )
 def test_a_run_goes_on_under_another_strategy(trained, begun, goes_on):

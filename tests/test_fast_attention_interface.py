@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ SAME = 1e-5
 TOLERANCES = {"gemma4": 1e-4}
 FAST = ("gpt_oss", "gemma2", "gemma4", "stablelm", "deepseek_v3")
 LONG = ("gemma3", "cohere2", "olmo3", "smollm3", "exaone4", "glm4", "phi", "phi3", "dots1")
-MODELS = [*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+MODELS = [*FAST, *(long(name) for name in LONG)]
 
 
 def fused(model: PreTrainedModel) -> PreTrainedModel:

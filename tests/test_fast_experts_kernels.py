@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
+from marks import long
 from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
@@ -57,9 +58,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-@pytest.mark.parametrize(
-    "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["natural", "elsewhere", long("skewed")])
 @pytest.mark.parametrize("summed, features", [(72, 40), (64, 300)])
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_a_grouped_product_is_that_of_each_expert(kernels, kind, summed, features, of_tokens):
@@ -83,9 +82,7 @@ def test_a_grouped_product_is_that_of_each_expert(kernels, kind, summed, feature
         assert relative(found[:rows], wanted[:rows]) < EXACT
 
 
-@pytest.mark.parametrize(
-    "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["natural", "elsewhere", long("skewed")])
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens):
     by_expert = routing(kernels, some_choices(kind))
@@ -106,7 +103,7 @@ def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens)
 
 @pytest.mark.parametrize(
     "quant_type, is_nested",
-    [("nf4", True), *(pytest.param(*each, marks=pytest.mark.long) for each in PLAIN_SCALES)],
+    [("nf4", True), *(long(*each) for each in PLAIN_SCALES)],
 )
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_packed_weights_are_unpacked_tile_by_tile(kernels, quant_type, is_nested, is_transposed):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from plan_examples import CPU as CPU_ONLY
 from plan_examples import plan_for
 from test_fast_install import INPUTS, MODELS, make, plain_model, settings
@@ -124,8 +125,8 @@ def trains_as_launched(model: Any, batches: list[Batch]) -> GraphedDecoder:
     [
         "llama",
         "gemma3",
-        pytest.param("qwen3", marks=pytest.mark.long),
-        pytest.param("qwen2-window", marks=pytest.mark.long),
+        long("qwen3"),
+        long("qwen2-window"),
     ],
 )
 def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
@@ -211,48 +212,43 @@ def test_evaluation_runs_the_layers_themselves():
     assert decoder.counts == GraphCounts() and not decoder.first
 
 
-def test_a_recording_that_reads_other_memory_is_found_and_not_used(caplog, monkeypatch):
-    def keeps_its_tokens(self: StaticInputs, call: DecoderCall) -> None:
-        if not hasattr(self, "tokens"):
-            self.tokens = call.input_ids.shape[1]
-            self.input_ids.copy_(call.input_ids)
+def keeps_its_tokens(inputs: StaticInputs, fill: Callable[[], None]) -> None:
+    before = inputs.input_ids.clone()
+    fill()
+    if before.any():
+        inputs.input_ids.copy_(before)
 
-    monkeypatch.setattr(StaticInputs, "fill", keeps_its_tokens)
-    decoder = trains_as_launched(fused(), list(micro_batches(24, False)))
+
+def joins_two_documents(inputs: StaticInputs, fill: Callable[[], None]) -> None:
+    fill()
+    inputs.documents.boundaries[1] = inputs.documents.boundaries[2]
+
+
+@pytest.mark.parametrize(
+    "mistake, in_one_row, has_labels",
+    [
+        (keeps_its_tokens, False, True),
+        (keeps_its_tokens, False, False),
+        (joins_two_documents, True, True),
+    ],
+)
+def test_a_recording_that_reads_other_memory_is_found_and_not_used(
+    mistake, in_one_row, has_labels, caplog, monkeypatch
+):
+    fill = StaticInputs.fill
+    monkeypatch.setattr(
+        StaticInputs, "fill", lambda self, call: mistake(self, lambda: fill(self, call))
+    )
+    batches = list(micro_batches(24, in_one_row, in_one_row))
+    if has_labels:
+        decoder = trains_as_launched(fused(), batches)
+    else:
+        model, decoder = graphed_llama()
+        none = {LOSS_POSITIONS: batches[0][LOSS_POSITIONS][:0]}
+        none[LOSS_TARGETS] = batches[0][LOSS_TARGETS][:0]
+        trained(model, [{**batch, **none} for batch in batches])
     assert "differs by" in decoder.counts.stopped and "differs by" in caplog.text
     assert decoder.counts.replayed == 0
-
-
-def test_a_micro_batch_without_labels_finds_a_recording_that_reads_other_memory(monkeypatch):
-    model, decoder = graphed_llama()
-    fill = StaticInputs.fill
-
-    def keeps_its_tokens(self: StaticInputs, call: DecoderCall) -> None:
-        before = self.input_ids.clone()
-        fill(self, call)
-        if before.any():
-            self.input_ids.copy_(before)
-
-    monkeypatch.setattr(StaticInputs, "fill", keeps_its_tokens)
-    batches = [
-        {**batch, LOSS_POSITIONS: batch[LOSS_POSITIONS][:0], LOSS_TARGETS: batch[LOSS_TARGETS][:0]}
-        for batch in micro_batches(12, False)
-    ]
-    trained(model, batches)
-    assert "differs by" in decoder.counts.stopped and decoder.counts.replayed == 0
-
-
-def test_a_recording_that_joins_two_documents_is_found(monkeypatch):
-    model, decoder = graphed_llama()
-    fill = StaticInputs.fill
-
-    def joins(self: StaticInputs, call: DecoderCall) -> None:
-        fill(self, call)
-        self.documents.boundaries[1] = self.documents.boundaries[2]
-
-    monkeypatch.setattr(StaticInputs, "fill", joins)
-    trained(model, list(micro_batches(24, True, in_one_row=True)))
-    assert "differs by" in decoder.counts.stopped and decoder.counts.replayed == 0
 
 
 @pytest.mark.parametrize("in_one_row", [False, True], ids=["padded", "in-one-row"])
@@ -293,7 +289,7 @@ def test_a_kernel_that_overwrites_its_gradient_proves_itself_too():
     base = model.get_base_model().get_decoder()
     own = base.forward
 
-    def overwriting(*args: Any, **kwargs: Any) -> Any:
+    def overwriting(*args, **kwargs):
         output = own(*args, **kwargs)
         output.last_hidden_state = Overwrites.apply(output.last_hidden_state)
         return output
@@ -307,7 +303,7 @@ def test_a_kernel_that_overwrites_its_gradient_proves_itself_too():
 def test_layers_that_cannot_be_recorded_run_as_always(caplog):
     model, decoder = graphed_llama()
 
-    def refuses(launch: Callable[[], None]) -> Callable[[], None]:
+    def refuses(launch):
         raise RuntimeError("operation not permitted when stream is capturing\nat line 7")
 
     decoder.new_record = lambda: refuses
@@ -323,7 +319,7 @@ def test_a_gradient_that_is_no_number_is_found_whichever_it_is(monkeypatch):
     model, decoder = graphed_llama()
     replay = RecordedPass._backward
 
-    def backward(self: RecordedPass) -> None:
+    def backward(self):
         replay(self)
         self.gradients.buffers[-1].fill_(torch.nan)
 
@@ -333,22 +329,27 @@ def test_a_gradient_that_is_no_number_is_found_whichever_it_is(monkeypatch):
     assert decoder.counts.stopped.endswith("differs by inf") and not decoder.recorded
 
 
-def test_documents_are_padded_to_few_shapes():
-    def shape_of(lengths: list[int], rows: int = 2, most_tokens: int | None = None) -> Shape:
-        boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-        ids = torch.zeros(rows, sum(lengths) // rows, dtype=torch.int64)
-        return DecoderCall(ids, ids, Documents(boundaries, max(lengths)), most_tokens).shape
-
-    assert shape_of([64, 64]) == Shape(2, 64, 2, 64), "a row is a document"
-    assert shape_of([40, 24, 64]) == shape_of([20, 20, 24, 30, 34]) == Shape(2, 64, 64, 64)
-    assert shape_of([8] * 16) == shape_of([4] * 32) == Shape(2, 64, 64, 64)
-    assert shape_of([4] * 64) == Shape(2, 128, 128, 128)
-    assert shape_of([500] * 11, rows=1) == Shape(1, 5632, 64, 2048)
-    assert shape_of([2000, 2000, 2300], rows=1, most_tokens=6400).tokens == 6400, "not 6656"
-    assert shape_of([2000, 2000, 2000], rows=1, most_tokens=6400).tokens == 6144
-    assert shape_of([3000, 2500], rows=1) == Shape(1, 5632, 64, 4096)
-    assert shape_of([512] * 63, rows=1) == Shape(1, 32768, 64, 2048)
-    assert shape_of([512] * 64, rows=1) == Shape(1, 32768, 128, 2048), "one more for the padding"
+@pytest.mark.parametrize(
+    "lengths, rows, most_tokens, shape",
+    [
+        ([64, 64], 2, None, (64, 2, 64)),  # a row is a document
+        ([40, 24, 64], 2, None, (64, 64, 64)),
+        ([20, 20, 24, 30, 34], 2, None, (64, 64, 64)),
+        ([4] * 32, 2, None, (64, 64, 64)),
+        ([4] * 64, 2, None, (128, 128, 128)),
+        ([500] * 11, 1, None, (5632, 64, 2048)),
+        ([2000, 2000, 2300], 1, 6400, (6400, 64, 4096)),  # not 6656
+        ([2000] * 3, 1, 6400, (6144, 64, 2048)),
+        ([3000, 2500], 1, None, (5632, 64, 4096)),
+        ([512] * 63, 1, None, (32768, 64, 2048)),
+        ([512] * 64, 1, None, (32768, 128, 2048)),  # one more for the padding
+    ],
+)
+def test_documents_are_padded_to_few_shapes(lengths, rows, most_tokens, shape):
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ids = torch.zeros(rows, sum(lengths) // rows, dtype=torch.int64)
+    call = DecoderCall(ids, ids, Documents(boundaries, max(lengths)), most_tokens)
+    assert call.shape == Shape(rows, *shape)
 
 
 def test_ranks_that_compute_together_agree_on_a_shape():

@@ -8,6 +8,7 @@ import peft
 import plan_examples
 import pytest
 import torch
+from marks import long
 from peft.tuners.lora.layer import ParamWrapper
 from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
 from tiny_models import tiny_config, tiny_model, with_adapters
@@ -183,7 +184,7 @@ FULL = ("llama-bias", "gemma3", "phi3-partial", "qwen2-window")
 NAMES_AND_MODES = [
     *((name, "lora") for name in MODELS),
     *((name, "full") for name in FULL),
-    *(pytest.param(name, "full", marks=pytest.mark.long) for name in MODELS if name not in FULL),
+    *(long(name, "full") for name in MODELS if name not in FULL),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny_models import with_adapters
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -403,7 +404,7 @@ def test_chunks_are_alike_and_within_their_bytes(tokens, vocabulary, itemsize):
     assert tokens - (chunks - 1) * rows > rows // 2 - 128 or chunks <= 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bfloat16", long("float32")])
 @pytest.mark.long
 def test_the_gpus_kernel_computes_what_the_cpu_does(dtype):
     """Run the kernel in Triton's interpreter, which must be set when a process starts."""

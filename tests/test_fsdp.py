@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from peft import PeftModel
-from rank_processes import run_two, run_two_workers
+from rank_processes import run_two, train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -32,7 +33,7 @@ SETTINGS = {
     "train.probe": True,
     "tuning.lora.dropout": 0.1,
 }
-LONG = [pytest.param(mode, marks=pytest.mark.long) for mode in ("qlora", "float8", "full")]
+LONG = [long(mode) for mode in ("qlora", "float8", "full")]
 QUICK_AND_LONG = ["lora", *LONG]
 Finished = Callable[..., RunFolder]
 
@@ -79,8 +80,7 @@ def finished(plan_run, taught_base) -> Finished:
                 changes["train.resume_from"] = resume_from
             changes |= {"train.strategy": strategy, "train.fsdp_offload": offload}
             folder = plan_run(changes, num_gpus=2)
-            exits = run_two_workers(folder, note_held_weights, folder.path)
-            assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+            train_on_two(folder, note_held_weights, folder.path)
             runs[key] = folder
         return runs[key]
 
@@ -162,7 +162,7 @@ def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(base_of, tmp_
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", ["fsdp", long("zero3")])
 def test_a_head_of_its_own_is_trained_under_every_strategy(
     plan_run, run_worker, base_of, tmp_path, strategy
 ):
@@ -175,7 +175,7 @@ def test_a_head_of_its_own_is_trained_under_every_strategy(
     alone = plan_run(changes)
     assert run_worker(alone) == 0
     both = plan_run(changes | {"train.strategy": strategy}, num_gpus=2)
-    assert run_two_workers(both) == [0, 0], (both.path / "output.txt").read_text()[-3000:]
+    train_on_two(both)
     losses = [run_json(run)["metrics"]["before"]["eval_loss"] for run in (alone, both)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert "lm_head.weight" in saved(both, "full")
@@ -206,8 +206,8 @@ def test_plain_transformers_opens_a_divided_model(finished):
     "begun, goes_on, mode",
     [
         ("fsdp", "fsdp", "lora"),
-        pytest.param("fsdp", "fsdp", "full", marks=pytest.mark.long),
-        pytest.param("ddp", "fsdp", "lora", marks=pytest.mark.long),
+        long("fsdp", "fsdp", "full"),
+        long("ddp", "fsdp", "lora"),
     ],
 )
 def test_a_resumed_run_is_the_one_that_never_stopped(finished, begun, goes_on, mode):

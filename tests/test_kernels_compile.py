@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
+from marks import long
 
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 
@@ -36,8 +37,8 @@ CAPABILITIES = [
 ]
 DTYPES = [
     torch.bfloat16,
-    pytest.param(torch.float16, marks=pytest.mark.long),
-    pytest.param(torch.float32, marks=pytest.mark.long),
+    long(torch.float16),
+    long(torch.float32),
 ]
 
 
@@ -156,7 +157,7 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120
 LAUNCHES = [
     *(glu, cross_entropy, norms, mixture, grouped, float8, four_bit, adapters),
     # small tiles of the kernels whose large ones are compiled in `make test`
-    pytest.param(grouped_few, marks=pytest.mark.long),
+    long(grouped_few),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 import stored_forms
 import torch
 from bitsandbytes.functional import dequantize_4bit
+from marks import long
 from rank_processes import run_ranks
 from run_files import run_json
 from safetensors.torch import load_file
@@ -195,7 +196,7 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
 @pytest.mark.parametrize(
     "form, mode",
     [
-        pytest.param("fp8_block", "lora", marks=pytest.mark.long),  # as qlora, but for the packing
+        long("fp8_block", "lora"),  # as qlora, but for the packing
         ("fp8_block", "qlora"),
         ("fp8_tensor", "full"),
         ("bnb_4bit", "qlora"),

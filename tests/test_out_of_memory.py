@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from faults.processes import fail_in_step_3, run_out
+from marks import long
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 
@@ -398,7 +399,7 @@ def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("rank", [long(0), 1])
 def test_both_ranks_end_with_the_class_of_the_first(plan_run, rank):
     """Run without a launcher, whose signals end ranks too. Rank 0 hosts the store and ends last."""
     folder = plan_run(LONG, num_gpus=2)

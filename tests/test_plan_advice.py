@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from marks import long
 from plan_examples import plan_for
 
 from sft_play.config.schema import env_name
@@ -30,8 +31,8 @@ SHORT = [
     ("1x4090", LLAMA_8B, ("tuning.mode=full",)),
     ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
     ("1x4090", QWEN_30B_A3B, ("tuning.mode=qlora", "model.max_seq_len=512")),
-    pytest.param("4x4090", QWEN_32B, ("tuning.mode=lora",), marks=pytest.mark.long),
-    pytest.param("8xH200", LLAMA_70B, ("tuning.mode=full",), marks=pytest.mark.long),
+    long("4x4090", QWEN_32B, ("tuning.mode=lora",)),
+    long("8xH200", LLAMA_70B, ("tuning.mode=full",)),
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
     ("4xH200", LLAMA_70B, EXPLICIT_70B),
     ("1x4090", LLAMA_8B, EXPLICIT_8B),

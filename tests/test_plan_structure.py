@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from plan_examples import STEP
 from tiny_models import EXPERTS, HYBRID, MODEL_TYPES, tiny_config
 from torch import nn
@@ -128,7 +129,7 @@ def test_layers_are_told_apart_by_how_they_mix_tokens():
     [
         "HuggingFaceTB/SmolLM3-3B",
         *(
-            pytest.param(name, marks=pytest.mark.long)
+            long(name)
             for name, facts in json.loads(KNOWN.read_text()).items()
             if facts["model_type"] not in LLAMA_LIKE
         ),

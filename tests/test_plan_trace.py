@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from test_fast_install import MODELS, SMALL
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,9 +108,9 @@ MODES_AND_NAMES = [
     *(("lora", name) for name in ("llama", "gemma2", "qwen3")),
     ("qlora", "llama"),
     ("full", "gemma3"),
-    *(pytest.param("lora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
-    *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
-    *(pytest.param("full", name, marks=pytest.mark.long) for name in ARCHITECTURES),
+    *(long("lora", name) for name in ARCHITECTURES),
+    *(long("qlora", name) for name in ARCHITECTURES),
+    *(long("full", name) for name in ARCHITECTURES),
 ]
 
 
@@ -194,7 +195,7 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode, fold
         ("sgd", "lora"),
         # fused and paged ones have the state of those
         *(
-            pytest.param(optim, "lora", marks=pytest.mark.long)
+            long(optim, "lora")
             for optim in sorted({*OPTIMIZERS} - {"adamw_torch", "adamw_8bit", "sgd"})
         ),
     ],
@@ -238,8 +239,8 @@ def saved_bytes(model: torch.nn.Module) -> int:
     "name",
     [
         "gemma3",
-        pytest.param("llama", marks=pytest.mark.long),
-        pytest.param("qwen3", marks=pytest.mark.long),
+        long("llama"),
+        long("qwen3"),
     ],
 )
 def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
@@ -288,7 +289,7 @@ def cut(name: str, layers: int, folder: Path) -> Path:
     "name",
     [
         "meta-llama/Llama-3.2-1B-Instruct",
-        pytest.param("meta-llama/Llama-3.1-8B-Instruct", marks=pytest.mark.long),  # as 14B, no bias
+        long("meta-llama/Llama-3.1-8B-Instruct"),  # as 14B, no bias
         "Qwen/Qwen2.5-14B-Instruct",
     ],
 )
@@ -303,7 +304,7 @@ def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(n
     assert run.plan.memory.phases["load"].adapters == adapters
 
 
-@pytest.mark.parametrize("layers", [4, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("layers", [4, long(16)])
 def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers, tmp_path):
     folder = cut("meta-llama/Llama-3.2-1B-Instruct", layers, tmp_path)
     run = planned(f"model.name={folder}", "train.batch_size=4", "train.grad_accum=2")

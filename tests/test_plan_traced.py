@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from plan_examples import EMPTY, EXAMPLE
 from tiny_models import tiny_config, tiny_model
 
@@ -285,7 +286,7 @@ def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_p
     [
         ("allenai/OLMo-2-0425-1B", "lora"),
         *(
-            pytest.param(name, word, marks=pytest.mark.long)
+            long(name, word)
             for name, traces in json.loads(counting.KNOWN_TRACES.read_text()).items()
             for word in traces
             if (name, word) != ("allenai/OLMo-2-0425-1B", "lora")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGpu, use_fake_memory
-from rank_processes import run_two_workers
+from marks import long
+from rank_processes import run_two_workers, train_on_two
 from run_files import plan_json, run_json
 from safetensors.torch import load_file
 from torch import nn
@@ -21,8 +22,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import worker
 from sft_play.training.dry_run import DryRun, digest, step_without_change
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 STEPS = {
     "train.max_steps": None,
     "train.epochs": 2,
@@ -43,7 +42,6 @@ FREE = {
     "train.effective_batch_size": 8,
     "train.packing": False,
 }
-SECONDS = 240
 
 
 def trained(folder: RunFolder) -> dict[str, torch.Tensor]:
@@ -68,7 +66,7 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     "changes",
     [
         {"tuning.mode": "lora", "tuning.lora.trainable_tokens": "<|user|>"},
-        pytest.param({"tuning.mode": "qlora"}, marks=pytest.mark.long),
+        long({"tuning.mode": "qlora"}),
         {"tuning.mode": "full"},
     ],
     ids=["lora", "qlora", "full"],
@@ -284,8 +282,7 @@ def test_a_step_that_is_tried_as_planned_corrects_the_plan(plan_run, strategy):
     folder = plan_run(settings, num_gpus=2)
     layout = read_plan(folder).layout
     memory = {"allocatable": [100.0, 100.0], "fixed": [0.5, 2.5]}
-    exits = run_two_workers(folder, use_fake_memory, memory)
-    assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    train_on_two(folder, use_fake_memory, memory)
     report = run_json(folder)
     after = report["probe"]["predicted_after"]
     assert not report["probe"]["changed"] and read_plan(folder).layout == layout
@@ -401,8 +398,8 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
 
 ENGINES = [
     ("ddp", "lora"),
-    pytest.param(2, "lora", marks=pytest.mark.long),
-    pytest.param(3, "full", marks=pytest.mark.long),
+    long(2, "lora"),
+    long(3, "full"),
 ]
 
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from marks import long
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -126,7 +127,7 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param("linear", marks=pytest.mark.long), "cosine", "constant", "inverse_sqrt"],
+    [long("linear"), "cosine", "constant", "inverse_sqrt"],
 )
 def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
@@ -177,7 +178,7 @@ def test_tensorboard_has_sample_answers_and_settings_with_scores(finished):
 
 @pytest.mark.parametrize(
     "strategy, steps",
-    [("steps", [2, 4, 6]), pytest.param("epoch", [3, 6], marks=pytest.mark.long)],
+    [("steps", [2, 4, 6]), long("epoch", [3, 6])],
 )
 def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     plan_run, run_worker, strategy, steps, losses_of

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from faults.numbers import poison
+from marks import long
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 
@@ -168,7 +169,7 @@ def rate_jumps(monkeypatch):
     "steps, found",
     [
         (40, "since step"),
-        pytest.param(9, "at the end, step 9", marks=pytest.mark.long),
+        long(9, "at the end, step 9"),
     ],
 )
 def test_a_tail_that_diverges_ends_training_and_the_best_weights_are_published(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from rank_processes import run_two, run_two_workers
 from run_files import run_json
 from torch import distributed
@@ -222,9 +223,9 @@ def note_phases(folder: Path) -> None:
 @pytest.mark.parametrize(
     "stage, mode",
     [
-        pytest.param(2, "lora", marks=pytest.mark.long),
+        long(2, "lora"),
         (2, "full"),
-        pytest.param(3, "full", marks=pytest.mark.long),
+        long(3, "full"),
     ],
 )
 def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):

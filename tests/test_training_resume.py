@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import long
 from run_files import run_json
 
 from sft_play.commands import call as calls
@@ -98,9 +99,7 @@ def test_old_checkpoints_go_and_those_that_stay_are_complete(plan_run, run_worke
     assert all((path / "stamp.json").is_file() for path in folder.checkpoints.iterdir())
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(3, marks=pytest.mark.long), 5]
-)  # the end of epoch 1, and inside epoch 2
+@pytest.mark.parametrize("step", [long(3), 5])  # the end of epoch 1, and inside epoch 2
 def test_a_resumed_run_takes_the_steps_that_were_left(whole, resumed, run_worker, step, losses_of):
     folder = resumed(whole.checkpoints / f"checkpoint-{step}")
     assert run_worker(folder) == 0

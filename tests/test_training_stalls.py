@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from rank_processes import run_two
 from test_packed_training import (
     ALONE,
@@ -110,7 +111,7 @@ def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
-@pytest.mark.parametrize("looks_for_unused", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("looks_for_unused", [False, long(True)])
 def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
     tmp_path, is_full, looks_for_unused
 ):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from rank_processes import start_rank, wait_for
 from run_files import run_json
 from transformers import TrainerControl, TrainerState
@@ -170,7 +171,7 @@ def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("no", marks=pytest.mark.long), "epoch"])
+@pytest.mark.parametrize("strategy", [long("no"), "epoch"])
 def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy, losses_of):
     folder = plan_run(
         {"train.max_steps": 300, "train.save_strategy": strategy, "train.eval_strategy": strategy}
