@@ -181,7 +181,7 @@ def run_both(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def gaps(tmp_path_factory) -> dict[str, Gap]:
+def gaps(tmp_path_factory):
     """The gaps of two ranks, in an interpreter of their own."""
     folder = tmp_path_factory.mktemp("ranks")
     code = f"from pathlib import Path; import {__name__} as t; t.run_both(Path({str(folder)!r}))"

@@ -1,7 +1,6 @@
 """Whole runs whose ranks share rows: of every strategy, resumed, with groups of ranks, refused."""
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -39,7 +38,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
+def finished(plan_run, tmp_path_factory):
     """A function that returns a finished run, the same one to every test."""
     runs: dict[str, RunFolder] = {}
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
@@ -51,12 +50,12 @@ def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
     rows.write_text("\n".join(lines) + "\n")
 
     def run(
-        strategy: str = "ddp",
-        shared: int = 1,
-        ranks: int = 2,
-        prepare: Callable[[], None] | None = None,
-        **changes: object,
-    ) -> RunFolder:
+        strategy="ddp",
+        shared=1,
+        ranks=2,
+        prepare=None,
+        **changes,
+    ):
         key = repr((strategy, shared, ranks, prepare, sorted(changes.items())))
         if key not in runs:
             settings = {

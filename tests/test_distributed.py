@@ -41,11 +41,11 @@ STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
 
 
 @pytest.fixture(scope="module")
-def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched]:
+def launch(settings_of, taught_base, tmp_path_factory):
     """A function that starts a make target with quick settings; what it left running is killed in the end."""
     started: list[Launched] = []
 
-    def start(target: str, changes: dict[str, object], **variables: str) -> Launched:
+    def start(target, changes, **variables):
         started.append(
             Launched(
                 tmp_path_factory.mktemp("out"),
@@ -65,11 +65,11 @@ def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched
 
 
 @pytest.fixture(scope="module")
-def pair(launch) -> Callable[[object], Launched]:
+def pair(launch):
     """A function that returns a finished LoRA run of two processes that make launched, the same one to every test; `engine` is ddp or a ZeRO stage."""
     runs: dict[object, Launched] = {}
 
-    def run(engine: object) -> Launched:
+    def run(engine):
         if engine not in runs:
             changes = {**STEPS, "train.grad_accum": 2}
             ddp = engine == "ddp"
@@ -85,11 +85,11 @@ def pair(launch) -> Callable[[object], Launched]:
 
 
 @pytest.fixture(scope="module")
-def alone(plan_run, run_worker, taught_base) -> Callable[[str], RunFolder]:
+def alone(plan_run, run_worker, taught_base):
     """A function that returns the run of one process with the rows of a step of two, the same one to every test."""
     runs: dict[str, RunFolder] = {}
 
-    def run(mode: str) -> RunFolder:
+    def run(mode):
         if mode not in runs:
             runs[mode] = plan_run(
                 {**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 4}
@@ -205,7 +205,7 @@ def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pa
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
 
-    def values(name: str) -> dict[int, float]:
+    def values(name):
         return {event.step: event.value for event in events.Scalars(name)}
 
     logged = {entry["step"]: entry["loss"] for entry in run_json(folder)["loss"]}

@@ -171,19 +171,19 @@ Compared = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def compared(base_of, tmp_path_factory) -> Compared:
+def compared(base_of, tmp_path_factory):
     """A function that returns what both ranks have seen of a case; all of a kind run at once."""
     folder = tmp_path_factory.mktemp("compared")
     seen: dict[str, list[dict[str, Any]]] = {}
 
-    def base(name: str, mode: str) -> Path:
+    def base(name, mode):
         if name == "mxfp4":
             return stored_forms.mxfp4(folder / name)
         if name not in ROUTERS:
             return base_of(name, mode)
         return routed(base_of("gpt_oss"), folder / name, ROUTERS[name])
 
-    def see(name: str) -> list[dict[str, Any]]:
+    def see(name):
         if name not in seen:
             kind = CASES if name in CASES else LONG_CASES
             cases = {
@@ -237,11 +237,11 @@ Trained = Callable[..., RunFolder]
 
 
 @pytest.fixture(scope="module")
-def trained(plan_run, run_worker, base_of) -> Trained:
+def trained(plan_run, run_worker, base_of):
     """A function that returns a finished run of one process or two, the same one to every test."""
     runs: dict[tuple, RunFolder] = {}
 
-    def run(strategy: str = "auto", model_type: str = "qwen3_moe", **changes: object) -> RunFolder:
+    def run(strategy="auto", model_type="qwen3_moe", **changes):
         key = (strategy, model_type, *changes.items())
         if key not in runs:
             ranks = 1 if strategy == "auto" else 2

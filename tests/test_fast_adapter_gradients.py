@@ -1,7 +1,6 @@
 """Gradients of adapters: one pass over dy gives what two products give, in Triton's interpreter."""
 
 import itertools
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ SCALE = 2.5
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
+def kernels():
     """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
     kernels = interpreted(adapter_kernels)
     kernels.ROWS, kernels.COLUMNS, kernels.SUM_ROWS = 16, 32, 16

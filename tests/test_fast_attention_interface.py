@@ -116,7 +116,7 @@ def test_the_comparison_sees_what_is_forgotten(name, forgotten, monkeypatch):
     plain = step(tiny_model(name, attention="eager"), padded())
     own = attention_interface.attention_interface_forward
 
-    def forgetful(*arguments: Any, **kwargs: Any) -> Any:
+    def forgetful(*arguments, **kwargs):
         seen.append(kwargs.pop(keyword, None))
         return own(*arguments, **kwargs)
 

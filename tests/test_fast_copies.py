@@ -94,7 +94,7 @@ def test_a_model_that_is_shared_is_left_alone():
 def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch):
     refresh = AdapterCopies.__call__
 
-    def once(self: AdapterCopies, decoder: nn.Module, *rest: object) -> None:
+    def once(self, decoder, *rest):
         if not self.copies:
             refresh(self, decoder, *rest)
 

@@ -1,6 +1,5 @@
 """The grouped products of GPUs, as Triton's interpreter runs them."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from unittest.mock import patch
 
@@ -29,7 +28,7 @@ PLAIN_SCALES = (("nf4", False), ("fp4", False))
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
+def kernels():
     """The kernels, interpreted."""
     found = interpreted(grouped_kernels)
     with patch.object(found, "_shared_memory", lambda device: 1 << 20):

@@ -1,8 +1,6 @@
 """A gated MLP's h with the products of the adapter behind it, in Triton's interpreter."""
 
 import itertools
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
+def kernels():
     """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
     elementwise, kernels = interpreted(glu_kernels), interpreted(glu_adapter_kernels)
     elementwise._SLOPE, elementwise._CUBE = GELU_SLOPE, GELU_CUBE  # it multiplies by numbers alone

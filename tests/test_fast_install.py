@@ -299,7 +299,7 @@ def test_evaluation_and_generation_are_the_same_to_the_bit(name):
     prompts = torch.where(mask == 1, padded["input_ids"].flip(1), 0)
 
     @torch.no_grad()
-    def outcome() -> tuple[torch.Tensor, torch.Tensor]:
+    def outcome():
         logits = model(
             input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
         ).logits
@@ -448,7 +448,7 @@ def test_adapted_experts_are_built_in_the_proof_of_one_layer_alone(monkeypatch):
     built: list[nn.Module] = []
     activate = ParamWrapper._activate_lora
 
-    def count(self: ParamWrapper, *args: Any) -> Any:
+    def count(self, *args):
         if torch.is_grad_enabled():
             built.append(self)
         return activate(self, *args)
@@ -472,7 +472,7 @@ def test_attention_that_counts_the_tokens_of_a_row_keeps_its_rows():
 
     class OfRemoteCode(Ministral3Attention):
         @staticmethod
-        def scales(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def scales(states):
             return tuple(torch.arange(len(row)) for row in states)
 
     assert counts_tokens(OfRemoteCode(other, layer_idx=0)), "in a function inside of a method"

@@ -164,7 +164,7 @@ def test_linears_without_any_adapter_share_one_input_gradient():
 def test_a_checkpointed_block_has_the_same_gradients(reentrant):
     modules = Case().modules()
 
-    def checkpointed(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    def checkpointed(x, modules):
         return checkpoint(lambda x: lora_linears(x, modules), x, use_reentrant=reentrant)
 
     assert worst(results(checkpointed, modules), results(plainly, modules)) < EXACT
@@ -174,7 +174,7 @@ def test_a_checkpointed_block_has_the_same_gradients(reentrant):
 def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(input_type):
     modules = Case(bias=True).modules()
 
-    def half(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    def half(x, modules):
         with torch.autocast("cpu", torch.bfloat16):
             outputs = lora_linears(x.to(input_type), modules)
         assert all(output.dtype == torch.bfloat16 for output in outputs)
@@ -194,7 +194,7 @@ def test_bfloat16_weights_round_no_more_than_peft_does():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
 
-    def of(linears: Linears) -> Linears:
+    def of(linears):
         return lambda x, modules: tuple(y.float() for y in linears(x.bfloat16(), modules))
 
     assert worst(results(of(lora_linears), modules), wanted) < 1.5 * worst(
@@ -205,7 +205,7 @@ def test_bfloat16_weights_round_no_more_than_peft_does():
 def test_a_gradient_whose_features_lie_apart_is_read_right():
     modules = Case(outs=(OUT,), targets=("0",)).modules()
 
-    def turned(linears: Linears) -> Linears:
+    def turned(linears):
         return lambda x, modules: tuple(y.transpose(1, 2) for y in linears(x, modules))
 
     assert worst(results(turned(lora_linears), modules), results(turned(plainly), modules)) < EXACT

@@ -18,7 +18,7 @@ from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
-from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents, PackedDocuments
+from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
@@ -154,7 +154,7 @@ GATED_NORMS = {
 
 
 @pytest.fixture
-def norm_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def norm_formulas(monkeypatch):
     """Let the formulas of gated norms stand for their kernels, which need a GPU."""
     monkeypatch.setattr(gated_norms, "uses_fla", lambda tensor: True)
     for name, formula in GATED_NORMS.items():
@@ -208,7 +208,7 @@ def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(model_type, monkeypat
     lengths: list[list[int]] = []
     forward_packed = mixer_install.forward_packed
 
-    def noted(packed: PackedDocuments, *args: Any, **kwargs: Any) -> Any:
+    def noted(packed, *args, **kwargs):
         lengths.append(packed.batch.lengths)
         return forward_packed(packed, *args, **kwargs)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -103,7 +102,7 @@ def results(
 def test_a_model_may_add_to_the_output_in_place(targets):
     """As Llama 4 adds its experts to the output of a shared one."""
 
-    def added(work: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> Any:
+    def added(work):
         return lambda x, mlp: work(x, mlp).add_(x)
 
     mlp = an_mlp(targets=targets)
@@ -152,7 +151,7 @@ def test_a_checkpointed_mlp_has_the_same_gradients(reentrant):
 def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones():
     mlp = an_mlp()
 
-    def half(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
+    def half(x, mlp):
         with torch.autocast("cpu", torch.bfloat16):
             y = fused(x, mlp)
         assert y.dtype == torch.bfloat16

@@ -159,7 +159,7 @@ def test_fused_code_that_finds_no_memory_is_not_taken_for_one_that_is_called_oth
     setup = setup_of(model_of("llama"))
     modules = [layer.mlp for layer in setup.decoder.layers]
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
@@ -189,7 +189,7 @@ def test_a_layer_with_a_fused_residual_add_is_checkpointed_like_any_other():
     calls = [0] * len(layers)
     for number, layer in enumerate(layers):
 
-        def count(*_: Any, number: int = number) -> None:
+        def count(*_, number=number):
             calls[number] += 1
 
         layer.mlp.register_forward_pre_hook(count)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def start(
 
 
 @pytest.fixture
-def proved(tmp_path: Path) -> tuple[Path, FusedKernels]:
+def proved(tmp_path):
     """The folder of one record, and what is fused."""
     classes, kernels = start(tmp_path)
     assert classes == ALL
@@ -58,7 +58,7 @@ def proved(tmp_path: Path) -> tuple[Path, FusedKernels]:
 
 
 @pytest.fixture(autouse=True)
-def versions_read_again() -> Iterator[None]:
+def versions_read_again():
     """Leave nothing of a change to other tests."""
     yield
     counting.versions.cache_clear()

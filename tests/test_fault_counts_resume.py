@@ -94,13 +94,13 @@ def is_same(first: RunFolder, second: RunFolder, mode: str) -> bool:
 def test_bit_exact_is_what_a_resumed_run_is(plan_run):
     assert len(CONFIGS) == 30
 
-    def start(settings: dict[str, Any], prepare: Callable | None = None) -> tuple:
+    def start(settings, prepare=None):
         run = plan_run(settings)
         output = run.path / "output.txt"
         rank = start_rank(work, (run.path, prepare), 0, free_port(), output, world_size=1)
         return run, [rank]
 
-    def finish(settings: dict[str, Any]) -> RunFolder:
+    def finish(settings):
         run, ranks = start(settings)
         assert [wait_for(rank) for rank in ranks] == [0], settings
         return run

@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def config_of(tiny_base):
     """A function that returns the config of a float8 run of the tiny model, or of another folder."""
 
-    def config(name=None, train=None, **tuning) -> Config:
+    def config(name=None, train=None, **tuning):
         return Config.model_validate(
             {
                 "model": {"name": str(name or tiny_base), "max_seq_len": 64},
@@ -170,7 +170,7 @@ def test_the_linears_of_the_layers_are_in_float8_and_nothing_else(config_of, cap
 
 
 def test_adapters_over_float8_begin_as_those_over_16_bits(config_of):
-    def adapters(base_dtype: str) -> dict[str, torch.Tensor]:
+    def adapters(base_dtype):
         torch.manual_seed(0)
         config = config_of(train={"fast_path": False}, base_dtype=base_dtype)
         model = load_model(config, CPU_BF16)
@@ -231,7 +231,7 @@ def steps(tiny_base):
     """Loss and gradients of one step, fused and by the modules' own code, in float32 and bfloat16."""
     ids = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0))
 
-    def step(fast_path: bool, process: Process):
+    def step(fast_path, process):
         torch.manual_seed(0)
         config = Config.model_validate(
             {

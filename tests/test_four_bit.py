@@ -22,7 +22,7 @@ KINDS = list(itertools.product(["nf4", "fp4"], [False, True]))
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
+def kernels():
     """The kernels as Triton's interpreter runs them; it lacks the GPU's own multiplication.
 
     It also rounds to bfloat16 towards zero: that is left to the tests on a GPU.

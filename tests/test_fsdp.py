@@ -64,13 +64,11 @@ def note_held_weights(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(plan_run, taught_base) -> Finished:
+def finished(plan_run, taught_base):
     """A function that returns a finished run of two processes, the same one to every test."""
     runs: dict[tuple, RunFolder] = {}
 
-    def run(
-        strategy: str, mode: str, resume_from: Path | None = None, offload: bool = False
-    ) -> RunFolder:
+    def run(strategy, mode, resume_from=None, offload=False):
         key = (strategy, mode, resume_from, offload)
         if key not in runs:
             changes = {**SETTINGS, "model.name": taught_base, "tuning.mode": mode}

@@ -4,7 +4,7 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,11 @@ Run = Callable[[str, dict[str, str]], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(request, tmp_path_factory):
     """A function that returns the report of a run of CASES and their like; each runs once, and begins before it is asked for."""
     pool, runs = ThreadPoolExecutor(AT_ONCE), {}
 
-    def start(target: str, variables: dict[str, str]) -> Future:
+    def start(target, variables):
         key = (target, *sorted(variables.items()))
         if key not in runs:
             runs[key] = pool.submit(train, tmp_path_factory.mktemp("run"), target, **variables)

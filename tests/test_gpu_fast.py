@@ -173,7 +173,7 @@ def test_evaluation_and_generation_are_the_same_to_the_bit():
     ids = next(iter(on_device(False, False)))["input_ids"]
 
     @torch.no_grad()
-    def outcome() -> tuple[torch.Tensor, torch.Tensor]:
+    def outcome():
         return model(input_ids=ids).logits, model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
         )

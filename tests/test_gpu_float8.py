@@ -151,7 +151,7 @@ def steps(tiny_base):
     """Loss and gradients of one step on a GPU: fused, by the modules' own code, in 16 bits."""
     ids = torch.randint(3, 500, (4, 48), generator=torch.Generator().manual_seed(0)).to(GPU)
 
-    def step(fast_path: bool, base_dtype: str):
+    def step(fast_path, base_dtype):
         torch.manual_seed(0)
         config = Config.model_validate(
             {

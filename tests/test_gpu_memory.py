@@ -3,7 +3,6 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
-from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import BeforeFirstStep
 from sft_play.training.memory import MemoryMeter, components
 
@@ -94,12 +92,10 @@ def test_the_cost_of_a_phase_is_printed():
 
 
 @pytest.fixture
-def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]]:
+def plan(settings_of, tmp_path):
     """A function that plans a run on GPUs and returns its folder and the command that starts another worker on it."""
 
-    def start(
-        script: Path, changes: dict[str, object], num_gpus: int = 1, use_deepspeed: bool = False
-    ) -> tuple[RunFolder, launch.Launch]:
+    def start(script, changes, num_gpus=1, use_deepspeed=False):
         settings = settings_of(
             {"train.output_dir": tmp_path, "train.predict_with_generate": False, **changes}
         )

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def base(tokenizer, tmp_path_factory) -> Path:
+def base(tokenizer, tmp_path_factory):
     """A Llama of 8 layers whose activations outweigh its weights, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,7 +59,7 @@ def base(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def long_rows(tmp_path_factory) -> Path:
+def long_rows(tmp_path_factory):
     """Rows as long as rows may be, or nearly: a step of the run is then a step of the probe."""
     path = tmp_path_factory.mktemp("rows") / "long.jsonl"
     records = [
@@ -120,13 +119,11 @@ def named(variables: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def probed_run(
-    base: Path, long_rows: Path, tmp_path_factory
-) -> Callable[[dict[str, str]], dict[str, Any]]:
+def probed_run(base, long_rows, tmp_path_factory):
     """A function that returns the probed run of a case, trained once for all tests."""
     runs: dict[str, dict[str, Any]] = {}
 
-    def run(variables: dict[str, str]) -> dict[str, Any]:
+    def run(variables):
         name = named(variables)
         if name not in runs:
             runs[name] = train(tmp_path_factory.mktemp("probed"), base, long_rows, **variables)

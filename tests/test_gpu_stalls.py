@@ -2,7 +2,6 @@
 
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class Watch(TrainerCallback):
 
 
 @pytest.fixture
-def watch(monkeypatch) -> Iterator[Watch]:
+def watch(monkeypatch):
     watch = Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -136,7 +135,7 @@ def test_no_step_waits_for_the_gpu(tmp_path, watch, mode, packed):
 
 def test_a_step_that_waits_is_seen(tmp_path, watch):
     class Reads(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args, state, control, **kwargs):
             torch.ones((), device=GPU).item()
 
     trainer = trainer_on_gpu(tmp_path, "lora", packed=True)

@@ -30,7 +30,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def config_of(tiny_base):
     """A function that returns a config of the tiny model, or of another folder."""
 
-    def config(mode: str = "lora", name=None, **tuning) -> Config:
+    def config(mode="lora", name=None, **tuning):
         return Config.model_validate(
             {"model": {"name": str(name or tiny_base)}, "tuning": {"mode": mode, **tuning}}
         )
@@ -156,7 +156,7 @@ def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config
             torch.nn.init.normal_(parameter, std=0.02)
     ids = torch.randint(8, 500, (2, 20))
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def gradients():
         model.zero_grad()
         model.train()
         summed_nll(model(input_ids=ids).logits, ids).backward()

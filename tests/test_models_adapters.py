@@ -47,7 +47,7 @@ SAME = 2e-6  # float32 sums in another order
 
 
 @pytest.fixture(scope="module")
-def untied_base(tiny_base, tokenizer, tmp_path_factory) -> Path:
+def untied_base(tiny_base, tokenizer, tmp_path_factory):
     """The tiny model with an output head of its own."""
     folder = tmp_path_factory.mktemp("untied")
     torch.manual_seed(0)

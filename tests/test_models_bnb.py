@@ -40,7 +40,7 @@ def test_rows_of_broken_blocks_are_unpacked_rightly_or_refused(shape):
 def test_a_weight_that_is_unpacked_to_other_numbers_is_refused(monkeypatch):
     """As a kernel does it that takes the scales of other blocks where rows are no whole ones."""
 
-    def wrongly(packed: torch.Tensor, state: object) -> torch.Tensor:
+    def wrongly(packed, state):
         unpacked = dequantize_4bit(packed, state)
         return unpacked.roll(1, dims=0) if len(state.shape) > 1 else unpacked
 

@@ -130,7 +130,7 @@ def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(capl
 
 
 @pytest.fixture
-def offloading(monkeypatch: pytest.MonkeyPatch) -> LayerOffloading:
+def offloading(monkeypatch):
     """Offloading of tensors of any size, as `checkpoint_layers` will make it."""
     made = LayerOffloading(min_bytes=1)
     monkeypatch.setattr(checkpointing, "LayerOffloading", lambda: made)
@@ -155,21 +155,21 @@ def test_few_inputs_wait_on_the_device_and_each_comes_before_its_layer(offloadin
     saved: list[Offloaded] = []
     pack, unpack = offloading._pack, offloading._unpack
 
-    def packed(tensor: torch.Tensor) -> torch.Tensor | Offloaded:
+    def packed(tensor):
         found = pack(tensor)
         if isinstance(found, Offloaded):
             saved.append(found)
         on_device.append(count())
         return found
 
-    def unpacked(found: torch.Tensor | Offloaded) -> torch.Tensor:
+    def unpacked(found):
         if isinstance(found, Offloaded):
             number = saved.index(found)
             is_there.append(found.on_device is not None)
             order.append(number)
         return unpack(found)
 
-    def count() -> int:
+    def count():
         return sum(one.on_device is not None for one in saved)
 
     on_device: list[int] = []

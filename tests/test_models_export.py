@@ -87,7 +87,7 @@ def trained(base, plan_run, run_worker, opens_here):
     """Return a function that gives the finished run of a mode, the same one to every test."""
     runs = {}
 
-    def run(mode: str):
+    def run(mode):
         if mode not in runs:
             runs[mode] = plan_run(
                 {
@@ -281,7 +281,7 @@ def test_what_is_scored_stops_where_what_is_saved_does(
 ):
     """A stop of the base that answers of the training rows hold, and no validation row does."""
 
-    def answered(rows) -> set[int]:
+    def answered(rows):
         return {int(label) for row in rows for label in row.labels if label != IGNORE_INDEX}
 
     inside = min(answered(prepared_rows.train) - answered(prepared_rows.validation))

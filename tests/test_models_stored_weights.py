@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +36,11 @@ ROWS = TINY_LLAMA.parent / "desk" / "test.jsonl"
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory) -> Callable[[str], Path]:
+def twin(tmp_path_factory):
     """A function that returns the folder of the shipped model in another form."""
     made: dict[str, Path] = {}
 
-    def folder(form: str) -> Path:
+    def folder(form):
         if form not in made:
             target = tmp_path_factory.mktemp("twins") / form
             made[form] = getattr(stored_forms, form)(target)
@@ -94,7 +93,7 @@ class Measured:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Measured:
+def plain():
     model = load_base(config_of(TINY_LLAMA, "lora"), CPU)
     return Measured(loss_of(model), largest(model))
 
@@ -183,7 +182,7 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
     expected = convert_moe_packed_tensors(codes, exponents)
     read: list[int] = []
 
-    def convert(few: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def convert(few, scales):
         read.append(len(few))
         return convert_moe_packed_tensors(few, scales)
 

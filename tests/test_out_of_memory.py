@@ -28,7 +28,6 @@ from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.next_command import after_out_of_memory, smaller_settings
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
 from sft_play.runs import stamp
-from sft_play.runs.folder import RunFolder
 from sft_play.training.out_of_memory import ASKED, FREE, parse_bytes
 from sft_play.training.trainer import SftTrainer
 
@@ -52,7 +51,7 @@ TOO_MUCH = 2**50  # bytes, which no host has
 
 
 @pytest.fixture(scope="module")
-def planned(plan_run) -> tuple[PlannedRun, RunFolder]:
+def planned(plan_run):
     """A run as it is planned, and its folder."""
     folder = plan_run({"train.batch_size": 4, "train.grad_accum": 3, "train.packing": False})
     return PlannedRun.read(folder), folder
@@ -268,7 +267,7 @@ def test_a_rank_that_runs_out_of_memory_while_it_loads_says_so(plan_run, run_wor
 def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, monkeypatch):
     from sft_play.training import worker
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OutOfMemory("nothing fits; try TUNING_MODE=qlora")
 
     folder = plan_run({})

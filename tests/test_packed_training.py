@@ -309,7 +309,7 @@ def test_a_model_that_gives_no_numbers_is_left_to_its_evaluation():
 
 
 def test_nan_that_comes_of_packing_is_refused():
-    def nowhere(batch: Batch) -> Batch:
+    def nowhere(batch):
         rows, width = batch["input_ids"].shape
         return {**batch, "attention_mask": torch.full((rows, 1, width, width), torch.nan)}
 
@@ -411,7 +411,7 @@ def test_a_model_stays_where_it_was_loaded(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def curve(tmp_path_factory) -> list[float]:
+def curve(tmp_path_factory):
     """The losses of a run that pads, two samples at a time."""
     return losses_of(trainer_of(tmp_path_factory.mktemp("padded"), 2, packed=False))
 

@@ -1,7 +1,6 @@
 """sft_play.plan.accuracy: how near the plans of earlier runs on this machine were."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,20 +34,20 @@ def new_folder(path: Path, gpu: str | None) -> RunFolder:
 
 
 @pytest.fixture
-def add(tmp_path: Path) -> Callable[..., Path]:
+def add(tmp_path):
     """A function that writes a run below the test's folder, which it returns.
 
     Peak, speed and phases are given as measured / predicted.
     """
 
     def write(
-        name: str,
-        peak: float | None,
-        gpu: str | None = H200,
-        status: str = "done",
-        speed: float | None = None,
-        **phases: float,
-    ) -> Path:
+        name,
+        peak,
+        gpu=H200,
+        status="done",
+        speed=None,
+        **phases,
+    ):
         folder = new_folder(tmp_path / name, gpu)
         measured_peak = int(peak * 10 * GIB) if peak else None
         measured = {phase: int(ratio * GIB) for phase, ratio in phases.items()}

@@ -5,7 +5,6 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,10 @@ def is_accepted(name: Path, **model: object) -> bool:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., Path]:
+def folder(tmp_path):
     """A function that writes files into a folder; dicts as JSON."""
 
-    def make(files: dict[str, object]) -> Path:
+    def make(files):
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content)
             (tmp_path / name).write_text(text)
@@ -62,7 +61,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path):
     """A copy of the shipped model."""
     return shutil.copytree(TINY, tmp_path / "copy")
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak, plan_for
@@ -88,7 +87,7 @@ def test_the_constants_are_those_of_the_code():
 
 
 def test_what_several_processes_hold_beside_the_model_by_hand():
-    def beside(**changes: Any) -> tuple[int, float]:
+    def beside(**changes):
         phase = held(**changes)
         return phase.buckets, phase.context / GIB
 
@@ -138,7 +137,7 @@ def test_components_have_the_bytes_that_were_counted(phase, component, changes, 
 def test_more_tokens_never_need_fewer_bytes(mode, checkpointed_layers, is_fast):
     fixed = {"mode": mode, "checkpointed_layers": checkpointed_layers, "is_fast": is_fast}
 
-    def sizes(batches: tuple[int, ...], lengths: tuple[int, ...]) -> list[int]:
+    def sizes(batches, lengths):
         return [
             peak(batch_size=batch, max_seq_len=length, **fixed)
             for batch, length in product(batches, lengths)
@@ -194,7 +193,7 @@ def test_quantising_needs_less():
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_zero_divides_optimizer_gradients_and_weights_in_turn(mode):
-    def at(stage: int, world_size: int = 4) -> PhaseBytes:
+    def at(stage, world_size=4):
         return held(mode=mode, zero_stage=stage, world_size=world_size)
 
     assert at(1, 1).optimizer // 4 == at(1).optimizer == at(2).optimizer == at(3).optimizer
@@ -216,7 +215,7 @@ def test_offloading_frees_a_gpu_and_not_a_host():
 def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead():
     zero3 = {"zero_stage": 3, "world_size": 2}
 
-    def gathered(*fetching: int) -> int:
+    def gathered(*fetching):
         return held("forward", **zero3, fetching=Fetching(*fetching)).gathered
 
     assert held("optimizer", **zero3).gathered == held("forward", zero_stage=2).gathered == 0
@@ -240,7 +239,7 @@ def test_two_h200s_needed_what_is_planned_for_zero_3_without_fused_linears():
 
 
 def test_adams_moments_have_the_type_of_the_weights():
-    def state_bytes(optim: str, **changes: Any) -> float:
+    def state_bytes(optim, **changes):
         return held(mode="full", optim=optim, **changes).optimizer / EIGHT_B.parameters
 
     assert state_bytes("adamw_torch", weight_bytes=4) == 8

@@ -89,7 +89,7 @@ def test_a_steeper_line_is_as_much_steeper_with_other_layers_checkpointed():
     """Activations 1.5 times those of the closed form, in a model whose logits are no part of it."""
     step = replace(PROBED_STEP, model=replace(PROBED_STEP.model, vocab=64))
 
-    def extra(layout: Layout) -> int:
+    def extra(layout):
         return step_bytes(step, layout).phases["forward"].activations // 2
 
     points = []
@@ -113,7 +113,7 @@ def test_more_rows_never_need_less_and_more_checkpointed_layers_never_more(noise
         points.append(replace(point, phases=phases))
     fit = MeasuredFit(PROBED_STEP, *points)
 
-    def forward(rows: int, layers: int) -> int:
+    def forward(rows, layers):
         return fit.phases(layout_of(rows, layers))["forward"]
 
     for layers in (0, 16, 32):
@@ -154,7 +154,7 @@ def test_the_components_and_what_was_measured_beyond_them_sum_to_the_fit():
 def test_the_choice_by_a_fit_is_the_choice_by_its_peaks():
     """Where a step takes half as much again, a budget gives what one a third smaller gave."""
 
-    def closed_peak(layout: Layout) -> int:
+    def closed_peak(layout):
         return step_bytes(PROBED_STEP, layout).predicted_peak
 
     budget = 60 * GIB
@@ -185,7 +185,7 @@ def test_a_step_is_known_to_fit_when_one_at_least_as_large_was_measured_within_t
     context = probe_fit.context_bytes(PROBED_STEP, layout)
     point = Point(4096, 8, accumulates=True, phases={"forward": 10 * GIB, "backward": 12 * GIB})
 
-    def is_known(point: Point, budget: int) -> bool:
+    def is_known(point, budget):
         return probe_fit.is_known_to_fit(PROBED_STEP, layout, [point], budget)
 
     assert is_known(point, 12 * GIB + context)

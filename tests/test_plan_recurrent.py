@@ -25,7 +25,7 @@ def on(gpu: Gpu) -> Hardware:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(needs, "_version", lambda _: "3.6.0")
 

@@ -15,7 +15,6 @@ from sft_play.plan.launch import Launch
 from sft_play.plan.memory import evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import Point, ProbeReport, request_of_started_run
 from sft_play.plan.run_plan import PlannedRun, read_plan
-from sft_play.plan.step import Layout
 from sft_play.runs.folder import RunFolder
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
@@ -243,7 +242,7 @@ def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches()
     assert plan.layout.micro_batches == 1
     request = request_of_started_run(plan.request, plan.layout)
 
-    def peak_bytes(layout: Layout) -> int:
+    def peak_bytes(layout):
         return step_bytes(plan.step, layout).predicted_peak
 
     assert choose(request, peak_bytes, plan.budget_bytes) == plan.layout

@@ -260,7 +260,7 @@ def test_slow_links_and_the_way_to_the_host_keep_gpus_waiting():
 
 
 def test_the_host_sets_the_pace_of_small_steps():
-    def seconds(tokens: int, **changes: Any) -> float:
+    def seconds(tokens, **changes):
         return speed(work=StepWork(1, tokens, 1), model=ONE_B, **changes).step_seconds
 
     assert seconds(32) == pytest.approx(seconds(64))
@@ -269,7 +269,7 @@ def test_the_host_sets_the_pace_of_small_steps():
 
 
 def test_tokens_without_a_label_are_faster_where_the_head_leaves_them_out():
-    def seconds(labelled: float, is_fast: bool) -> float:
+    def seconds(labelled, is_fast):
         work = StepWork(16, 2048, 1, labelled=labelled)
         return speed(work=work, model=ONE_B, is_fast=is_fast, mode="full").step_seconds
 

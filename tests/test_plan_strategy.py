@@ -52,7 +52,7 @@ def test_a_strategy_for_several_gpus_takes_all_of_them(strategy):
 
 
 def test_zero_3_says_where_fsdp_is_expected_to_be_faster(tmp_path):
-    def said(*settings: str, gpus: str = "2xH200", **environ: str) -> list[str]:
+    def said(*settings, gpus="2xH200", **environ):
         planned = plan_for(gpus, "train.strategy=zero3", *settings, environ=environ)
         return [words for words in planned.plan.warnings if "FSDP is expected" in words]
 

@@ -166,11 +166,11 @@ def test_targets_and_layers_choose_matrices():
 
 
 @pytest.fixture
-def counted_here(monkeypatch) -> list[str]:
+def counted_here(monkeypatch):
     """The modules that were asked; they answer in this process."""
     asked: list[str] = []
 
-    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+    def ask(module, request, environ):
         asked.append(module)
         return counter.answer(request)
 

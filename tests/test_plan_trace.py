@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import (
     OPTIMIZERS,
-    MeasuredStep,
     StepMeter,
     StepSetup,
     measure_step,
@@ -64,7 +62,7 @@ def folder_of(tmp_path_factory):
     """A function that returns the folder of a tiny model of an architecture, its sliding window longer than its rows."""
     folders: dict[str, Path] = {}
 
-    def folder(name: str) -> Path:
+    def folder(name):
         if name not in folders:
             model_type, settings = MODELS[name]
             config = AutoConfig.for_model(model_type, **{**SIZES, **settings, "sliding_window": 64})
@@ -128,7 +126,7 @@ def test_a_trace_does_not_count_what_is_offloaded(folder_of, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def traced(folder_of) -> Callable[[str, str], MeasuredStep]:
+def traced(folder_of):
     """A function that returns the traced step of an architecture in a mode, the same one to every test."""
     return functools.cache(lambda name, mode: trace_step(step_for(folder_of(name), mode)))
 
@@ -347,7 +345,7 @@ def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
+def closed_and_exact(folder_of):
     """The bytes of a run by the closed form, and by a trace."""
     run = planned(
         f"model.name={folder_of('llama')}",

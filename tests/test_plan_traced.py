@@ -70,7 +70,7 @@ def test_growth_is_by_rows_tokens_and_pairs():
 def test_a_traced_step_by_hand():
     example = EXAMPLE.changed(traced=traced_step(), batch_size=2, max_seq_len=100)
 
-    def working(phase: str, checkpointed_layers: int) -> tuple[int, int]:
+    def working(phase, checkpointed_layers):
         bytes_of = example.changed(checkpointed_layers=checkpointed_layers).memory.phases[phase]
         return bytes_of.activations // 200, bytes_of.logits // 200
 
@@ -184,11 +184,11 @@ def plan_of(folder: Path, *settings: str) -> PlannedRun:
 
 
 @pytest.fixture
-def answers(monkeypatch) -> list[dict[str, Any]]:
+def answers(monkeypatch):
     """The requests of tracers; counts are made in this process, traces are the one by hand."""
     requests: list[dict[str, Any]] = []
 
-    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+    def ask(module, request, environ):
         if module == "sft_play.models.structure":
             return structure.answer(request)
         requests.append(request)
@@ -233,7 +233,7 @@ def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path):
 def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch):
     counted = counting._ask
 
-    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+    def ask(module, request, environ):
         if module == "sft_play.models.structure":
             return counted(module, request, environ)
         return {"refused": "ValueError: its code reads values"}

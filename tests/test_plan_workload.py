@@ -22,7 +22,7 @@ LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B"
 
 
 @pytest.fixture(autouse=True)
-def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_the_project(monkeypatch):
     monkeypatch.chdir(PROJECT_ROOT)  # the folder of the runs is relative to it
 
 
@@ -164,7 +164,7 @@ def test_rows_of_the_hub_are_not_asked_for(tmp_path):
 
 
 def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path):
-    def is_estimated(config: Config) -> bool:
+    def is_estimated(config):
         found = count_rows_or_reason(config)
         assert isinstance(found, Counted)
         return found.is_estimated

@@ -1,10 +1,5 @@
 """A probe does not change a run, to the bit; ranks with different free memory choose the same."""
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from fake_gpu import FakeGpu, use_fake_memory
@@ -105,7 +100,7 @@ def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker):
 
 
 @pytest.fixture
-def trainer(plan_run, build_trainer) -> Any:
+def trainer(plan_run, build_trainer):
     trainer, _ = build_trainer(plan_run({"tuning.mode": "full", "train.weight_decay": 0.1}))
     trainer.create_optimizer()
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
@@ -223,11 +218,11 @@ def test_an_optimizer_that_steps_without_change_changes_no_bit(make):
 
 
 @pytest.fixture
-def on_fake(monkeypatch) -> Iterator[Callable[..., FakeGpu]]:
+def on_fake(monkeypatch):
     """A function that lets the runs of this process find such a GPU; returns it."""
     handles = []
 
-    def install(*args: Any, **kwargs: Any) -> FakeGpu:
+    def install(*args, **kwargs):
         gpu = FakeGpu(*args, **kwargs)
         handles.append(gpu.count_forward_passes())
         monkeypatch.setattr(worker, "MemoryMeter", gpu.of_process)

@@ -34,7 +34,7 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(
     assert len(set(counts)) == 6
     labelled = sum(counts)
 
-    def gradients(cuts: list[list[dict]]) -> list[torch.Tensor]:
+    def gradients(cuts):
         trainer.model.zero_grad()
         for part in cuts:
             batch = collate(part)

@@ -144,7 +144,7 @@ def timed():
     speed.in_training.clock = lambda: now[0]
     state = TrainerState(global_step=5, max_steps=100)
 
-    def evaluate_after(seconds: float, evaluation: float) -> bool:
+    def evaluate_after(seconds, evaluation):
         """Train for so long; evaluate unless it is left out, and return whether it was not."""
         control = TrainerControl(should_evaluate=True)
         speed.on_step_begin(None, state, control)

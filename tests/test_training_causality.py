@@ -35,7 +35,7 @@ def test_a_model_that_looks_ahead_in_training_alone_is_refused():
     draw_weights(model)
     encoder = model.bert
 
-    def mixing(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    def mixing(module, args, output):
         return output + output.mean(1, keepdim=True) if module.training else output
 
     encoder.embeddings.register_forward_hook(mixing)

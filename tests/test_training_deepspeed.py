@@ -29,7 +29,7 @@ STEPS = {"train.max_steps": 4, "train.batch_size": 2, "train.predict_with_genera
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Path:
+def lock(tmp_path):
     path = tmp_path / "lock"
     path.touch()
     return path

@@ -151,7 +151,7 @@ BEST = {
 def rate_jumps(monkeypatch):
     """From a step on the learning rate is 1, with which a model forgets all it knew."""
 
-    def at(step: int) -> None:
+    def at(step):
         compute = SftTrainer.compute_loss
 
         def jumping(self, *arguments, **options):

@@ -263,7 +263,7 @@ def difference(
 
 
 @pytest.fixture
-def workshop(plan_run, build_trainer, base_of) -> Workshop:
+def workshop(plan_run, build_trainer, base_of):
     """Qwen2 has biases and norms; with these sizes its matrices have 4,096 numbers."""
     return Workshop(plan_run, build_trainer, base_of("qwen2", "qlora"))
 

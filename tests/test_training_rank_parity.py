@@ -99,7 +99,7 @@ def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
         "tuning.lora.dropout": 0.1,
     }
 
-    def trained(changes: dict[str, object]) -> RunFolder:
+    def trained(changes):
         folder = plan_run(
             {**settings, **changes},
             num_gpus=2,

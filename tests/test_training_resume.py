@@ -48,7 +48,7 @@ def whole(plan_run, run_worker):
 def resumed(plan_run, whole):
     """A function that plans a run which goes on from a checkpoint of `whole`."""
 
-    def plan(checkpoint: Path, **changes) -> RunFolder:
+    def plan(checkpoint, **changes):
         return plan_run(
             {
                 **EPOCHS,

@@ -381,7 +381,7 @@ def recorders(folder):
 def test_a_signal_while_the_cause_of_an_error_is_found_does_not_hide_it(recorders, has_trained):
     folder, (recorder, _) = recorders
 
-    def found() -> list[int]:
+    def found():
         signal.raise_signal(signal.SIGTERM)  # of the launcher, which misses rank 1, too
         return [1]
 
