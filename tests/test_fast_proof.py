@@ -1,5 +1,6 @@
 """Fused code that computes something else is caught before it is installed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,33 +87,31 @@ class EachHead(nn.Module):
         return (self.norm.weight * normed.flatten(-2)).to(query.dtype)
 
 
-class Mutant:
-    """A fused attention that leaves one thing out."""
+def other_norm(module: nn.Module, norm: nn.Module) -> dict[str, Any]:
+    return {"_modules": {**module._modules, "q_norm": norm}}
 
-    def __init__(self, name: str):
-        self.name = name
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+MUTANTS = {
+    "scale": lambda module: {"scaling": 1.0},
+    "window": lambda module: {"sliding_window": None},
+    "a longer window": lambda module: {"sliding_window": module.sliding_window + 1},
+    "norm of queries": lambda module: other_norm(module, nn.Identity()),
+    "norm of each head": lambda module: other_norm(module, EachHead(module)),
+}
+
+
+def mutant_of(name: str) -> Callable[..., Any]:
+    """Return a fused attention that leaves one thing out."""
+
+    def forward(module, *args, **kwargs):
         state = dict(vars(module))
-        children = dict(module._modules)
         try:
-            self.change(module)
+            vars(module).update(MUTANTS[name](module))
             return attention.attention_forward(module, *args, **kwargs)
         finally:
             vars(module).update(state)
-            vars(module)["_modules"] = children
 
-    def change(self, module: nn.Module) -> None:
-        if self.name == "scale":
-            module.scaling = 1.0
-        elif self.name == "window":
-            module.sliding_window = None
-        elif self.name == "a longer window":
-            module.sliding_window += 1
-        elif self.name == "norm of each head":
-            vars(module)["_modules"] = {**module._modules, "q_norm": EachHead(module)}
-        else:
-            vars(module)["_modules"] = {**module._modules, "q_norm": nn.Identity()}
+    return forward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,7 +137,7 @@ def test_a_mutant_of_attention_is_caught(model_type, mutant, dtype):
     right = prove(modules, attention.attention_forward, setup, unmasked_call(modules, setup))
     assert right == modules
     with pytest.raises(Unsupported, match="computes something else"):
-        prove(modules, Mutant(mutant), setup, unmasked_call(modules, setup))
+        prove(modules, mutant_of(mutant), setup, unmasked_call(modules, setup))
 
 
 def test_a_mutant_of_an_mlp_is_caught():
@@ -169,12 +168,10 @@ def test_fused_code_that_finds_no_memory_is_not_taken_for_one_that_is_called_oth
 def layers_with_roles(setup: TrainingSetup) -> list[nn.Module]:
     """Return the layers of a decoder, ready for a fused residual add."""
     layers = list(setup.decoder.layers)
-    norms = {}
-    for module in setup.decoder.modules():
-        kind = norm_kind_of(module)
-        if kind is not None:
-            norms[module] = kind
-            module.norm_kind = kind
+    modules = list(setup.decoder.modules())
+    norms = {module: kind for module in modules if (kind := norm_kind_of(module))}
+    for module, kind in norms.items():
+        module.norm_kind = kind
     for layer in layers:
         layer.fused_roles = layer_roles_of(layer, norms)
     return layers
@@ -257,12 +254,10 @@ def test_attention_is_known_among_fake_kernels():
     assert kinds == [AttentionKind(rotates=True, norms_all_heads=False)] * 2
 
 
-@pytest.mark.parametrize("model_type, is_clamped", [("olmoe", True), ("olmoe", False)])
-def test_clamped_queries_are_not_like_llamas(model_type, is_clamped):
-    settings = {"clip_qkv": 8.0} if is_clamped else {}
-    model = tiny_model(model_type, **settings)
-    kinds = [attention_kind_of(layer.self_attn) for layer in model.model.layers]
-    assert [kind is None for kind in kinds] == [is_clamped] * len(kinds)
+@pytest.mark.parametrize("clip_qkv", [8.0, None])
+def test_clamped_queries_are_not_like_llamas(clip_qkv):
+    for layer in tiny_model("olmoe", clip_qkv=clip_qkv).model.layers:
+        assert (attention_kind_of(layer.self_attn) is None) == (clip_qkv is not None)
 
 
 def test_a_layer_without_a_window_has_not_the_windows_of_its_config():
@@ -280,11 +275,7 @@ def test_a_layer_norm_is_no_rms_norm(model_type):
 @pytest.mark.parametrize("model_type", ["olmo2", "cohere2", "gemma2", "glm4"])
 def test_layers_of_another_order_keep_their_adds(model_type):
     decoder = tiny_model(model_type).model
-    norms = {}
-    for module in decoder.modules():
-        kind = norm_kind_of(module)
-        if kind is not None:
-            norms[module] = kind
+    norms = {module: kind for module in decoder.modules() if (kind := norm_kind_of(module))}
     assert layer_roles_of(decoder.layers[0], norms) is None
 
 

@@ -130,25 +130,20 @@ def test_several_machines_meet_at_one_address():
     assert named[named.index("--master_port") + 1] == "4000"
 
 
-# The words between Python and the worker's script, but for ports
-LAUNCHERS = {
-    ("single", 1): (),
-    ("ddp", 1): ("-m", "accelerate.commands.launch", "--config_file"),
-    ("fsdp", 1): ("-m", "accelerate.commands.launch", "--config_file"),
-    ("deepspeed", 1): ("-m", "torch.distributed.run", "--nnodes"),
-    ("ddp", 2): ("-m", "accelerate.commands.launch", "--config_file"),
-    ("fsdp", 2): ("-m", "accelerate.commands.launch", "--config_file"),
-    ("deepspeed", 2): ("-m", "torch.distributed.run", "--nnodes"),
-}
+ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file")
+LAUNCHERS = {"single": (), "deepspeed": ("-m", "torch.distributed.run", "--nnodes")}
 
 
-@pytest.mark.parametrize("strategy, nodes", LAUNCHERS)
+@pytest.mark.parametrize(
+    "strategy, nodes",
+    [("single", 1), *((name, n) for name in ("ddp", "fsdp", "deepspeed") for n in (1, 2))],
+)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_each_strategy_has_its_launcher(strategy, nodes, device):
     per_node = 1 if strategy == "single" else 2
     ranks = ranks_of(strategy, device, per_node, nodes=nodes, node_rank=nodes - 1)
     started = command(ranks)
-    expected = LAUNCHERS[strategy, nodes]
+    expected = LAUNCHERS.get(strategy, ACCELERATE)
     assert started.argv[1 : 1 + len(expected)] == expected
     assert started.argv[-2:] == (str(WORKER), str(RUN))
     if device == "cpu":
@@ -173,45 +168,47 @@ def test_num_gpus_takes_the_first_of_the_visible_ones():
     assert launch_command(ranks, RUN, environ).env["CUDA_VISIBLE_DEVICES"] == "5"
 
 
-def test_what_the_user_set_himself_stands():
-    ranks = ranks_of("ddp", "cuda", 2)
-    assert command(ranks).env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        env = command(ranks, **{name: "max_split_size_mb:64"}).env
-        assert "PYTORCH_CUDA_ALLOC_CONF" not in env
-    assert command(ranks).env["OMP_NUM_THREADS"] == "4"
+OF_PYTHON = str(Path(sys.executable).parent)
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+LEFT = {"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cuda"}
+
+
+@pytest.mark.parametrize(
+    "strategy, device, environ, expected",  # a variable is None where it stays as it is
+    [
+        ("ddp", "cuda", {}, {ALLOCATOR: "expandable_segments:True", "OMP_NUM_THREADS": "4"}),
+        ("ddp", "cuda", {ALLOCATOR: "max_split_size_mb:64"}, {ALLOCATOR: None}),
+        ("ddp", "cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {ALLOCATOR: None}),
+        ("ddp", "cuda", {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": None}),
+        (
+            "ddp", "cpu", {"OMP_WAIT_POLICY": "ACTIVE"},
+            {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None},
+        ),
+        (
+            "ddp", "cpu", LEFT,
+            {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"},
+        ),
+        (
+            "ddp", "cuda", {"NCCL_ASYNC_ERROR_HANDLING": "1"},
+            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+        ),
+        ("single", "cuda", {}, {"UNSLOTH_COMPILE_LOCATION": str(RUN.absolute() / "unsloth")}),
+        (
+            "single", "cuda", {"UNSLOTH_COMPILE_LOCATION": "/tmp/x"},
+            {"UNSLOTH_COMPILE_LOCATION": None},
+        ),
+        ("single", "cpu", {}, {"UNSLOTH_COMPILE_LOCATION": None}),
+        ("single", "cpu", {"PATH": "/usr/bin"}, {"PATH": f"{OF_PYTHON}{os.pathsep}/usr/bin"}),
+        ("single", "cpu", {"PATH": f"/usr/bin{os.pathsep}{OF_PYTHON}"}, {"PATH": None}),
+    ],
+)  # fmt: skip
+def test_the_environment_of_a_rank_keeps_what_the_user_set(strategy, device, environ, expected):
+    env = command(ranks_of(strategy, device, 1 if strategy == "single" else 2), **environ).env
+    assert {name: env.get(name) for name in expected} == expected
+
+
+def test_a_rank_has_a_thread_where_it_has_not_a_core():
     assert command(ranks_of("ddp", "cpu", 16)).env["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in command(ranks, OMP_NUM_THREADS="1").env
-    on_cpu = command(ranks_of("ddp", "cpu", 2), OMP_WAIT_POLICY="ACTIVE")
-    assert "OMP_WAIT_POLICY" not in on_cpu.env
-    assert "GOMP_SPINCOUNT" not in on_cpu.env
-
-
-def test_what_unsloth_compiles_lies_in_the_run_unless_the_user_says_where():
-    name = "UNSLOTH_COMPILE_LOCATION"
-    ranks = ranks_of("single", "cuda", 1)
-    assert command(ranks).env[name] == str(RUN.absolute() / "unsloth")
-    assert name not in command(ranks, UNSLOTH_COMPILE_LOCATION="/tmp/x").env
-    assert name not in command(ranks_of("single", "cpu", 1)).env
-
-
-def test_what_the_user_left_set_does_not_mislead_a_cpu_run():
-    left = {"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cuda"}
-    env = command(ranks_of("ddp", "cpu", 2), **left).env
-    expected = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-    assert expected.items() <= env.items()
-
-
-def test_the_old_name_of_nccls_error_handling_reaches_torch():
-    env = command(ranks_of("ddp", "cuda", 2), NCCL_ASYNC_ERROR_HANDLING="1").env
-    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-
-
-def test_programs_of_this_python_are_found():
-    folder = str(Path(sys.executable).parent)
-    ranks = ranks_of("single", "cpu", 1)
-    assert command(ranks, PATH="/usr/bin").env["PATH"] == f"{folder}{os.pathsep}/usr/bin"
-    assert "PATH" not in command(ranks, PATH=f"/usr/bin{os.pathsep}{folder}").env
 
 
 def test_a_free_port_is_free():

@@ -202,11 +202,6 @@ def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(monkey
         plan_for("2xH200", "tuning.backend=unsloth", use_deepspeed=True)
 
 
-@pytest.mark.parametrize("hardware", ["2xH200", "1x4090", CPU], ids=str)
-def test_a_float8_base_is_planned_where_its_products_run(hardware):
-    assert plan_for(hardware, "tuning.base_dtype=float8").config.tuning.base_dtype == "float8"
-
-
 # DeepSpeed
 
 
