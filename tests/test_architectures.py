@@ -82,7 +82,7 @@ def windows_forgotten(model: Any) -> None:
 def documents_joined(model: Any) -> None:
     """Let each document see those before it, at the positions of one text."""
 
-    def join(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def join(module, args, kwargs):
         kwargs = {name: value for name, value in kwargs.items() if not names_documents(name)}
         positions = torch.arange(kwargs["input_ids"].shape[1])[None]
         return args, {**kwargs, "position_ids": positions}
@@ -97,7 +97,7 @@ def names_documents(name: str) -> bool:
 def experts_unscaled(model: Any) -> None:
     """Add up what the experts of a token return, whatever its router gave them."""
 
-    def unscale(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def unscale(module, args):
         hidden, index, weights = args
         return hidden, index, torch.ones_like(weights)
 
@@ -108,7 +108,7 @@ def experts_unscaled(model: Any) -> None:
 def first_expert_dead(model: Any) -> None:
     """Send no token to the first expert of each layer."""
 
-    def avoid(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def avoid(module, args):
         hidden, index, weights = args
         return hidden, index, torch.where(index == 0, 0.0, weights)
 

@@ -216,7 +216,7 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
     """Return the bytes that a forward pass keeps for backward, weights left out."""
     kept: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         if not isinstance(tensor, nn.Parameter):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor

@@ -230,7 +230,7 @@ def saved_bytes(work: Callable[[], object], parameters: list[nn.Parameter]) -> i
     """Return the bytes of distinct storages that are saved for backward, without parameters."""
     saved = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 

@@ -1,7 +1,6 @@
 """sft_play.models.checkpointing: the first layers are recomputed, which changes only memory."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def kept_bytes(model: nn.Module) -> int:
     held: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             held[storage.data_ptr()] = storage.nbytes()
@@ -73,8 +72,8 @@ def calls_of(model: nn.Module, layers: list[nn.Module]) -> list[int]:
     """How often each layer's MLP runs in one step."""
     calls = [0] * len(layers)
 
-    def counter(number: int) -> Callable[..., None]:
-        def count(*_: object) -> None:
+    def counter(number):
+        def count(*_):
             calls[number] += 1
 
         return count

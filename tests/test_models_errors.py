@@ -33,7 +33,7 @@ def config_of(base: Path, mode: str = "lora", trusts: bool = False, **options: A
 def set_json(name: str, **changes: Any) -> Callable[[Path], None]:
     """Return a function that sets keys of a JSON file in a folder, or deletes those of None."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         facts = {**json.loads((folder / name).read_text()), **changes}
         kept = {key: value for key, value in facts.items() if value is not None}
         (folder / name).write_text(json.dumps(kept))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from architecture_steps import CPU, adapted, fused, gap, reference_step, settings, trained_step
 from published_corrections import small_fields
-from tiny_models import TINY, Sizes
+from tiny_models import TINY
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator
@@ -22,7 +22,7 @@ PUBLISHED_FLOOR = 8192
 def llama4(chunk: int, floor: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a tiny Llama 4 of chunks of tokens, which scales queries anew at each floor."""
 
-    def fields(sizes: Sizes) -> dict[str, Any]:
+    def fields(sizes):
         own = {"attention_chunk_size": chunk, "floor_scale": floor, "attn_scale": 2.0}
         return {**small_fields(sizes), **own}
 

@@ -29,7 +29,7 @@ def bytes_where_so_many_fit(rows: int, checkpointed_rows: int = 0) -> Callable[[
     plain = BUDGET_BYTES / rows
     least = BUDGET_BYTES / (checkpointed_rows or rows)
 
-    def peak_bytes(layout: Layout) -> float:
+    def peak_bytes(layout):
         share = layout.checkpointed_layers / LAYERS
         return layout.batch_size * (plain + (least - plain) * share)
 

@@ -222,7 +222,7 @@ def saved_bytes(model: torch.nn.Module) -> int:
     }
     saved: list[Tensor] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         saved.append(tensor.detach())
         return tensor
 

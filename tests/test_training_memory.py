@@ -174,10 +174,10 @@ def be_one_rank(folder: Path) -> None:
     rank = distributed.get_rank()
 
     class Planted(MemoryMeter):
-        def phase_peaks(self) -> dict[str, int]:
+        def phase_peaks(self):
             return {"forward": 10 + rank, **({"save": 7} if rank == 0 else {})}
 
-        def reserved_peak_bytes(self) -> int:
+        def reserved_peak_bytes(self):
             return 10**12 - rank
 
     memory = Planted(Process(rank, rank, 2, CPU))

@@ -125,15 +125,15 @@ def record_steps(patch: pytest.MonkeyPatch) -> list[TakenStep]:
     taken: list[TakenStep] = []
     clip, rate_of = SftTrainer.clip_gradients, SftTrainer._get_learning_rate
 
-    def state(trainer: SftTrainer, of_gradient: bool) -> dict[str, Tensor]:
+    def state(trainer, of_gradient):
         named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
         return {name: (p.grad if of_gradient else p).detach().clone() for name, p in named}
 
-    def clip_gradients(trainer: SftTrainer) -> Any:
+    def clip_gradients(trainer):
         taken.append(TakenStep(state(trainer, False), state(trainer, True)))
         return clip(trainer)
 
-    def learning_rate(trainer: SftTrainer) -> float:
+    def learning_rate(trainer):
         rate = rate_of(trainer)
         if taken and not taken[-1].after:
             taken[-1].after, taken[-1].rate = state(trainer, False), rate
@@ -150,7 +150,7 @@ def save_steps(folder: Path) -> None:
     taken = record_steps(pytest.MonkeyPatch())
     train = SftTrainer.train
 
-    def train_and_end(trainer: SftTrainer, **options: Any) -> None:
+    def train_and_end(trainer, **options):
         train(trainer, **options)
         torch.save(taken, folder / f"steps-{trainer.process.rank}.pt")
         os._exit(0)
@@ -231,7 +231,7 @@ def gradients_by_row(
         by_step += steps(len(rows), layout.rows_per_step, config.train.order_seed, epoch)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
-    def gradient(step: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(step, weights):
         model.load_state_dict(weights, strict=False)
         model.zero_grad()
         samples = [rows[index] for index in by_step[step]]

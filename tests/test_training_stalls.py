@@ -15,7 +15,6 @@ from test_packed_training import (
     losses_of,
     trainer_of,
 )
-from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
@@ -88,7 +87,7 @@ def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
     )
     sent: list[int] = []
 
-    def count(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def count(state, bucket):
         sent.append(trainer.state.global_step)
         return allreduce_hook(None, bucket)
 

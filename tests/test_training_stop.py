@@ -158,7 +158,7 @@ def test_a_second_signal_of_the_user_leaves_at_once(folder, number, seconds, cod
 def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
     """Send this process a signal once the run's log holds `text`."""
 
-    def watch() -> None:
+    def watch():
         log, deadline = folder.logs / "rank-0.log", time.monotonic() + 60
         while time.monotonic() < deadline:
             if log.exists() and text in log.read_text():
