@@ -3,7 +3,7 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,6 @@ LONG_CASES = {
     "files of each expert": ("mixtral", {}, 2),
 }
 NAMES = [*CASES, *(long(name) for name in LONG_CASES)]
-Compared = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +232,6 @@ SETTINGS = {
     "train.max_grad_norm": 0.05,
     "train.gradient_checkpointing": True,
 }
-Trained = Callable[..., RunFolder]
 
 
 @pytest.fixture(scope="module")

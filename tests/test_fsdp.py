@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,6 @@ SETTINGS = {
 }
 LONG = [long(mode) for mode in ("qlora", "float8", "full")]
 QUICK_AND_LONG = ["lora", *LONG]
-Finished = Callable[..., RunFolder]
 
 
 def note_held_weights(folder: Path) -> None:

@@ -19,12 +19,13 @@ from faults.processes import fail_in_step_3, run_out
 from marks import long
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
+from test_plan_launch import ranks_of
 
 from sft_play.commands import call as calls
 from sft_play.config import invocation
 from sft_play.errors import ExitClass, OutOfMemory, is_out_of_memory
 from sft_play.plan import launch
-from sft_play.plan.launch import Ranks, free_port
+from sft_play.plan.launch import free_port
 from sft_play.plan.next_command import after_out_of_memory, smaller_settings
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
 from sft_play.runs import stamp
@@ -215,13 +216,8 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
         assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     report = run_json(folder)
     found = report["out_of_memory"]
-    assert (
-        found["rank"],
-        found["device"],
-        found["step"],
-        found["phase"],
-        found["asked_bytes"],
-    ) == (0, "the host", 4, "forward", TOO_MUCH)
+    expected = {"rank": 0, "device": "the host", "step": 4, "phase": "forward"}
+    assert (expected | {"asked_bytes": TOO_MUCH}).items() <= found.items()
     assert (
         report["cause"] == "rank 0 ran out of memory on the host in forward at step 4; "
         f"{TOO_MUCH / GIB:.2f} GiB more were asked for; try {found['next']}"
@@ -312,17 +308,8 @@ SECONDS = 240  # the first launch under DeepSpeed on a machine compiles one op
 
 def launched(folder, launcher: str, script: Path) -> str:
     """Run two ranks of a worker under a launcher until all have ended; return their output."""
-    ranks = Ranks(
-        "ddp" if launcher == "accelerate" else "deepspeed",
-        "cpu",
-        2,
-        1,
-        0,
-        "127.0.0.1",
-        free_port(),
-        (),
-        2,
-    )
+    strategy = "ddp" if launcher == "accelerate" else "deepspeed"
+    ranks = ranks_of(strategy, "cpu", 2, master_port=free_port(), cpu_count=2)
     if launcher == "accelerate":
         launch.write_accelerate_config(
             folder.path / "accelerate.yaml", launch.accelerate_config(ranks, "no"), "Of a test."
@@ -330,16 +317,8 @@ def launched(folder, launcher: str, script: Path) -> str:
     command = launch.launch_command(ranks, folder.path, os.environ)
     argv = [str(script) if word == str(launch.WORKER) else word for word in command.argv]
     if launcher == "torchrun":
-        argv = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            str(script),
-            str(folder.path),
-        ]
+        words = "-m torch.distributed.run --standalone --nproc_per_node 2"
+        argv = [sys.executable, *words.split(), str(script), str(folder.path)]
     output = folder.path / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from plan_examples import CPU, plan_for
 
-from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.batch import choose
 from sft_play.plan.launch import Launch
@@ -18,11 +17,6 @@ from sft_play.plan.run_plan import PlannedRun, read_plan
 from sft_play.runs.folder import RunFolder
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
-CONFIGS = sorted(
-    path.name
-    for path in (PROJECT_ROOT / "configs").glob("*.yaml")
-    if path.name != "run_unsloth.yaml"
-)
 
 
 def packed_run() -> PlannedRun:

@@ -5,7 +5,6 @@ The counters of a GPU are tested in test_gpu_memory.py.
 
 import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ from sft_play.process import Process
 from sft_play.training.memory import MemoryMeter, Peaks, components
 from sft_play.training.trainer import SftTrainer
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 CPU = torch.device("cpu")
 ALONE = Process(0, 0, 1, CPU)
 
