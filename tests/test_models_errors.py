@@ -104,6 +104,11 @@ def test_a_spoilt_folder_is_class_13_with_what_is_wrong(tiny_base, tmp_path, wha
     assert [word for word in (f"model.name={folder}", *words) if word not in message] == []
 
 
+def test_a_folder_that_is_not_there_has_no_tokenizer(tmp_path):
+    with pytest.raises(EnvironmentFault, match=f"model.name={tmp_path}/none"):
+        load_tokenizer(config_of(tmp_path / "none"))
+
+
 @pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor", "compressed_fp8"])
 def test_a_weight_without_its_scale_is_class_13(tmp_path, form):
     base = getattr(stored_forms, form)(tmp_path / form)

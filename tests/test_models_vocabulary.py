@@ -329,18 +329,12 @@ def test_an_embedding_is_found_by_its_name_wherever_the_model_keeps_it(base):
 
 def test_a_matrix_is_read_row_by_row_and_never_as_a_whole(base, tokenizer):
     rows, features = 1 << 20, 2048  # 4 GiB in bfloat16, a hole on the disk
-    header = json.dumps(
-        {
-            EMBEDDING: {
-                "dtype": "BF16",
-                "shape": [rows, features],
-                "data_offsets": [0, rows * features * 2],
-            }
-        }
-    ).encode()
+    size = rows * features * 2
+    tensor = {"dtype": "BF16", "shape": [rows, features], "data_offsets": [0, size]}
+    header = json.dumps({EMBEDDING: tensor}).encode()
     with (base / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + rows * features * 2)
+        file.truncate(8 + len(header) + size)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert "<|user|>" in refused(base)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < 256 << 20
@@ -378,6 +372,7 @@ def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([1, 2, 3, 7, 900], [3, 7])
     assert [used.origin(token) for token in (3, 1, 4)] == ["a.jsonl:1", "b.jsonl:1", None]
     assert find_used_tokens(Split.whole([store_of(tmp_path / "none")])).largest_id == -1
+    assert find_used_tokens(Split.whole([Store(tmp_path / "one", [])])).origin(3) is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 5])

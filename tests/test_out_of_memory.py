@@ -87,6 +87,11 @@ def changed(
             {"batch_size": 32, "grad_accum": 1, "fullest_step": 9},
             {"train.batch_size": 4, "train.grad_accum": 8},
         ),  # 9 sequences, then 3
+        (
+            "forward",
+            {"batch_size": 2, "grad_accum": 1},
+            {"train.batch_size": 1, "train.grad_accum": 2},
+        ),
         ("forward", {"batch_size": 1}, {"train.gradient_checkpointing": True}),
         (
             "backward",
