@@ -10,16 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architecture_steps import (
-    Document,
-    Gap,
-    Step,
-    adapted,
-    fused,
-    gap,
-    gradients_of,
-    settings,
-)
+from architecture_steps import Document, Gap, Step, adapted, fused, gap, gradients_of, settings
 from rank_processes import ON_CPU, QUIET, ROOT, SECONDS
 from tiny_models import tiny_model
 from torch import distributed

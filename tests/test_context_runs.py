@@ -49,13 +49,7 @@ def finished(plan_run, tmp_path_factory):
         lines.append(json.dumps({"messages": [asked, answer]}))
     rows.write_text("\n".join(lines) + "\n")
 
-    def run(
-        strategy="ddp",
-        shared=1,
-        ranks=2,
-        prepare=None,
-        **changes,
-    ):
+    def run(strategy="ddp", shared=1, ranks=2, prepare=None, **changes):
         key = repr((strategy, shared, ranks, prepare, sorted(changes.items())))
         if key not in runs:
             settings = {

@@ -149,12 +149,7 @@ CASES = [
 @pytest.mark.parametrize("engine, mode", CASES)
 def test_two_processes_train_as_one(plan_run, taught_base, alone, engine, mode):
     """Float32, rows of unequal length, accumulation, a last step that is partly filled."""
-    settings = {
-        **STEPS,
-        "model.name": taught_base,
-        "tuning.mode": mode,
-        "train.grad_accum": 2,
-    }
+    settings = {**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 2}
     folder = plan_run(settings, num_gpus=2, deepspeed_config=STAGE.get(engine))
     train_on_two(folder)
     check_parity(alone(mode), folder, engine, mode)

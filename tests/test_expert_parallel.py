@@ -283,10 +283,7 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [VARIANTS[0], *(long(each) for each in VARIANTS[1:])],
-)
+@pytest.mark.parametrize("changes", [VARIANTS[0], *(long(each) for each in VARIANTS[1:])])
 def test_a_run_of_two_ranks_is_that_of_one_process(trained, changes):
     one, two = trained(**changes), trained("ep", **changes)
     assert_equal_runs(one, two)

@@ -41,10 +41,7 @@ class Pass(NamedTuple):
 
 
 def some_experts(
-    model_type: str,
-    targets: str = "both",
-    dtype: torch.dtype = torch.float32,
-    sizes: Sizes = TINY,
+    model_type: str, targets: str = "both", dtype: torch.dtype = torch.float32, sizes: Sizes = TINY
 ) -> nn.Module:
     """Return a module of experts with adapters on one of its linears, both or none."""
     model = tiny_model(model_type, sizes, dtype)
@@ -152,8 +149,7 @@ def test_a_choice_of_an_expert_of_another_rank_adds_nothing():
 
 
 @pytest.mark.parametrize(
-    "model_type, gate",
-    [("qwen3_moe", FusedGlu("silu")), ("gpt_oss", ClampedGlu(1.702, 7.0))],
+    "model_type, gate", [("qwen3_moe", FusedGlu("silu")), ("gpt_oss", ClampedGlu(1.702, 7.0))]
 )
 def test_a_known_gate_is_recognised(model_type, gate):
     experts = some_experts(model_type, "none")

@@ -101,8 +101,7 @@ def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens)
 
 
 @pytest.mark.parametrize(
-    "quant_type, is_nested",
-    [("nf4", True), *(long(*each) for each in PLAIN_SCALES)],
+    "quant_type, is_nested", [("nf4", True), *(long(*each) for each in PLAIN_SCALES)]
 )
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_packed_weights_are_unpacked_tile_by_tile(kernels, quant_type, is_nested, is_transposed):

@@ -120,15 +120,7 @@ def trains_as_launched(model: Any, batches: list[Batch]) -> GraphedDecoder:
     [(True, False), (True, True), (False, False)],
     ids=["packed", "in-one-row", "padded"],
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gemma3",
-        long("qwen3"),
-        long("qwen2-window"),
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "gemma3", long("qwen3"), long("qwen2-window")])
 def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
     name, is_packed, in_one_row, monkeypatch
 ):
@@ -386,8 +378,7 @@ def test_gradients_stay_where_they_are():
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["tuning.mode=full", "train.neftune_noise_alpha=5", "tuning.lora.dropout=0.1", ""],
+    "change", ["tuning.mode=full", "train.neftune_noise_alpha=5", "tuning.lora.dropout=0.1", ""]
 )
 def test_why_layers_are_not_recorded_is_said(change):
     planned = plan_for(CPU_ONLY, *change.split())

@@ -31,11 +31,7 @@ from sft_play.models import lora
 from sft_play.models.architecture import decoder_of
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.install import counts_tokens, reads_rows
-from sft_play.models.fast.install import (
-    FusedKernels,
-    fused_kernels_of,
-    install_fused_kernels,
-)
+from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.losses import summed_nll
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.process import Process
@@ -386,9 +382,7 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog):
     installed = make(model)
     assert fused_kernels_of(model) == installed and fused_kernels_of(model).reads_boundaries
     assert installed == FusedKernels(
-        {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1},
-        {},
-        in_one_row=True,
+        {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}, {}, in_one_row=True
     )
     assert "attention x2, linears x8, mlp x2, norms x4, loss x1" in caplog.text
 

@@ -163,11 +163,7 @@ def norm_formulas(monkeypatch):
 
 @pytest.mark.parametrize(
     "model_type, kernel",
-    [
-        ("qwen3_5", "norm_then_silu"),
-        ("bamba", "silu_then_norm"),
-        ("nemotron_h", "silu_then_norm"),
-    ],
+    [("qwen3_5", "norm_then_silu"), ("bamba", "silu_then_norm"), ("nemotron_h", "silu_then_norm")],
 )
 def test_a_gated_norm_gets_the_kernel_that_computes_it(model_type, kernel, norm_formulas):
     model = lora_model(model_type)

@@ -200,11 +200,7 @@ def test_plain_transformers_opens_a_divided_model(finished):
 
 @pytest.mark.parametrize(
     "begun, goes_on, mode",
-    [
-        ("fsdp", "fsdp", "lora"),
-        long("fsdp", "fsdp", "full"),
-        long("ddp", "fsdp", "lora"),
-    ],
+    [("fsdp", "fsdp", "lora"), long("fsdp", "fsdp", "full"), long("ddp", "fsdp", "lora")],
 )
 def test_a_resumed_run_is_the_one_that_never_stopped(finished, begun, goes_on, mode):
     whole = finished(begun, mode)

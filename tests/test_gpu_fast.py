@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_install import (
-    INPUTS,
-    MODELS,
-    batches,
-    plain_model,
-    settings,
-)
+from test_fast_install import INPUTS, MODELS, batches, plain_model, settings
 
 from sft_play.data.collate import labelled
-from sft_play.models.fast.install import (
-    FusedKernels,
-    fused_kernels_of,
-    install_fused_kernels,
-)
+from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.norms.residual import Reference
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA

@@ -23,11 +23,7 @@ CASES = [
     {"TUNING_MODE": "qlora", "TRAIN_PACKING": "false"},
     {"TUNING_MODE": "full"},
     {"TUNING_MODE": "full", "TRAIN_OPTIM": "adamw_8bit"},
-    {
-        "TUNING_MODE": "full",
-        "TRAIN_FP16": "true",
-        "TRAIN_BF16": "false",
-    },
+    {"TUNING_MODE": "full", "TRAIN_FP16": "true", "TRAIN_BF16": "false"},
 ]
 
 torch = pytest.importorskip("torch")

@@ -149,9 +149,7 @@ def test_a_step_that_waits_is_seen(tmp_path, watch):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(
-    "dtype, most",
-    [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],
-    ids=str,
+    "dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)], ids=str
 )
 def test_the_loss_is_that_of_float64(dtype, most, softcap):
     """The vocabulary has many blocks, and the tokens several chunks.

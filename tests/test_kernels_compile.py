@@ -35,11 +35,7 @@ CAPABILITIES = [
     pytest.param(100, id="B200", marks=pytest.mark.long),
     pytest.param(120, id="RTX 5090", marks=pytest.mark.long),
 ]
-DTYPES = [
-    torch.bfloat16,
-    long(torch.float16),
-    long(torch.float32),
-]
+DTYPES = [torch.bfloat16, long(torch.float16), long(torch.float32)]
 
 
 def rows(dtype: torch.dtype, features: int = FEATURES, count: int = ROWS) -> torch.Tensor:

@@ -231,11 +231,7 @@ def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, f
 @pytest.mark.long
 @pytest.mark.parametrize(
     "form, mode, engine",
-    [
-        ("bnb_4bit", "qlora", "fsdp"),
-        ("fp8_block", "full", "fsdp"),
-        ("fp8_block", "lora", "zero3"),
-    ],
+    [("bnb_4bit", "qlora", "fsdp"), ("fp8_block", "full", "fsdp"), ("fp8_block", "lora", "zero3")],
 )
 def test_divided_among_ranks_it_is_the_same_model(twin, plan_run, form, mode, engine):
     changes = {

@@ -20,12 +20,7 @@ def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():
     """Unsloth gets the batch as one joined row; a transformers model computes the same from it."""
 
     class Takes(nn.Module):
-        def forward(
-            self,
-            input_ids,
-            position_ids,
-            packed_seq_lengths=None,
-        ):
+        def forward(self, input_ids, position_ids, packed_seq_lengths=None):
             self.seen = input_ids, position_ids, packed_seq_lengths
             return SimpleNamespace(logits=input_ids[..., None] * torch.arange(3))
 

@@ -98,11 +98,7 @@ def changed(
             {"batch_size": 1, "checkpointed_layers": 1},
             {"train.gradient_checkpointing": True},
         ),
-        (
-            "backward",
-            {"batch_size": 1, "checkpointed_layers": 2},
-            {"model.max_seq_len": 128},
-        ),
+        ("backward", {"batch_size": 1, "checkpointed_layers": 2}, {"model.max_seq_len": 128}),
         ("evaluation", {"eval_rows": 4}, {"train.eval_batch_size": 2}),
         ("evaluation", {"eval_rows": 1}, {"model.max_seq_len": 128}),
         ("load", {}, {"tuning.mode": "qlora"}),

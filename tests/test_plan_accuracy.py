@@ -40,14 +40,7 @@ def add(tmp_path):
     Peak, speed and phases are given as measured / predicted.
     """
 
-    def write(
-        name,
-        peak,
-        gpu=H200,
-        status="done",
-        speed=None,
-        **phases,
-    ):
+    def write(name, peak, gpu=H200, status="done", speed=None, **phases):
         folder = new_folder(tmp_path / name, gpu)
         measured_peak = int(peak * 10 * GIB) if peak else None
         measured = {phase: int(ratio * GIB) for phase, ratio in phases.items()}

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from plan_examples import REQUEST
 
-from sft_play.plan.batch import (
-    HOST_MARGIN,
-    SATURATED_TOKENS,
-    choose,
-    merged,
-    smallest,
-)
+from sft_play.plan.batch import HOST_MARGIN, SATURATED_TOKENS, choose, merged, smallest
 from sft_play.plan.step import Layout
 
 LAYERS = REQUEST.layers
@@ -44,12 +38,7 @@ def choice(rows: int = 1000, checkpointed_rows: int = 0, **changes: Any) -> Layo
 
 def numbers(layout: Layout) -> tuple[int, int, int, int]:
     """Return micro-batch, accumulation, checkpointed layers and effective batch."""
-    return (
-        layout.batch_size,
-        layout.grad_accum,
-        layout.checkpointed_layers,
-        layout.rows_per_step,
-    )
+    return (layout.batch_size, layout.grad_accum, layout.checkpointed_layers, layout.rows_per_step)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

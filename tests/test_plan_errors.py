@@ -66,11 +66,7 @@ REFUSED: dict[type[Exception], list[tuple[str, str, str]]] = {
         ("cpu", "train.fp16=true", "train.fp16=true (--set TRAIN_FP16=auto"),
         ("2xH200", "tuning.base_dtype=float8 deepspeed", "DeepSpeed train-distributed"),
         # adapters
-        (
-            "1xH200",
-            "tuning.lora.target_modules=[q_proj,vv_proj,lm_head]",
-            "vv_proj; v_proj?",
-        ),
+        ("1xH200", "tuning.lora.target_modules=[q_proj,vv_proj,lm_head]", "vv_proj; v_proj?"),
         # strategies
         ("1xH200", "train.strategy=fsdp", "NUM_GPUS=2"),
         ("cpu", "train.strategy=fsdp", "NUM_GPUS=2"),

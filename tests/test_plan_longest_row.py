@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 from plan_examples import STEP
 
-from sft_play.plan.batch import (
-    STEP_TOKENS,
-    BatchRequest,
-    LongestRow,
-    LongestRows,
-    longest_rows,
-)
+from sft_play.plan.batch import STEP_TOKENS, BatchRequest, LongestRow, LongestRows, longest_rows
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.step import Layout
 

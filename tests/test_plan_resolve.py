@@ -110,8 +110,7 @@ def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed, free_gib):
 
 
 @pytest.mark.parametrize(
-    "hardware, device",
-    [("1x24GiB", "a GPU"), (Hardware("cpu", (), 8, 24 * GIB), "this host")],
+    "hardware, device", [("1x24GiB", "a GPU"), (Hardware("cpu", (), 8, 24 * GIB), "this host")]
 )
 def test_what_does_not_fit_names_the_device(hardware, device):
     plan = plan_for(hardware, LLAMA_70B).plan

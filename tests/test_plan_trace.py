@@ -233,14 +233,7 @@ def saved_bytes(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma3",
-        long("llama"),
-        long("qwen3"),
-    ],
-)
+@pytest.mark.parametrize("name", ["gemma3", long("llama"), long("qwen3")])
 def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
     name, mode, folder_of, traced
 ):
@@ -316,11 +309,7 @@ def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers, tmp_path)
 
 def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path):
     folder = cut("meta-llama/Llama-3.1-8B-Instruct", 2, tmp_path)  # one layer holds at a time
-    run = planned(
-        f"model.name={folder}",
-        "train.batch_size=4",
-        "train.predict_with_generate=false",
-    )
+    run = planned(f"model.name={folder}", "train.batch_size=4", "train.predict_with_generate=false")
     step, phase = setup_of(run), run.plan.memory.phases["evaluation"]
     model = build_on_meta(step.config, step.compute_dtype)
     with (

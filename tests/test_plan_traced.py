@@ -138,15 +138,7 @@ def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "smollm3",
-        "qwen3_moe",
-        "gpt_oss",
-        "olmo2",
-    ],
-)
+@pytest.mark.parametrize("model_type", ["smollm3", "qwen3_moe", "gpt_oss", "olmo2"])
 def test_a_traced_step_has_the_bytes_of_a_real_one(model_type, tmp_path):
     tiny_model(model_type).save_pretrained(tmp_path)
     setup = setup_of(tmp_path)
@@ -156,11 +148,7 @@ def test_a_traced_step_has_the_bytes_of_a_real_one(model_type, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "model_type, changes",
-    [
-        ("olmo2", {}),
-        ("qwen3_moe", {"mlp_only_layers": []}),
-    ],
+    "model_type, changes", [("olmo2", {}), ("qwen3_moe", {"mlp_only_layers": []})]
 )
 def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_path):
     folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)

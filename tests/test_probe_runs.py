@@ -391,11 +391,7 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
     return report["exit_class"]
 
 
-ENGINES = [
-    ("ddp", "lora"),
-    long(2, "lora"),
-    long(3, "full"),
-]
+ENGINES = [("ddp", "lora"), long(2, "lora"), long(3, "full")]
 
 
 @pytest.mark.slow

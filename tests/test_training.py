@@ -125,10 +125,7 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     assert {"torch", "transformers", "peft"} <= report["versions"].keys()
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [long("linear"), "cosine", "constant", "inverse_sqrt"],
-)
+@pytest.mark.parametrize("schedule", [long("linear"), "cosine", "constant", "inverse_sqrt"])
 def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
     folder = plan_run({**changes, "train.predict_with_generate": False})
@@ -176,10 +173,7 @@ def test_tensorboard_has_sample_answers_and_settings_with_scores(finished):
     assert scores == {"test/loss", "test/rougeL"} <= set(events.Tags()["scalars"])
 
 
-@pytest.mark.parametrize(
-    "strategy, steps",
-    [("steps", [2, 4, 6]), long("epoch", [3, 6])],
-)
+@pytest.mark.parametrize("strategy, steps", [("steps", [2, 4, 6]), long("epoch", [3, 6])])
 def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     plan_run, run_worker, strategy, steps, losses_of
 ):

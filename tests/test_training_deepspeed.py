@@ -17,12 +17,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import deepspeed_start
-from sft_play.training.deepspeed_start import (
-    compile_cpu_adam,
-    free_lock,
-    free_locks,
-    holders,
-)
+from sft_play.training.deepspeed_start import compile_cpu_adam, free_lock, free_locks, holders
 
 HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(60)"
 STEPS = {"train.max_steps": 4, "train.batch_size": 2, "train.predict_with_generate": False}

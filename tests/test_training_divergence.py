@@ -165,13 +165,7 @@ def rate_jumps(monkeypatch):
     return at
 
 
-@pytest.mark.parametrize(
-    "steps, found",
-    [
-        (40, "since step"),
-        long(9, "at the end, step 9"),
-    ],
-)
+@pytest.mark.parametrize("steps, found", [(40, "since step"), long(9, "at the end, step 9")])
 def test_a_tail_that_diverges_ends_training_and_the_best_weights_are_published(
     plan_run, run_worker, rate_jumps, steps, found
 ):

@@ -217,14 +217,7 @@ def note_phases(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage, mode",
-    [
-        long(2, "lora"),
-        (2, "full"),
-        long(3, "full"),
-    ],
-)
+@pytest.mark.parametrize("stage, mode", [long(2, "lora"), (2, "full"), long(3, "full")])
 def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):
     settings = {
         "tuning.mode": mode,

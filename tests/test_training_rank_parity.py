@@ -83,12 +83,7 @@ def check_rows_once_an_epoch(folders: list[Path], rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine, packing",
-    [
-        ("ddp", True),
-        long("ddp", False),
-        long("zero2", True),
-    ],
+    "engine, packing", [("ddp", True), long("ddp", False), long("zero2", True)]
 )
 def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
     """Parameters and optimizer of both ranks and every loss; inside an epoch, with dropout."""

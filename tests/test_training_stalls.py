@@ -7,14 +7,7 @@ import pytest
 import torch
 from marks import long
 from rank_processes import run_two
-from test_packed_training import (
-    ALONE,
-    CPU,
-    documents,
-    llama,
-    losses_of,
-    trainer_of,
-)
+from test_packed_training import ALONE, CPU, documents, llama, losses_of, trainer_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled

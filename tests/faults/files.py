@@ -410,10 +410,7 @@ CACHE = (
         "trained.bin has SHA-256",
     ),
     of_cache(
-        "cache-huge-id",
-        "a token id of 2^31 - 1 stands in the rows",
-        huge_id,
-        "ids.bin has SHA-256",
+        "cache-huge-id", "a token id of 2^31 - 1 stands in the rows", huge_id, "ids.bin has SHA-256"
     ),
     of_cache(
         "cache-cut",

@@ -12,16 +12,7 @@ import psutil
 import torch
 from rank_processes import wait_for
 
-from faults.bench import (
-    LONG,
-    QUIET,
-    SECONDS,
-    Bench,
-    Fault,
-    Guard,
-    Outcome,
-    newest,
-)
+from faults.bench import LONG, QUIET, SECONDS, Bench, Fault, Guard, Outcome, newest
 from faults.files import nothing
 from faults.numbers import poison
 from sft_play.errors import DataError, ExitClass
@@ -239,13 +230,7 @@ ROWS = (
     stops(signal.SIGINT, "Ctrl-C while it trains"),
     stops(signal.SIGHUP, "the terminal or the ssh is closed", prepare=be_on_a_terminal),
     stops(signal.SIGUSR1, "a batch system says that time is up"),
-    stops(
-        signal.SIGTERM,
-        "SIGTERM to one of two ranks",
-        name="one-rank",
-        ranks=2,
-        to=(1,),
-    ),
+    stops(signal.SIGTERM, "SIGTERM to one of two ranks", name="one-rank", ranks=2, to=(1,)),
     Fault(
         "sigterm-early",
         "SIGTERM before the first step",
