@@ -100,14 +100,16 @@ def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(m
     monkeypatch.setattr(adapter_gradients, "is_hopper", lambda device: True)
     assert fits(dy, b, linears_of(b))
     assert not fits(dy, b, linears_of(b, (1.0, 1.0, 2.0)))
-    assert not fits([*dy, dy[0]], [*b, b[0]], linears_of([*b, b[0]]))
-    assert not fits([grad.float() for grad in dy], b, linears_of(b))
-    assert not fits([dy[0].t().contiguous().t(), *dy[1:]], b, linears_of(b))
-    assert not fits([grad[:0] for grad in dy], b, linears_of(b))  # no token has chosen an expert
     shifted = torch.empty(dy[0].numel() + 1, dtype=torch.bfloat16)[1:].view_as(dy[0])
-    assert not fits([shifted, *dy[1:]], b, linears_of(b))
-    smaller = [b[0][:, :8].contiguous(), *b[1:]]
-    assert not fits(dy, smaller, linears_of(smaller))
+    for wrong, factors in (
+        ([*dy, dy[0]], [*b, b[0]]),
+        ([grad.float() for grad in dy], b),
+        ([dy[0].t().contiguous().t(), *dy[1:]], b),
+        ([grad[:0] for grad in dy], b),  # no token has chosen an expert
+        ([shifted, *dy[1:]], b),
+        (dy, [b[0][:, :8].contiguous(), *b[1:]]),
+    ):
+        assert not fits(wrong, factors, linears_of(factors))
     for rank, is_small in ((16, True), (24, False)):
         own = half(operands(40, (64,), rank, 0)[1])
         assert fits(dy[:1], own, linears_of(own)) == is_small

@@ -122,10 +122,12 @@ def test_sinks_and_soft_caps_are_their_definition(lengths, kind, key_heads):
     assert gap(attend(*of, scoring, documents), expected, leaves(of, scoring)) <= SAME
 
 
-def test_flex_attention_is_the_definition(monkeypatch):
-    monkeypatch.setattr(attention_flex, "BLOCK", 8)  # full, partial and unneeded blocks
+@pytest.mark.parametrize("block", [8, attention_flex.BLOCK])  # the tokens fill a part of the last
+def test_flex_attention_is_the_definition(block, monkeypatch):
+    monkeypatch.setattr(attention_flex, "BLOCK", block)  # full, partial and unneeded blocks
     # its backward pass in plain torch, which runs on a CPU too
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    assert attention_flex.BLOCK == 8 or ROWS * TOKENS < attention_flex.BLOCK
     scoring = KINDS["all"]
     of = inputs(2, value_features=16)
     documents, numbers = documents_of(*PACKED)
@@ -156,16 +158,6 @@ def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window):
                 assert not is_full or sees[queries, keys].all()
                 found[queries, keys] = True
     assert found[sees].all()
-
-
-def test_few_tokens_are_padded_to_a_block_of_flex_attention():
-    of = tuple(tensor.detach() for tensor in inputs(2))
-    documents, numbers = documents_of(*PACKED)
-    assert ROWS * TOKENS < attention_flex.BLOCK
-    scoring = Scoring(0.3, 6, 0.7)
-    found = attend_flex(*(tensor.flatten(0, 1) for tensor in of), scoring, documents)
-    expected = written_out(*of, scoring, numbers)
-    assert (found.unflatten(0, (ROWS, TOKENS)) - expected).abs().max() <= SAME
 
 
 def flash_by_definition(

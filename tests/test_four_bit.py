@@ -182,12 +182,15 @@ def changed(state: QuantState, **changes: object) -> QuantState:
 def test_only_what_the_kernel_knows_is_given_to_it():
     packed, state = packed_weight((64, 128))
     assert four_bit.has_kernel(packed, state)
-    assert not four_bit.has_kernel(packed, changed(state, quant_type="int4"))
-    assert not four_bit.has_kernel(packed, changed(state, blocksize=96))
-    assert not four_bit.has_kernel(packed, changed(state, dtype=torch.float64))
-    assert not four_bit.has_kernel(packed, changed(state, shape=torch.Size((65, 128))))
-    assert not four_bit.has_kernel(packed, changed(state, offset=state.offset.double()))
-    assert not four_bit.has_kernel(packed, changed(state, absmax=state.absmax.float()))
+    for wrong in (
+        {"quant_type": "int4"},
+        {"blocksize": 96},
+        {"dtype": torch.float64},
+        {"shape": torch.Size((65, 128))},
+        {"offset": state.offset.double()},
+        {"absmax": state.absmax.float()},
+    ):
+        assert not four_bit.has_kernel(packed, changed(state, **wrong)), wrong
     shifted = torch.cat((packed[:1], packed))[1:]  # one byte behind a word
     assert not four_bit.has_kernel(shifted, state)
     odd = packed_weight((3, 41))
