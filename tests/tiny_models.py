@@ -75,6 +75,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
 }
 
+SCALES = {  # of Granite
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}
+
 DENSE = (
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2"),
     *("gemma3", "gemma4", "phi", "phi3", "smollm3", "granite", "olmo2", "olmo3", "glm4"),
@@ -187,12 +194,6 @@ def _fields_of(model_type: str, sizes: Sizes) -> dict[str, Any]:
 
 def _dense_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
     window = {"sliding_window": sizes.window, "layer_types": SLIDING_AND_FULL}
-    scales = {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-    }
     return {
         "llama": {},
         "mistral": {"sliding_window": sizes.window},
@@ -238,7 +239,7 @@ def _dense_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
         "phi": {"num_key_value_heads": 4, "hidden_size": 4 * sizes.head},
         "phi3": {"sliding_window": sizes.window, "hidden_size": 4 * sizes.head},
         "smollm3": {"no_rope_layers": [1, 0]},
-        "granite": {**scales, "hidden_size": 4 * sizes.head},
+        "granite": {**SCALES, "hidden_size": 4 * sizes.head},
         "olmo2": {},
         "olmo3": window,
         "glm4": {"attention_bias": True},
@@ -283,12 +284,9 @@ def _expert_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "use_qk_norm": True,
         },
         "granitemoe": {
+            **SCALES,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
         },
         "ernie4_5_moe": {
             "moe_intermediate_size": sizes.expert,
@@ -355,10 +353,7 @@ def _hybrid_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": sizes.expert,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
+            **SCALES,
         },
         "nemotron_h": {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
