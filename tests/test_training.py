@@ -192,6 +192,18 @@ def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     assert [step for step in range(1, 7) if f"step {step}/6 eval_loss=" in log] == steps
 
 
+def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pass(
+    plan_run, run_worker
+):
+    settings = {"tuning.mode": "full", "train.learning_rate": 1e30, "train.logging_steps": 10}
+    folder = plan_run(settings | {"train.save_strategy": "steps", "train.save_steps": 1})
+    assert run_worker(folder) == ExitClass.DIVERGED
+    for stamped in folder.path.rglob("stamp.json"):
+        files = list(stamped.parent.glob("*.safetensors"))
+        tensors = [tensor for file in files for tensor in load_file(file).values()]
+        assert tensors and all(torch.isfinite(tensor).all() for tensor in tensors), stamped
+
+
 def test_a_base_model_with_nan_in_it_ends_the_run_before_the_first_step(
     plan_run, run_worker, tiny_base, tmp_path
 ):
