@@ -22,10 +22,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.attention.forward import keep_soft_caps
-from sft_play.models.fast.install import (
-    fused_kernels_of,
-    install_fused_kernels,
-)
+from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
 from sft_play.process import Process

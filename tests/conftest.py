@@ -79,6 +79,16 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         begin_server(capture.resume_global_capture)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs a GPU where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+
+
 def freeze() -> None:
     """Leave what is alive out of later garbage collections: imports hold a million objects."""
     gc.collect()
@@ -252,6 +262,14 @@ def answer_here(
         return {"refused": "this test traces no model"}
     answer = importlib.import_module(module).answer(json.loads(json.dumps(request)))
     return json.loads(json.dumps(answer))
+
+
+@pytest.fixture
+def traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count models in this process, and guess the activations of those that would be traced."""
+    from sft_play.plan import counting
+
+    monkeypatch.setattr(counting, "_ask", partial(answer_here, may_trace=False))
 
 
 @pytest.fixture(scope="session")

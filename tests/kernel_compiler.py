@@ -6,7 +6,6 @@ launches nothing. What a kernel would have written stays as it was.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -39,7 +38,7 @@ def compiling_for(capability: int) -> Iterator[list[CompiledKernel]]:
     compiled: list[CompiledKernel] = []
     run = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self, *args, grid, warmup, **kwargs):
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     before = driver._active

@@ -174,6 +174,12 @@ def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments
     return run_two(work, folder.path, prepare, *arguments, output=folder.path / "output.txt")
 
 
+def train_on_two(folder: RunFolder, prepare: Target | None = None, *arguments: Any) -> None:
+    """Run a planned run of two ranks to its end, which is a good one."""
+    codes = run_two_workers(folder, prepare, *arguments)
+    assert codes == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+
+
 def _be_command(
     words: tuple[str, ...], environ: dict[str, str], output: Path, prepare: Target | None
 ) -> None:

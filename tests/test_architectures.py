@@ -42,7 +42,7 @@ TRIED_TYPES = [
 
 
 @pytest.mark.parametrize("model_type", TRIED_TYPES)
-def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type: str) -> None:
+def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type):
     config = settings("lora")
     plain = adapted(tiny_model(model_type), config)
     assert not any(hides_mistakes(weight) for weight in plain.parameters())
@@ -82,7 +82,7 @@ def windows_forgotten(model: Any) -> None:
 def documents_joined(model: Any) -> None:
     """Let each document see those before it, at the positions of one text."""
 
-    def join(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def join(module, args, kwargs):
         kwargs = {name: value for name, value in kwargs.items() if not names_documents(name)}
         positions = torch.arange(kwargs["input_ids"].shape[1])[None]
         return args, {**kwargs, "position_ids": positions}
@@ -97,7 +97,7 @@ def names_documents(name: str) -> bool:
 def experts_unscaled(model: Any) -> None:
     """Add up what the experts of a token return, whatever its router gave them."""
 
-    def unscale(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def unscale(module, args):
         hidden, index, weights = args
         return hidden, index, torch.ones_like(weights)
 
@@ -108,7 +108,7 @@ def experts_unscaled(model: Any) -> None:
 def first_expert_dead(model: Any) -> None:
     """Send no token to the first expert of each layer."""
 
-    def avoid(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def avoid(module, args):
         hidden, index, weights = args
         return hidden, index, torch.where(index == 0, 0.0, weights)
 
@@ -143,8 +143,8 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "break_it"), MUTANTS)
-def test_the_comparison_sees_a_mutant(model_type: str, break_it: Any) -> None:
+@pytest.mark.parametrize("model_type, break_it", MUTANTS)
+def test_the_comparison_sees_a_mutant(model_type, break_it):
     config = settings("lora")
     plain = adapted(tiny_model(model_type), config)
     made = fused(plain, config)
@@ -156,6 +156,6 @@ def test_the_comparison_sees_a_mutant(model_type: str, break_it: Any) -> None:
         assert any("experts" in name and "[0]" in name for name in without_gradient(made))
 
 
-def test_the_page_has_a_row_for_every_model_type() -> None:
+def test_the_page_has_a_row_for_every_model_type():
     written = PAGE.read_text(encoding="utf-8")
     assert [name for name in MODEL_TYPES if f"| `{name}` |" not in written] == []

@@ -1,6 +1,6 @@
 """The whole table: each model type through the real loader, adapters and trainer, in each mode."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ LEARNING_RATES = {"lora": 0.01, "qlora": 0.01, "full": 0.003}
 
 
 @pytest.fixture(scope="module")
-def plain_loader() -> Iterator[ProcessPoolExecutor]:
+def plain_loader():
     with start_loader() as loader:
         yield loader
 

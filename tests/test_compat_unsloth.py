@@ -56,14 +56,6 @@ def test_old_names_are_passed_on_under_the_new_ones(unsloth, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == LINES
 
 
-def test_of_two_number_types_bfloat16_is_used(unsloth, tmp_path, capsys):
-    arguments = unsloth.UnslothTrainingArguments(
-        output_dir=str(tmp_path), fp16=True, bf16=True, use_cpu=True
-    )
-    assert (arguments.fp16, arguments.bf16) == (False, True)
-    assert "bf16=True and fp16=True: bfloat16 is used" in capsys.readouterr().out
-
-
 def test_the_arguments_that_a_guide_writes_for_several_gpus_are_taken(unsloth, tmp_path):
     written = {
         "ddp_find_unused_parameters": False,
@@ -89,7 +81,7 @@ def test_steps_win_over_a_ratio(unsloth):
 
 
 @pytest.mark.parametrize(
-    ("named", "words"),
+    "named, words",
     [
         ({"enable_distributed_training": False}, "a launcher has started 2 processes"),
         ({"distributed_backend": "nccl"}, "write gloo"),

@@ -1,7 +1,6 @@
 """Whole runs whose ranks share rows: of every strategy, resumed, with groups of ranks, refused."""
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -39,7 +38,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
+def finished(plan_run, tmp_path_factory):
     """A function that returns a finished run, the same one to every test."""
     runs: dict[str, RunFolder] = {}
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
@@ -50,13 +49,7 @@ def finished(plan_run, tmp_path_factory) -> Callable[..., RunFolder]:
         lines.append(json.dumps({"messages": [asked, answer]}))
     rows.write_text("\n".join(lines) + "\n")
 
-    def run(
-        strategy: str = "ddp",
-        shared: int = 1,
-        ranks: int = 2,
-        prepare: Callable[[], None] | None = None,
-        **changes: object,
-    ) -> RunFolder:
+    def run(strategy="ddp", shared=1, ranks=2, prepare=None, **changes):
         key = repr((strategy, shared, ranks, prepare, sorted(changes.items())))
         if key not in runs:
             settings = {
@@ -89,7 +82,7 @@ def losses(folder: RunFolder) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "mode"),
+    "strategy, ranks, mode",
     [
         ("ddp", 2, "lora"),
         pytest.param("ddp", 4, "full", marks=LONG),
@@ -99,7 +92,7 @@ def losses(folder: RunFolder) -> list[float]:
         pytest.param("ddp", 2, "qlora", marks=LONG),
     ],
 )
-def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode) -> None:
+def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode):
     apart = finished(**{"tuning.mode": mode})
     together = finished(strategy, 2, ranks, **{"tuning.mode": mode})
     assert losses(apart)[-1] < 0.95 * losses(apart)[0]
@@ -119,12 +112,12 @@ def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ra
     ],
     ids=["unpacked", "recomputed"],
 )
-def test_unpacked_and_recomputed_rows_train_alike(finished, changes) -> None:
+def test_unpacked_and_recomputed_rows_train_alike(finished, changes):
     whole = finished("ddp", 2)
     assert losses(finished("ddp", 2, **changes)) == pytest.approx(losses(whole), abs=2e-5)
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
+def test_a_resumed_run_is_the_one_that_never_stopped(finished):
     whole = finished("ddp", 2)
     again = finished("ddp", 2, **{"train.resume_from": whole.checkpoints / "checkpoint-2"})
     assert losses(again)[-2:] == losses(whole)[-2:]
@@ -133,7 +126,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"),
+    "strategy, mode",
     [
         ("fsdp", "full"),
         pytest.param("fsdp", "lora", marks=LONG),
@@ -141,34 +134,21 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished) -> None:
         pytest.param("ddp", "qlora", marks=LONG),
     ],
 )
-def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode) -> None:
+def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode):
     settings = {"tuning.mode": mode, "train.gradient_checkpointing": True}
     in_tiles = finished(strategy, 2, prepare=in_small_tiles, **settings)
     assert losses(in_tiles) == pytest.approx(losses(finished(**{"tuning.mode": mode})), abs=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"train.context_parallel": 4}, "2 ranks are no multiple"),
-        ({"train.context_parallel": 8}, "2 ranks are no multiple"),
-        ({"train.context_parallel": 2, "train.fast_path": False}, "not that of the fused kernels"),
-    ],
-)
-def test_what_cannot_share_rows_is_refused(plan_run, changes, words) -> None:
-    with pytest.raises(ConfigError, match=words + r".*; set TRAIN_CONTEXT_PARALLEL=1"):
-        plan_run({**SETTINGS, **changes}, num_gpus=2)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "has_images", "words"),
+    "model_type, has_images, words",
     [
         ("llama4", False, "their place in the row"),
         ("qwen3_5", False, "need the tokens before theirs"),
         ("llama", True, "no rows with images"),
     ],
 )
-def test_a_model_and_rows_that_cannot_be_shared_are_refused(model_type, has_images, words) -> None:
+def test_a_model_and_rows_that_cannot_be_shared_are_refused(model_type, has_images, words):
     chosen = settings("lora")
     make = published_model if model_type == "llama4" else tiny_model
     model = fused(adapted(make(model_type), chosen), chosen)

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import torch
 from make_runs import QUIET, Launched
-from rank_processes import SECONDS, run_two_workers, start_rank, wait_for, work
+from marks import long
+from rank_processes import SECONDS, start_rank, train_on_two, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -40,11 +41,11 @@ STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
 
 
 @pytest.fixture(scope="module")
-def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched]:
+def launch(settings_of, taught_base, tmp_path_factory):
     """A function that starts a make target with quick settings; what it left running is killed in the end."""
     started: list[Launched] = []
 
-    def start(target: str, changes: dict[str, object], **variables: str) -> Launched:
+    def start(target, changes, **variables):
         started.append(
             Launched(
                 tmp_path_factory.mktemp("out"),
@@ -64,11 +65,11 @@ def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched
 
 
 @pytest.fixture(scope="module")
-def pair(launch) -> Callable[[object], Launched]:
+def pair(launch):
     """A function that returns a finished LoRA run of two processes that make launched, the same one to every test; `engine` is ddp or a ZeRO stage."""
     runs: dict[object, Launched] = {}
 
-    def run(engine: object) -> Launched:
+    def run(engine):
         if engine not in runs:
             changes = {**STEPS, "train.grad_accum": 2}
             ddp = engine == "ddp"
@@ -84,11 +85,11 @@ def pair(launch) -> Callable[[object], Launched]:
 
 
 @pytest.fixture(scope="module")
-def alone(plan_run, run_worker, taught_base) -> Callable[[str], RunFolder]:
+def alone(plan_run, run_worker, taught_base):
     """A function that returns the run of one process with the rows of a step of two, the same one to every test."""
     runs: dict[str, RunFolder] = {}
 
-    def run(mode: str) -> RunFolder:
+    def run(mode):
         if mode not in runs:
             runs[mode] = plan_run(
                 {**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 4}
@@ -137,34 +138,29 @@ def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> N
 
 
 CASES = [
-    pytest.param("ddp", "qlora", marks=pytest.mark.long),
-    pytest.param(2, "full", marks=pytest.mark.long),
-    pytest.param(3, "full", marks=pytest.mark.long),
-    pytest.param("ddp", "full", marks=pytest.mark.long),
-    pytest.param(3, "lora", marks=pytest.mark.long),
+    long("ddp", "qlora"),
+    long(2, "full"),
+    long(3, "full"),
+    long("ddp", "full"),
+    long(3, "lora"),
 ]
 
 
-@pytest.mark.parametrize(("engine", "mode"), CASES)
+@pytest.mark.parametrize("engine, mode", CASES)
 def test_two_processes_train_as_one(plan_run, taught_base, alone, engine, mode):
     """Float32, rows of unequal length, accumulation, a last step that is partly filled."""
-    settings = {
-        **STEPS,
-        "model.name": taught_base,
-        "tuning.mode": mode,
-        "train.grad_accum": 2,
-    }
+    settings = {**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 2}
     folder = plan_run(settings, num_gpus=2, deepspeed_config=STAGE.get(engine))
-    assert run_two_workers(folder) == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    train_on_two(folder)
     check_parity(alone(mode), folder, engine, mode)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["ddp", long(2)])
 def test_two_processes_that_make_launches_train_as_one(pair, alone, engine):
     check_parity(alone("lora"), pair(engine).folder, engine, "lora")
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["ddp", long(2)])
 def test_two_processes_are_two_and_say_so_once(pair, engine):
     launched = pair(engine)
     report = run_json(launched.folder)
@@ -198,13 +194,13 @@ def test_the_memory_of_both_ranks_is_printed_and_recorded(pair):
     assert "Training on 2 processes in parallel (ddp): " in launched.log.read_text()
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ["ddp", long(2)])
 def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pair, engine):
     folder = pair(engine).folder
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
 
-    def values(name: str) -> dict[int, float]:
+    def values(name):
         return {event.step: event.value for event in events.Scalars(name)}
 
     logged = {entry["step"]: entry["loss"] for entry in run_json(folder)["loss"]}
@@ -275,7 +271,7 @@ def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run):
         | {"train.predict_with_generate": False},
         num_gpus=2,
     )
-    assert run_two_workers(folder, note_ddp_settings, folder.path) == [0, 0]
+    train_on_two(folder, note_ddp_settings, folder.path)
     assert [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [
         [True, 3 * 2**20, True, 77.0]
     ] * 2
@@ -412,38 +408,3 @@ def test_the_rank_that_is_left_of_two_says_that_the_other_is_gone(plan_run):
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
     assert report["cause"].startswith("rank 1 ended without a word: ")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [None, 2])
-def test_a_rank_that_is_stopped_ends_the_run_and_every_rank_says_where_it_was(plan_run, stage):
-    folder = plan_run(
-        {**LONG, "train.hang_timeout": 4}, num_gpus=2, deepspeed_config=STAGE.get(stage)
-    )
-    ranks = start_two(folder)
-    os.kill(ranks[1].pid, signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    assert wait_for(ranks[0]) == 17
-    assert time.monotonic() - stopped_at < 12
-    wait_for(ranks[1])
-    report = run_json(folder)
-    assert (report["status"], report["exit_class"]) == ("failed", 17)
-    assert report["cause"].startswith(f"rank 1 (process {ranks[1].pid} on ")
-    assert report["global_step"] >= 2
-    stacks = [(folder.logs / f"rank-{rank}.stacks").read_text() for rank in (0, 1)]
-    assert "in train_epoch" in stacks[0] and "most recent call first" in stacks[1]
-
-
-def test_a_deepspeed_run_that_was_stopped_resumes_where_it_was(plan_run):
-    folder = plan_run(LONG, num_gpus=2, deepspeed_config=STAGE[2])
-    ranks = start_two(folder)
-    for rank in ranks:
-        rank.terminate()
-    assert [wait_for(rank) for rank in ranks] == [75, 75]
-    step = run_json(folder)["global_step"]
-    longer = {**LONG, "train.max_steps": step + 2, "train.resume_from": folder.path}
-    again = plan_run(longer, num_gpus=2, deepspeed_config=STAGE[2])
-    assert run_two_workers(again) == [0, 0]
-    curve = [entry["loss"] for entry in run_json(again)["loss"]]
-    assert len(curve) == step + 2
-    assert curve[:step] == [entry["loss"] for entry in run_json(folder)["loss"]]

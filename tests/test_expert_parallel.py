@@ -3,13 +3,14 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stored_forms
 import torch
+from marks import long
 from peft import PeftModel
 from rank_processes import run_two, run_two_workers
 from run_files import run_json
@@ -165,24 +166,23 @@ LONG_CASES = {
     "one adapter for all": ("skewed", {"tuning.lora": {"experts": "shared"}}, 2),
     "files of each expert": ("mixtral", {}, 2),
 }
-NAMES = [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)]
-Compared = Callable[[str], list[dict[str, Any]]]
+NAMES = [*CASES, *(long(name) for name in LONG_CASES)]
 
 
 @pytest.fixture(scope="module")
-def compared(base_of, tmp_path_factory) -> Compared:
+def compared(base_of, tmp_path_factory):
     """A function that returns what both ranks have seen of a case; all of a kind run at once."""
     folder = tmp_path_factory.mktemp("compared")
     seen: dict[str, list[dict[str, Any]]] = {}
 
-    def base(name: str, mode: str) -> Path:
+    def base(name, mode):
         if name == "mxfp4":
             return stored_forms.mxfp4(folder / name)
         if name not in ROUTERS:
             return base_of(name, mode)
         return routed(base_of("gpt_oss"), folder / name, ROUTERS[name])
 
-    def see(name: str) -> list[dict[str, Any]]:
+    def see(name):
         if name not in seen:
             kind = CASES if name in CASES else LONG_CASES
             cases = {
@@ -200,9 +200,7 @@ def compared(base_of, tmp_path_factory) -> Compared:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(
-    compared: Compared, name: str
-) -> None:
+def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(compared, name):
     _, changes, _ = (CASES | LONG_CASES)[name]
     for found in compared(name):
         alone, shared = found["alone"], found["shared"]
@@ -214,12 +212,12 @@ def test_ragged_rows_train_as_in_one_process_whatever_the_router_chooses(
         assert ("experts" in found["fused"]) == (changes.get("train.fast_path") is not False)
 
 
-def test_experts_that_no_token_reaches_are_left_as_they_were(compared: Compared) -> None:
+def test_experts_that_no_token_reaches_are_left_as_they_were(compared):
     for found in (*compared("skewed"), *compared("own code")):
         assert set(found["reached"]) <= {2, 5}
 
 
-def test_each_rank_holds_its_part_of_experts_and_adapters(compared: Compared) -> None:
+def test_each_rank_holds_its_part_of_experts_and_adapters(compared):
     for name in ("skewed", "qlora"):
         for found in compared(name):
             assert 0 < 2 * found["shared"]["held"] == found["alone"]["held"]
@@ -234,15 +232,14 @@ SETTINGS = {
     "train.max_grad_norm": 0.05,
     "train.gradient_checkpointing": True,
 }
-Trained = Callable[..., RunFolder]
 
 
 @pytest.fixture(scope="module")
-def trained(plan_run, run_worker, base_of) -> Trained:
+def trained(plan_run, run_worker, base_of):
     """A function that returns a finished run of one process or two, the same one to every test."""
     runs: dict[tuple, RunFolder] = {}
 
-    def run(strategy: str = "auto", model_type: str = "qwen3_moe", **changes: object) -> RunFolder:
+    def run(strategy="auto", model_type="qwen3_moe", **changes):
         key = (strategy, model_type, *changes.items())
         if key not in runs:
             ranks = 1 if strategy == "auto" else 2
@@ -286,13 +283,8 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [VARIANTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS[1:])],
-)
-def test_a_run_of_two_ranks_is_that_of_one_process(
-    trained: Trained, changes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("changes", [VARIANTS[0], *(long(each) for each in VARIANTS[1:])])
+def test_a_run_of_two_ranks_is_that_of_one_process(trained, changes):
     one, two = trained(**changes), trained("ep", **changes)
     assert_equal_runs(one, two)
     assert min(logged(two, "grad_norm")) > SETTINGS["train.max_grad_norm"], "clipping bites"
@@ -303,7 +295,7 @@ def test_a_run_of_two_ranks_is_that_of_one_process(
     assert shares[1] == pytest.approx(shares[0], abs=0.01)  # other fillers are counted
 
 
-def test_what_is_saved_has_the_form_of_one_process(trained: Trained) -> None:
+def test_what_is_saved_has_the_form_of_one_process(trained):
     one, two = trained(), trained("ep")
     for folders in ([run.weights("lora") for run in (one, two)], checkpoints(one, two)):
         names = [{path.name for path in folder.iterdir()} for folder in folders]
@@ -317,23 +309,20 @@ def checkpoints(*runs: RunFolder) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("begun", "goes_on"),
+    "begun, goes_on",
     [
         ("ep", "auto"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.long)
-            for pair in (("auto", "ep"), ("ep", "ep"), ("ep", "ddp"), ("ddp", "ep"))
-        ),
+        *(long(*pair) for pair in (("auto", "ep"), ("ep", "ep"), ("ep", "ddp"), ("ddp", "ep"))),
     ],
 )
-def test_a_run_goes_on_under_another_strategy(trained: Trained, begun: str, goes_on: str) -> None:
+def test_a_run_goes_on_under_another_strategy(trained, begun, goes_on):
     whole = trained(begun)
     (checkpoint,) = checkpoints(whole)
     changes = {"train.resume_from": checkpoint, "train.elastic": True}
     assert_equal_runs(whole, trained(goes_on, **changes))
 
 
-def test_plain_peft_opens_the_adapter(trained: Trained, base_of) -> None:
+def test_plain_peft_opens_the_adapter(trained, base_of):
     ids = torch.arange(5, 25)[None]
     logits = []
     for folder in (trained(), trained("ep")):

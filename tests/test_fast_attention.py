@@ -1,7 +1,5 @@
 """Attention without masks equals masked softmax(Q K^T) V, and so do its gradients."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.forward import remove_mask
 from sft_play.models.fast.attention.kernels import attend
-from sft_play.models.fast.attention.reference import Scoring, apply_rotary
+from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import (
     UNMASKED,
     DocumentBatch,
@@ -89,9 +87,7 @@ WHOLE = (TOKENS, TOKENS)
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 6, TOKENS + 3])
 @pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
-def test_attention_is_its_definition(
-    lengths: tuple[int, ...], window: int | None, key_heads: int
-) -> None:
+def test_attention_is_its_definition(lengths, window, key_heads):
     of = inputs(key_heads)
     documents, numbers = documents_of(*lengths)
     expected = written_out(*of, Scoring(0.3, window), numbers)
@@ -118,9 +114,7 @@ def leaves(of: tuple[torch.Tensor, ...], scoring: Scoring) -> tuple[torch.Tensor
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
-def test_sinks_and_soft_caps_are_their_definition(
-    lengths: tuple[int, ...], kind: str, key_heads: int
-) -> None:
+def test_sinks_and_soft_caps_are_their_definition(lengths, kind, key_heads):
     of = inputs(key_heads, value_features=12)
     scoring = KINDS[kind]
     documents, numbers = documents_of(*lengths)
@@ -128,10 +122,12 @@ def test_sinks_and_soft_caps_are_their_definition(
     assert gap(attend(*of, scoring, documents), expected, leaves(of, scoring)) <= SAME
 
 
-def test_flex_attention_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_flex, "BLOCK", 8)  # full, partial and unneeded blocks
+@pytest.mark.parametrize("block", [8, attention_flex.BLOCK])  # the tokens fill a part of the last
+def test_flex_attention_is_the_definition(block, monkeypatch):
+    monkeypatch.setattr(attention_flex, "BLOCK", block)  # full, partial and unneeded blocks
     # its backward pass in plain torch, which runs on a CPU too
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    assert attention_flex.BLOCK == 8 or ROWS * TOKENS < attention_flex.BLOCK
     scoring = KINDS["all"]
     of = inputs(2, value_features=16)
     documents, numbers = documents_of(*PACKED)
@@ -141,7 +137,7 @@ def test_flex_attention_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 9, 20])
-def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window: int | None) -> None:
+def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window):
     boundaries = torch.tensor([0, 5, 6, 40, 48, 71], dtype=torch.int32)
     tokens, size = 71, attention_flex.BLOCK
     mask = attention_flex.make_block_mask(boundaries, tokens, window)
@@ -162,23 +158,6 @@ def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window: int 
                 assert not is_full or sees[queries, keys].all()
                 found[queries, keys] = True
     assert found[sees].all()
-
-
-def test_few_tokens_are_padded_to_a_block_of_flex_attention() -> None:
-    of = tuple(tensor.detach() for tensor in inputs(2))
-    documents, numbers = documents_of(*PACKED)
-    assert ROWS * TOKENS < attention_flex.BLOCK
-    scoring = Scoring(0.3, 6, 0.7)
-    found = attend_flex(*(tensor.flatten(0, 1) for tensor in of), scoring, documents)
-    expected = written_out(*of, scoring, numbers)
-    assert (found.unflatten(0, (ROWS, TOKENS)) - expected).abs().max() <= SAME
-
-
-def test_a_step_makes_one_mask_for_all_layers_of_a_kind() -> None:
-    documents, _ = documents_of(*PACKED)
-    first = attention_flex._block_mask(documents, ROWS * TOKENS, None)
-    assert attention_flex._block_mask(documents, ROWS * TOKENS, None) is first
-    assert attention_flex._block_mask(documents, ROWS * TOKENS, 6) is not first
 
 
 def flash_by_definition(
@@ -230,9 +209,7 @@ def flash_backward(
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
-def test_sinks_are_added_to_flash_attention_forward_and_backward(
-    key_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sinks_are_added_to_flash_attention_forward_and_backward(key_heads, window, monkeypatch):
     """The kernels are for GPUs: their definitions stand in for them."""
     monkeypatch.setattr(attention_kernels, "flash_forward", flash_forward)
     monkeypatch.setattr(attention_kernels, "flash_backward", flash_backward)
@@ -246,7 +223,7 @@ def test_sinks_are_added_to_flash_attention_forward_and_backward(
 
 
 @pytest.mark.parametrize("mutant", ["boundaries", "window", "scale", "no boundaries"])
-def test_the_comparison_sees_what_is_wrong(mutant: str) -> None:
+def test_the_comparison_sees_what_is_wrong(mutant):
     of = inputs()
     documents, numbers = documents_of(*PACKED)
     moved = documents.boundaries + 1
@@ -262,7 +239,7 @@ def test_the_comparison_sees_what_is_wrong(mutant: str) -> None:
     assert gap(wrong, written_out(*of, Scoring(0.3, 6), numbers), of) > 1e-3
 
 
-def test_rows_of_one_document_need_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_document_need_no_boundaries(monkeypatch):
     called = []
     monkeypatch.setattr(
         attention_kernels,
@@ -279,27 +256,12 @@ def test_rows_of_one_document_need_no_boundaries(monkeypatch: pytest.MonkeyPatch
     assert len(called) == 2
 
 
-@pytest.mark.parametrize("rotated", [FEATURES, 4])
-def test_positions_are_rotated_as_transformers_does(rotated: int) -> None:
-    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
-
-    query, key, _ = inputs()
-    angles = torch.randn(ROWS, TOKENS, rotated // 2).repeat(1, 1, 2)
-    expected = apply_rotary_pos_emb(
-        query.transpose(1, 2), key.transpose(1, 2), angles.cos(), angles.sin()
-    )
-    for one, two in zip(
-        apply_rotary(query, key, angles.cos(), angles.sin()), expected, strict=True
-    ):
-        assert torch.equal(one, two.transpose(1, 2))
-
-
 MASK = torch.ones(1, 3, dtype=torch.long)
 PACKED_BATCH = {"cu_seq_lens_q": MASK, "max_length_q": 3}
 
 
 @pytest.mark.parametrize(
-    ("trains", "gradients", "given", "expected"),
+    "trains, gradients, given, expected",
     [
         (True, True, {"attention_mask": MASK}, True),
         (True, True, {"attention_mask": None}, True),
@@ -317,9 +279,7 @@ PACKED_BATCH = {"cu_seq_lens_q": MASK, "max_length_q": 3}
         (False, False, {"position_ids": MASK, **PACKED_BATCH}, True),
     ],
 )
-def test_steps_and_named_documents_go_without_a_mask(
-    trains: bool, gradients: bool, given: dict[str, Any], expected: bool
-) -> None:
+def test_steps_and_named_documents_go_without_a_mask(trains, gradients, given, expected):
     with torch.set_grad_enabled(gradients):
         routed = remove_mask(nn.Linear(1, 1).train(trains), (), given)
     assert (routed is not None) == expected
@@ -329,7 +289,7 @@ def test_steps_and_named_documents_go_without_a_mask(
         assert routed[1] == {**given, "use_cache": False}
 
 
-def test_attention_sees_the_documents_of_the_batch_on_its_device() -> None:
+def test_attention_sees_the_documents_of_the_batch_on_its_device():
     documents, _ = documents_of(*PACKED)
     packed = PackedDocuments()
     assert packed.on(torch.device("meta")) is None
@@ -341,6 +301,6 @@ def test_attention_sees_the_documents_of_the_batch_on_its_device() -> None:
     assert packed.batch is None
 
 
-def test_no_mask_of_a_model_is_taken_for_none() -> None:
+def test_no_mask_of_a_model_is_taken_for_none():
     assert is_unmasked(UNMASKED) and is_unmasked(UNMASKED.detach())
     assert not any(map(is_unmasked, (None, MASK, torch.zeros(2, 1, 3, 3), {})))

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model, with_adapters
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.models.fast.linears.lora import (
     AdapterCopies,
@@ -19,26 +18,14 @@ from sft_play.models.fast.setup import base_model_of
 
 
 def a_model(**settings) -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = get_peft_model(
-        LlamaForCausalLM(config).bfloat16(),
-        LoraConfig(r=3, target_modules="all-linear", **settings),
-    )
+    model = with_adapters(tiny_model("llama", dtype=torch.bfloat16), r=3, **settings)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn_like(parameter, dtype=torch.float32)
     for module in model.modules():
         if hasattr(module, "lora_A"):
             fuse_lora_linear(module)
-    return model.train()
+    return model
 
 
 def gradients(model: nn.Module, steps: int, autocasts: int = 9) -> list[torch.Tensor]:
@@ -54,26 +41,19 @@ def gradients(model: nn.Module, steps: int, autocasts: int = 9) -> list[torch.Te
     return found
 
 
-def test_steps_are_those_without_copies_to_the_bit() -> None:
+@pytest.mark.parametrize("autocasts", [9, 1], ids=["under autocast", "once"])
+def test_steps_are_those_without_copies_to_the_bit(autocasts):
     plain = a_model()
     with_copies = copy.deepcopy(plain)
     copy_adapters_at_once(with_copies, with_copies)
-    for one, other in zip(gradients(plain, 3), gradients(with_copies, 3), strict=True):
-        assert torch.equal(one, other)
+    pairs = zip(gradients(plain, 3, autocasts), gradients(with_copies, 3, autocasts), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
     groups = groups_of(base_model_of(with_copies).get_decoder())
     assert len(groups) == 2 * 7
     assert all(group.copies.a.dtype == torch.bfloat16 for group in groups)
 
 
-def test_a_step_that_is_not_under_autocast_reads_no_old_copies() -> None:
-    plain = a_model()
-    with_copies = copy.deepcopy(plain)
-    copy_adapters_at_once(with_copies, with_copies)
-    pairs = zip(gradients(plain, 3, 1), gradients(with_copies, 3, 1), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_linears_that_share_an_input_read_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_that_share_an_input_read_the_copies(monkeypatch):
     model = a_model()
     decoder = base_model_of(model).get_decoder()
     layer = decoder.layers[0].self_attn
@@ -94,7 +74,7 @@ def test_linears_that_share_an_input_read_the_copies(monkeypatch: pytest.MonkeyP
         assert torch.equal(copied, module.lora_B["default"].weight.bfloat16())
 
 
-def test_without_autocast_or_training_nothing_is_copied() -> None:
+def test_without_autocast_or_training_nothing_is_copied():
     model = a_model()
     copy_adapters_at_once(model, model)
     tokens = torch.arange(24).view(2, 12)
@@ -105,16 +85,16 @@ def test_without_autocast_or_training_nothing_is_copied() -> None:
     assert groups and all(group.copies is None for group in groups)
 
 
-def test_a_model_that_is_shared_is_left_alone() -> None:
+def test_a_model_that_is_shared_is_left_alone():
     model = a_model()
     copy_adapters_at_once(model, nn.Sequential(model))  # neither the model itself nor DDP
     assert not base_model_of(model).get_decoder()._forward_pre_hooks
 
 
-def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch):
     refresh = AdapterCopies.__call__
 
-    def once(self: AdapterCopies, decoder: nn.Module, *rest: object) -> None:
+    def once(self, decoder, *rest):
         if not self.copies:
             refresh(self, decoder, *rest)
 

@@ -41,10 +41,7 @@ class Pass(NamedTuple):
 
 
 def some_experts(
-    model_type: str,
-    targets: str = "both",
-    dtype: torch.dtype = torch.float32,
-    sizes: Sizes = TINY,
+    model_type: str, targets: str = "both", dtype: torch.dtype = torch.float32, sizes: Sizes = TINY
 ) -> nn.Module:
     """Return a module of experts with adapters on one of its linears, both or none."""
     model = tiny_model(model_type, sizes, dtype)
@@ -113,7 +110,7 @@ def largest_difference(one: Pass, other: Pass) -> float:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_output_and_gradients_are_those_of_transformers_and_peft(model_type: str) -> None:
+def test_output_and_gradients_are_those_of_transformers_and_peft(model_type):
     experts = some_experts(model_type)
     assert why_experts_not_fusable(experts) is None
     for seed, choose in enumerate(CHOICES.values()):
@@ -123,13 +120,13 @@ def test_output_and_gradients_are_those_of_transformers_and_peft(model_type: str
 
 
 @pytest.mark.parametrize("targets", ["inner", "down", "none"])
-def test_any_of_the_linears_may_have_adapters(targets: str) -> None:
+def test_any_of_the_linears_may_have_adapters(targets):
     experts = some_experts("gpt_oss", targets)
     choices = random_choices()
     assert largest_difference(own(experts, choices), fused(experts, choices)) < EXACT
 
 
-def test_experts_without_tokens_get_exactly_no_gradient() -> None:
+def test_experts_without_tokens_get_exactly_no_gradient():
     experts = some_experts("mixtral")
     result = fused(experts, torch.full((TOKENS, 2), 4))
     for name, gradient in result.tensors.items():
@@ -139,7 +136,7 @@ def test_experts_without_tokens_get_exactly_no_gradient() -> None:
             assert not by_expert[[0, 1, 2, 3, 5]].any()
 
 
-def test_a_choice_of_an_expert_of_another_rank_adds_nothing() -> None:
+def test_a_choice_of_an_expert_of_another_rank_adds_nothing():
     experts = some_experts("qwen3_moe")
     unwrap(experts)[1]._is_expert_parallel = True  # by it newer versions know of other ranks
     torch.manual_seed(0)
@@ -152,22 +149,21 @@ def test_a_choice_of_an_expert_of_another_rank_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "gate"),
-    [("qwen3_moe", FusedGlu("silu")), ("gpt_oss", ClampedGlu(1.702, 7.0))],
+    "model_type, gate", [("qwen3_moe", FusedGlu("silu")), ("gpt_oss", ClampedGlu(1.702, 7.0))]
 )
-def test_a_known_gate_is_recognised(model_type: str, gate: object) -> None:
+def test_a_known_gate_is_recognised(model_type, gate):
     experts = some_experts(model_type, "none")
     assert fused_forward(experts).__self__.fused_gate == gate
 
 
-def test_a_gate_that_only_looks_clamped_runs_its_own_formula() -> None:
+def test_a_gate_that_only_looks_clamped_runs_its_own_formula():
     experts = some_experts("gpt_oss", "none")
     formula = type(experts)._apply_gate
     experts._apply_gate = lambda y: 1.5 * formula(experts, y)
     assert isinstance(experts_gates.gate_of(experts), OwnGate)
 
 
-def test_half_precision_is_as_near_to_float32_as_transformers() -> None:
+def test_half_precision_is_as_near_to_float32_as_transformers():
     exact = some_experts("mixtral")
     half = some_experts("mixtral", dtype=torch.bfloat16)
     half.load_state_dict(exact.state_dict())
@@ -186,11 +182,9 @@ class Dequantized(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quant_type"), [("qwen3_moe", "nf4"), ("gpt_oss", "nf4"), ("gpt_oss", "mxfp4")]
+    "model_type, quant_type", [("qwen3_moe", "nf4"), ("gpt_oss", "nf4"), ("gpt_oss", "mxfp4")]
 )
-def test_packed_experts_compute_what_their_dequantised_weights_compute(
-    model_type: str, quant_type: str
-) -> None:
+def test_packed_experts_compute_what_their_dequantised_weights_compute(model_type, quant_type):
     experts = some_experts(model_type, sizes=WHOLE_BLOCKS)
     base = unwrap(experts)[1]
     packed: dict[str, Params4bit] = {}
@@ -218,7 +212,7 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
     """Return the bytes that a forward pass keeps for backward, weights left out."""
     kept: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         if not isinstance(tensor, nn.Parameter):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -229,7 +223,7 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(kept.values())
 
 
-def test_what_is_kept_is_the_input_the_first_products_and_the_routing() -> None:
+def test_what_is_kept_is_the_input_the_first_products_and_the_routing():
     experts = some_experts("qwen3_moe")
     torch.manual_seed(0)
     tokens, size = 64, hidden_size(experts)
@@ -245,7 +239,7 @@ def test_what_is_kept_is_the_input_the_first_products_and_the_routing() -> None:
     assert kept < saved_bytes(lambda: type(experts).forward(experts, x, choices, weights)) / 3
 
 
-def test_a_recomputed_pass_has_the_same_gradients() -> None:
+def test_a_recomputed_pass_has_the_same_gradients():
     experts = some_experts("gpt_oss")
     choices = random_choices()
     forward = fused_forward(experts)
@@ -253,7 +247,7 @@ def test_a_recomputed_pass_has_the_same_gradients() -> None:
     assert largest_difference(fused(experts, choices), again) == 0
 
 
-def test_evaluation_builds_no_adapted_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_builds_no_adapted_weights(monkeypatch):
     experts = some_experts("mixtral").eval()
     forward = fused_forward(experts)
     inputs = (torch.randn(TOKENS, hidden_size(experts)), random_choices(), torch.rand(TOKENS, 2))
@@ -263,7 +257,7 @@ def test_evaluation_builds_no_adapted_weights(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(forward(*inputs), expected)
 
 
-def test_what_cannot_be_fused_says_why() -> None:
+def test_what_cannot_be_fused_says_why():
     experts = some_experts("mixtral")
     base = unwrap(experts)[1]
     base.down_proj.requires_grad_()
@@ -279,16 +273,12 @@ def test_what_cannot_be_fused_says_why() -> None:
     assert torch.equal(fused_forward(experts)(*inputs), type(experts).forward(experts, *inputs))
 
 
-def test_experts_that_are_partitioned_are_found() -> None:
+def test_experts_that_are_partitioned_are_found():
     experts = some_experts("mixtral", "none")
     for weight in experts.parameters():
         weight.ds_shape = weight.shape
         weight.data = torch.empty(0)
     assert find_experts(nn.ModuleList([experts])) == [experts]
-
-
-def test_transformers_experts_run_no_loop_by_default() -> None:
-    assert tiny_model("mixtral").config._experts_implementation == "grouped_mm"
 
 
 def _without_weights(original: Callable) -> Callable:
@@ -343,7 +333,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mistake_shows(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_shows(mutant, monkeypatch):
     experts = some_experts("gpt_oss")
     torch.manual_seed(0)
     choices = random_choices()

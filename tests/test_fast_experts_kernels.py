@@ -1,12 +1,12 @@
 """The grouped products of GPUs, as Triton's interpreter runs them."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
+from marks import long
 from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
@@ -28,7 +28,7 @@ PLAIN_SCALES = (("nf4", False), ("fp4", False))
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
+def kernels():
     """The kernels, interpreted."""
     found = interpreted(grouped_kernels)
     with patch.object(found, "_shared_memory", lambda device: 1 << 20):
@@ -57,14 +57,10 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-@pytest.mark.parametrize(
-    "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["natural", "elsewhere", long("skewed")])
 @pytest.mark.parametrize("summed, features", [(72, 40), (64, 300)])
 @pytest.mark.parametrize("of_tokens", [True, False])
-def test_a_grouped_product_is_that_of_each_expert(
-    kernels: ModuleType, kind: str, summed: int, features: int, of_tokens: bool
-) -> None:
+def test_a_grouped_product_is_that_of_each_expert(kernels, kind, summed, features, of_tokens):
     by_expert = routing(kernels, some_choices(kind))
     rows = int(by_expert.ends[-1])
     x = torch.randn(TOKENS if of_tokens else TOKENS * CHOICES, summed).half()
@@ -73,25 +69,21 @@ def test_a_grouped_product_is_that_of_each_expert(
     bias = torch.randn(EXPERTS, features)
     by_lines = torch.randn(EXPERTS, features, summed).half().transpose(1, 2)
     for matrices in (by_lines, torch.randn(EXPERTS, summed, features).half()):
-        for own_term, own_bias in ((None, None), (term, bias)):
-            wanted = products.rows_times(x, matrices, by_expert, own_term, own_bias, of_tokens)
-            lines_are_summed = matrices.stride(2) == 1
-            lines = matrices if lines_are_summed else matrices.transpose(1, 2)
-            found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
-            kernels.product(
-                *(x, lines, lines_are_summed, None, 0, *place_of(by_expert), found),
-                *(CHOICES if of_tokens else None, own_term, own_bias),
-            )
-            assert relative(found[:rows], wanted[:rows]) < EXACT
+        lines_are_summed = matrices.stride(2) == 1
+        added = (term, bias) if lines_are_summed == of_tokens else (None, None)
+        wanted = products.rows_times(x, matrices, by_expert, *added, of_tokens)
+        lines = matrices if lines_are_summed else matrices.transpose(1, 2)
+        found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
+        kernels.product(
+            *(x, lines, lines_are_summed, None, 0, *place_of(by_expert), found),
+            *(CHOICES if of_tokens else None, *added),
+        )
+        assert relative(found[:rows], wanted[:rows]) < EXACT
 
 
-@pytest.mark.parametrize(
-    "kind", ["natural", "elsewhere", pytest.param("skewed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["natural", "elsewhere", long("skewed")])
 @pytest.mark.parametrize("of_tokens", [True, False])
-def test_an_outer_product_sums_the_rows_of_each_expert(
-    kernels: ModuleType, kind: str, of_tokens: bool
-) -> None:
+def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens):
     by_expert = routing(kernels, some_choices(kind))
     x = torch.randn(TOKENS * CHOICES, RANK).half()
     y = torch.randn(TOKENS if of_tokens else TOKENS * CHOICES, 200).half()
@@ -109,13 +101,10 @@ def test_an_outer_product_sums_the_rows_of_each_expert(
 
 
 @pytest.mark.parametrize(
-    "quant_type, is_nested",
-    [("nf4", True), *(pytest.param(*each, marks=pytest.mark.long) for each in PLAIN_SCALES)],
+    "quant_type, is_nested", [("nf4", True), *(long(*each) for each in PLAIN_SCALES)]
 )
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_packed_weights_are_unpacked_tile_by_tile(
-    kernels: ModuleType, quant_type: str, is_nested: bool, is_transposed: bool
-) -> None:
+def test_packed_weights_are_unpacked_tile_by_tile(kernels, quant_type, is_nested, is_transposed):
     weight = torch.randn(EXPERTS, 70, 192).half()
     packed = Params4bit(
         weight, requires_grad=False, quant_type=quant_type, compress_statistics=is_nested
@@ -128,7 +117,7 @@ def test_packed_weights_are_unpacked_tile_by_tile(
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_mxfp4_is_unpacked_tile_by_tile(kernels: ModuleType, is_turned: bool) -> None:
+def test_mxfp4_is_unpacked_tile_by_tile(kernels, is_turned):
     weight = numbers_of_mxfp4(EXPERTS, 96, 64, is_turned=is_turned).half()
     linear = products.ExpertLinear(mxfp4.pack(weight, is_turned), None, True, EXPERTS, 0.0)
     assert torch.equal(linear.matrices(torch.half).unpacked(torch.half), weight)

@@ -28,7 +28,7 @@ EXPERTS, FEW, TOKENS = 6, 4, 40
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch):
     monkeypatch.setattr(part, "PROVEN_EXPERTS", FEW)
 
 
@@ -52,7 +52,7 @@ def check_part(experts: nn.Module, found: Part) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_own_code_computes_the_same_of_a_few_experts(model_type: str) -> None:
+def test_own_code_computes_the_same_of_a_few_experts(model_type):
     experts = some_experts(model_type)
     found = part.few_experts(experts, call_of(experts))
     ids = found.fused_call.args[1]
@@ -65,7 +65,7 @@ def test_own_code_computes_the_same_of_a_few_experts(model_type: str) -> None:
     assert all(torch.equal(before[name], now) for name, now in experts.state_dict().items())
 
 
-def test_experts_in_4_bits_are_unpacked() -> None:
+def test_experts_in_4_bits_are_unpacked():
     experts = some_experts("gpt_oss", sizes=WHOLE_BLOCKS)
     base = unwrap(experts)[1]
     for name in ("gate_up_proj", "down_proj"):
@@ -87,7 +87,7 @@ class Unpacked(nn.Module):
         return mxfp4.unpack(packed, packed.quant_state)
 
 
-def test_all_experts_are_run_where_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_experts_are_run_where_there_are_few(monkeypatch):
     monkeypatch.setattr(part, "PROVEN_EXPERTS", EXPERTS)
     experts = some_experts("mixtral")
     assert part.few_experts(experts, call_of(experts)) is None
@@ -96,7 +96,7 @@ def test_all_experts_are_run_where_there_are_few(monkeypatch: pytest.MonkeyPatch
 def dead(original: Callable) -> Callable:
     """Return products in which the last expert has no weights."""
 
-    def rows_times(x: Tensor, matrices: Tensor, *rest, **options) -> Tensor:
+    def rows_times(x, matrices, *rest, **options):
         alive = torch.ones(len(matrices), 1, 1)
         alive[-1] = 0
         return original(x, matrices * alive, *rest, **options)
@@ -114,9 +114,7 @@ def start(model_type: str) -> tuple[nn.Module, FusedKernels]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_a_start_proves_a_few_and_finds_a_mistake(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_proves_a_few_and_finds_a_mistake(model_type, monkeypatch):
     found: list[Part | None] = []
     original = part.few_experts
     monkeypatch.setattr(
@@ -128,14 +126,12 @@ def test_a_start_proves_a_few_and_finds_a_mistake(
     assert "computes something else" in start(model_type)[1].off["experts"]
 
 
-def test_what_comes_behind_experts_is_proved_without_their_own_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_behind_experts_is_proved_without_their_own_code(monkeypatch):
     rows: list[int] = []
     experts_class = type(unwrap(find_experts(tiny_model("qwen3_moe"))[0])[1])
     own = experts_class.forward
 
-    def counted(self: nn.Module, *given: Tensor) -> Tensor:
+    def counted(self, *given):
         rows.append(self.num_experts)
         return own(self, *given)
 

@@ -1,8 +1,6 @@
 """A gated MLP's h with the products of the adapter behind it, in Triton's interpreter."""
 
 import itertools
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
+def kernels():
     """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
     elementwise, kernels = interpreted(glu_kernels), interpreted(glu_adapter_kernels)
     elementwise._SLOPE, elementwise._CUBE = GELU_SLOPE, GELU_CUBE  # it multiplies by numbers alone
@@ -44,10 +42,8 @@ def operands(rows: int, features: int) -> list[torch.Tensor]:
 CASES = list(itertools.product((1, 40, 100), (32, 70), (16, 5), ("silu", "gelu_tanh")))
 
 
-@pytest.mark.parametrize(("rows", "features", "rank", "activation"), CASES)
-def test_forward_is_h_and_its_product(
-    kernels: ModuleType, rows: int, features: int, rank: int, activation: str
-) -> None:
+@pytest.mark.parametrize("rows, features, rank, activation", CASES)
+def test_forward_is_h_and_its_product(kernels, rows, features, rank, activation):
     gate, up, _ = operands(rows, features)
     a = torch.randn(rank, features)
     h, ha = kernels.forward(gate, up, activation, a)
@@ -56,10 +52,8 @@ def test_forward_is_h_and_its_product(
     torch.testing.assert_close(ha.double(), wanted.double() @ a.double().t(), **CLOSE)
 
 
-@pytest.mark.parametrize(("rows", "features", "rank", "activation"), CASES)
-def test_backward_is_both_gradients_and_that_of_a(
-    kernels: ModuleType, rows: int, features: int, rank: int, activation: str
-) -> None:
+@pytest.mark.parametrize("rows, features, rank, activation", CASES)
+def test_backward_is_both_gradients_and_that_of_a(kernels, rows, features, rank, activation):
     gate, up, dh = operands(rows, features)
     du = torch.randn(rows, rank)
     before = [each.clone() for each in (gate, up, dh, du)]
@@ -73,7 +67,7 @@ def test_backward_is_both_gradients_and_that_of_a(
     torch.testing.assert_close(da.double(), du.double().t() @ wanted[2].double(), **CLOSE)
 
 
-def test_rows_may_lie_further_apart_than_32_bits_count(kernels: ModuleType) -> None:
+def test_rows_may_lie_further_apart_than_32_bits_count(kernels):
     """Forward; the interpreter counts loops in 32 bits: test_kernels_compile.py looks backward."""
     gate, up = torch.randn(2, 40, 32).half()
     far = torch.empty(40, 2**26, dtype=gate.dtype)  # 5 GiB, of which the host gives what is used
@@ -83,7 +77,7 @@ def test_rows_may_lie_further_apart_than_32_bits_count(kernels: ModuleType) -> N
     assert all(map(torch.equal, found, kernels.forward(gate, up, "silu", a)))
 
 
-def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
+def test_one_number_that_is_not_finite_shows(kernels):
     gate, up, dh = operands(40, 70)
     gate[39, 69] = torch.nan
     _, ha = kernels.forward(gate, up, "silu", torch.randn(16, 70))
@@ -93,9 +87,7 @@ def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
     assert da[:, 69].isnan().all() and not da[:, :69].isnan().any()
 
 
-def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(monkeypatch):
     fits = glu.fit_one_kernel
     gate, up, _ = operands(40, 70)
     gate, up = gate.bfloat16(), up.bfloat16()
@@ -109,7 +101,7 @@ def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
     assert not fits(gate[:0], up[:0], 16, 1)  # an expert that no token has chosen
 
 
-def test_both_ways_agree(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_agree(kernels, monkeypatch):
     gate, up, dh = operands(40, 70)
     a, du = torch.randn(16, 70), torch.randn(40, 16)
     monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
@@ -126,9 +118,7 @@ def test_both_ways_agree(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(*found, **CLOSE)
 
 
-def test_forward_alone_needs_many_rows(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_alone_needs_many_rows(kernels, monkeypatch):
     monkeypatch.setattr(glu, "is_hopper", lambda device: True)
     monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
     monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
@@ -144,7 +134,7 @@ def test_forward_alone_needs_many_rows(
         assert (da.dtype == torch.float32) == bool(rows)  # a product on a CPU is of 16 bits
 
 
-def test_without_an_adapter_there_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_adapter_there_is_no_product(monkeypatch):
     monkeypatch.setattr(glu, "is_hopper", lambda device: True)
     gate, up, dh = operands(40, 70)
     h, ha = glu.forward_with_adapter(gate, up, "silu", None)

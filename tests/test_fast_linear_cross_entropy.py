@@ -1,6 +1,5 @@
 """The fused loss equals the plain loss: its value, its gradients, and in whole models."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -8,16 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
+from marks import long
+from tiny_models import with_adapters
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.loss.head import fuse_loss, fused_nll, is_loss_fused, why_loss_not_fusable
+from sft_play.models.fast.loss.head import fuse_loss, fused_nll, why_loss_not_fusable
 from sft_play.models.fast.loss.linear_cross_entropy import (
     HeadFormula,
     chunk_tokens,
@@ -80,9 +80,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("factor", [1.0, 1 / 8192])
-def test_loss_and_gradients_are_those_of_whole_logits(
-    small_chunks, softcap: float | None, factor: float
-) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(small_chunks, softcap, factor):
     arguments = inputs()
     ours, theirs = (
         value_and_gradients(nll, *arguments, factor=factor, softcap=softcap)
@@ -91,33 +89,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     assert len(ours) == 3 and gap(ours, theirs) <= CLOSE
 
 
-def test_gradients_agree_with_differences_of_the_loss() -> None:
-    hidden, weight, targets = inputs(tokens=3)
-    hidden, weight = hidden.detach().double(), weight.detach().double()
-    gradient = value_and_gradients(
-        fused_linear_cross_entropy,
-        hidden.float().requires_grad_(),
-        weight.float(),
-        targets,
-        softcap=3.0,
-    )[1]
-    for token, feature in ((0, 0), (1, 7), (2, 23)):
-        nudge = torch.zeros_like(hidden)
-        nudge[token, feature] = 1e-3
-        above, below = (
-            float(_nll64(hidden + sign * nudge, weight, targets, 3.0)) for sign in (1, -1)
-        )
-        assert gradient[token, feature].item() == pytest.approx((above - below) / 2e-3, abs=1e-5)
-
-
-def _nll64(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float
-) -> torch.Tensor:
-    scores = torch.tanh(hidden @ weight.t() / softcap) * softcap
-    return (torch.logsumexp(scores, 1) - scores.gather(1, targets[:, None])[:, 0]).sum()
-
-
-def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
+def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks):
     hidden, weight, targets = inputs()
     trained = value_and_gradients(fused_linear_cross_entropy, hidden, weight, targets)
     frozen = value_and_gradients(fused_linear_cross_entropy, hidden, weight.detach(), targets)
@@ -128,19 +100,17 @@ def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
     )
 
 
-def test_without_labels_the_loss_is_0_and_so_is_every_gradient() -> None:
+def test_without_labels_the_loss_is_0_and_so_is_every_gradient():
     value, *gradients = value_and_gradients(fused_linear_cross_entropy, *inputs(tokens=0))
     assert value == 0 and gradients[0].shape == (0, HIDDEN) and not gradients[1].any()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor"),
+    "dtype, factor",
     [(torch.bfloat16, 1 / 8192), (torch.float16, 65536 / 8192)],
     ids=["bfloat16", "float16"],
 )
-def test_half_precision_loses_no_more_than_the_plain_loss_does(
-    small_chunks, dtype: torch.dtype, factor: float
-) -> None:
+def test_half_precision_loses_no_more_than_the_plain_loss_does(small_chunks, dtype, factor):
     """Compare with float64. The factor is that of a mean over 8,192 tokens.
 
     In float16 it is multiplied by the 65,536 of a loss scaler.
@@ -195,13 +165,7 @@ def tiny(model_type: str, **changes: object) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    model = peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
-        ),
-    )
-    return model.train()
+    return with_adapters(model)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +200,7 @@ def _stepped(model: PreTrainedModel, nll: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("model_type", FUSABLE)
-def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
+def test_a_models_step_is_the_plain_one(model_type, is_lora):
     model = adapted(tiny(model_type)) if is_lora else tiny(model_type)
     plain = plain_step(model, *batch())
     assert why_loss_not_fusable(model) is None and model.training
@@ -250,7 +214,7 @@ def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
     )  # through two layers back
 
 
-def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
+def test_an_announced_loss_is_capped_as_the_model_caps_its_logits():
     capped, bare = (
         tiny("gemma2", final_logit_softcapping=1.0),
         tiny("gemma2", final_logit_softcapping=None),
@@ -265,10 +229,10 @@ def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
+    "model_type, changes",
     [("cohere", {"logit_scale": 0.0625}), ("granite", {"logits_scaling": 8.0})],
 )
-def test_a_scaled_head_has_the_plain_step(model_type: str, changes: dict[str, float]) -> None:
+def test_a_scaled_head_has_the_plain_step(model_type, changes):
     model = tiny(model_type, **changes)
     plain = plain_step(model, *batch())
     assert why_loss_not_fusable(model) is None
@@ -289,7 +253,7 @@ class RoundsItsLogits(LlamaForCausalLM):
         return output
 
 
-def test_logits_that_are_rounded_are_those_of_the_head() -> None:
+def test_logits_that_are_rounded_are_those_of_the_head():
     model = tiny("llama").to(torch.bfloat16)
     model.__class__ = RoundsItsLogits
     model.config.dtype = torch.bfloat16
@@ -300,7 +264,7 @@ def test_logits_that_are_rounded_are_those_of_the_head() -> None:
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast: bool) -> None:
+def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast):
     model = tiny("llama")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         plain = plain_step(model, *batch())
@@ -316,34 +280,7 @@ def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast:
     )
 
 
-def test_weights_files_evaluation_and_generation_are_as_before(tmp_path: Path) -> None:
-    model = tiny("llama")
-    other = copy.deepcopy(model)
-    fuse_loss(other)
-    assert is_loss_fused(other) and not is_loss_fused(model)
-    fused_step(other, *batch())
-    assert list(other.state_dict()) == list(model.state_dict())
-    ids, _ = batch()
-    for training in (True, False):
-        assert torch.equal(
-            other.train(training)(input_ids=ids).logits, model.train(training)(input_ids=ids).logits
-        )
-    answers = [
-        one.generate(input_ids=ids[:1, :5], max_new_tokens=5, do_sample=False)
-        for one in (model, other)
-    ]
-    assert torch.equal(*answers)
-    other.save_pretrained(tmp_path)
-    assert torch.equal(
-        AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits,
-        model(input_ids=ids).logits,
-    )
-    copied = copy.deepcopy(other)
-    assert gap(fused_step(copied.train(), *batch()), plain_step(model.train(), *batch())) <= 1e-5
-    assert copied.lm_head.forward.head is copied.lm_head, "a copy runs its own head"
-
-
-def test_a_failed_pass_leaves_nothing_announced() -> None:
+def test_a_failed_pass_leaves_nothing_announced():
     model = tiny("llama")
     fuse_loss(model)
     ids, labels = batch()
@@ -364,26 +301,23 @@ class ShiftedLogits(LlamaForCausalLM):
         return output
 
 
-def test_a_head_whose_product_is_not_the_logits_is_left_alone() -> None:
+def test_a_head_whose_product_is_not_the_logits_is_left_alone():
     assert "with a bias" in why_loss_not_fusable(tiny("phi"))
     model = tiny("llama")
     model.__class__ = ShiftedLogits
     assert "scaled or changed" in why_loss_not_fusable(model)
 
 
-def test_a_head_with_adapters_and_a_patched_one_are_left_alone() -> None:
+def test_a_head_with_adapters_and_a_patched_one_are_left_alone():
     model = tiny("llama", tie_word_embeddings=False)
     assert why_loss_not_fusable(model) is None
     fuse_loss(model)
     assert "patched" in why_loss_not_fusable(model)
-    trained_head = peft.get_peft_model(
-        tiny("llama"),
-        peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head", "q_proj"]),
-    )
+    trained_head = with_adapters(tiny("llama"), target_modules=["lm_head", "q_proj"])
     assert "has adapters" in why_loss_not_fusable(trained_head)
 
 
-def test_weights_that_are_no_numbers_are_not_for_this_check() -> None:
+def test_weights_that_are_no_numbers_are_not_for_this_check():
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
@@ -411,7 +345,7 @@ def rows_without_their_first(labels: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("wrong", [no_shift, one_missing, rows_without_their_first])
-def test_labels_at_the_wrong_place_show(wrong: Callable) -> None:
+def test_labels_at_the_wrong_place_show(wrong):
     model = tiny("llama")
     ids, labels = batch()
     plain = plain_step(model, ids, labels)
@@ -437,7 +371,7 @@ def last_chunk_lost(logits, targets, softcap, scale):
 
 
 @pytest.mark.parametrize("broken", [no_target, no_cap_in_the_gradient, last_chunk_lost])
-def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> None:
+def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken):
     monkeypatch.setattr(linear_cross_entropy, "nll_and_gradient_", broken)
     ours, theirs = (
         value_and_gradients(nll, *inputs(), softcap=2.0)
@@ -450,7 +384,7 @@ def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocabulary", "itemsize"),
+    "tokens, vocabulary, itemsize",
     [
         (8192, 128256, 2),
         (1640, 128256, 2),
@@ -460,9 +394,7 @@ def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> No
         (1025, 262144, 2),
     ],
 )
-def test_chunks_are_alike_and_within_their_bytes(
-    tokens: int, vocabulary: int, itemsize: int
-) -> None:
+def test_chunks_are_alike_and_within_their_bytes(tokens, vocabulary, itemsize):
     rows = chunk_tokens(tokens, vocabulary, itemsize)
     assert rows * vocabulary * itemsize <= max(
         linear_cross_entropy.CHUNK_BYTES, 128 * vocabulary * itemsize
@@ -472,9 +404,9 @@ def test_chunks_are_alike_and_within_their_bytes(
     assert tokens - (chunks - 1) * rows > rows // 2 - 128 or chunks <= 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bfloat16", long("float32")])
 @pytest.mark.long
-def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
+def test_the_gpus_kernel_computes_what_the_cpu_does(dtype):
     """Run the kernel in Triton's interpreter, which must be set when a process starts."""
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED.format(dtype=dtype)],

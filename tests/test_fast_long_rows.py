@@ -19,14 +19,14 @@ LONG = 131_072  # tokens of the longest row that one GPU trains an 8B model on, 
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: str(path.relative_to(FAST)))
-def test_rows_are_numbered_with_64_bits(path: Path) -> None:
+def test_rows_are_numbered_with_64_bits(path):
     """131,072 tokens of 28,672 features are 3.8e9 elements, and 32 bits count to 2.1e9."""
     text = path.read_text(encoding="utf-8")
     narrow = re.findall(r"tl\.program_id\(0\)(?!\.to\(tl\.int64\))", text)
     assert not narrow, "an offset row * features would overflow"
 
 
-def test_the_queries_of_long_rows_are_within_what_the_kernels_index() -> None:
+def test_the_queries_of_long_rows_are_within_what_the_kernels_index():
     heads, features = 32, 128
     assert 2 * LONG * heads * features < MAX_ELEMENTS
     query = torch.empty(1, device="meta").expand(4 * LONG, heads, features)
@@ -34,7 +34,7 @@ def test_the_queries_of_long_rows_are_within_what_the_kernels_index() -> None:
         attention_kernels._in_16_bits(query, query, query)
 
 
-def test_gradients_at_the_end_of_a_long_row_are_finite_and_those_of_its_window() -> None:
+def test_gradients_at_the_end_of_a_long_row_are_finite_and_those_of_its_window():
     """Only the window of the last tokens matters to them, wherever the row began."""
     tokens, window = 70_000, 64
     draw = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def test_gradients_at_the_end_of_a_long_row_are_finite_and_those_of_its_window()
 
 
 @torch.no_grad()
-def test_neighbours_are_told_apart_at_the_end_of_a_long_row() -> None:
+def test_neighbours_are_told_apart_at_the_end_of_a_long_row():
     """Angles are made in float32: in 16 bits positions beyond 256 would run together."""
     model = tiny_model("llama", dtype=torch.bfloat16, max_position_embeddings=2 * LONG)
     rotary = model.get_decoder().rotary_emb

@@ -1,16 +1,15 @@
 """Fused LoRA linears compute what PEFT computes: outputs, gradients, what is saved and merged."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from tiny_models import with_adapters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,13 +138,13 @@ def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.T
     ],
     ids=str,
 )
-def test_outputs_and_gradients_are_pefts(case: Case, linears: Linears) -> None:
+def test_outputs_and_gradients_are_pefts(case, linears):
     modules = case.modules()
     assert worst(results(linears, modules, passes=2), results(plainly, modules, passes=2)) < EXACT
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
+def test_four_bit_weights_give_pefts_outputs_and_gradients(bias):
     modules = Case(nf4=True, bias=bias).modules()
     assert isinstance(modules[0].base_layer, bnb.nn.Linear4bit)
     # On a CPU bitsandbytes' forward multiplies packed weights with another kernel; its result
@@ -153,7 +152,7 @@ def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
     assert worst(results(lora_linears, modules), results(plainly, modules)) < 1e-5
 
 
-def test_linears_without_any_adapter_share_one_input_gradient() -> None:
+def test_linears_without_any_adapter_share_one_input_gradient():
     modules = [
         nn.Linear(IN, OUT).requires_grad_(False),
         nn.Linear(IN, 32, bias=False).requires_grad_(False),
@@ -162,22 +161,20 @@ def test_linears_without_any_adapter_share_one_input_gradient() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_block_has_the_same_gradients(reentrant: bool) -> None:
+def test_a_checkpointed_block_has_the_same_gradients(reentrant):
     modules = Case().modules()
 
-    def checkpointed(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    def checkpointed(x, modules):
         return checkpoint(lambda x: lora_linears(x, modules), x, use_reentrant=reentrant)
 
     assert worst(results(checkpointed, modules), results(plainly, modules)) < EXACT
 
 
 @pytest.mark.parametrize("input_type", [torch.float32, torch.bfloat16])
-def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(
-    input_type: torch.dtype,
-) -> None:
+def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(input_type):
     modules = Case(bias=True).modules()
 
-    def half(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    def half(x, modules):
         with torch.autocast("cpu", torch.bfloat16):
             outputs = lora_linears(x.to(input_type), modules)
         assert all(output.dtype == torch.bfloat16 for output in outputs)
@@ -188,7 +185,7 @@ def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(
     assert worst(results(half, modules), results(plainly, modules)) < 2e-2
 
 
-def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
+def test_bfloat16_weights_round_no_more_than_peft_does():
     exact = Case()
     wanted = results(plainly, exact.modules())
     modules = [module.bfloat16() for module in exact.modules()]
@@ -197,7 +194,7 @@ def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
             if "lora_" in name:
                 parameter.data = parameter.data.float()
 
-    def of(linears: Linears) -> Linears:
+    def of(linears):
         return lambda x, modules: tuple(y.float() for y in linears(x.bfloat16(), modules))
 
     assert worst(results(of(lora_linears), modules), wanted) < 1.5 * worst(
@@ -205,25 +202,16 @@ def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
     )
 
 
-def test_a_gradient_whose_features_lie_apart_is_read_right() -> None:
+def test_a_gradient_whose_features_lie_apart_is_read_right():
     modules = Case(outs=(OUT,), targets=("0",)).modules()
 
-    def turned(linears: Linears) -> Linears:
+    def turned(linears):
         return lambda x, modules: tuple(y.transpose(1, 2) for y in linears(x, modules))
 
     assert worst(results(turned(lora_linears), modules), results(turned(plainly), modules)) < EXACT
 
 
-def test_the_first_layers_input_gets_no_gradient() -> None:
-    modules = Case().modules()
-    outputs = lora_linears(torch.randn(TOKENS, IN), modules)
-    sum(output.sum() for output in outputs).backward()
-    assert all(
-        p.grad is not None for module in modules for p in module.parameters() if p.requires_grad
-    )
-
-
-def test_without_gradients_the_outputs_are_the_same() -> None:
+def test_without_gradients_the_outputs_are_the_same():
     modules, x = Case().modules(), torch.randn(TOKENS, IN)
     with torch.no_grad():
         for found, wanted in zip(lora_linears(x, modules), plainly(x, modules), strict=True):
@@ -231,7 +219,7 @@ def test_without_gradients_the_outputs_are_the_same() -> None:
             assert not found.requires_grad
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
     modules, x = Case().modules(), torch.randn(TOKENS, IN, requires_grad=True)
     loss = sum(output.square().sum() for output in lora_linears(x, modules))
     first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
@@ -242,7 +230,7 @@ def saved_bytes(work: Callable[[], object], parameters: list[nn.Parameter]) -> i
     """Return the bytes of distinct storages that are saved for backward, without parameters."""
     saved = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -254,7 +242,7 @@ def saved_bytes(work: Callable[[], object], parameters: list[nn.Parameter]) -> i
     return sum(saved.values())
 
 
-def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
+def test_backward_keeps_the_input_and_rank_features_a_token():
     modules = [module.bfloat16() for module in Case(outs=(OUT, OUT, OUT)).modules()]
     tokens, ranks = 1000, 3 * 16
     x = torch.randn(tokens, IN, dtype=torch.bfloat16, requires_grad=True)
@@ -295,7 +283,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_see(name, monkeypatch):
     function, mutate = MUTANTS[name]
     modules = Case().modules()
     wanted = results(plainly, modules)
@@ -315,11 +303,7 @@ def tiny_model() -> PeftModel:
             num_key_value_heads=2,
         )
     )
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return wrapped
+    return with_adapters(model)
 
 
 def fused_model() -> PeftModel:
@@ -332,41 +316,6 @@ def fused_model() -> PeftModel:
 
 
 IDS = torch.arange(12)[None]
-
-
-def test_a_fused_model_is_saved_and_merged_as_pefts_is(tmp_path) -> None:
-    plain, fused = tiny_model(), fused_model()
-    assert list(plain.state_dict()) == list(fused.state_dict())
-    plain.save_pretrained(tmp_path / "plain")
-    Accelerator(cpu=True).unwrap_model(fused).save_pretrained(tmp_path / "fused")
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "fused" / name).read_bytes()
-    wanted = plain(IDS).logits
-    torch.testing.assert_close(fused(IDS).logits, wanted, rtol=1e-5, atol=1e-6)
-    merged = fused.merge_and_unload()
-    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
-    torch.testing.assert_close(merged(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_fused_model_can_be_copied_and_pickled() -> None:
-    model = fused_model()
-    wanted = model(IDS).logits
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(twin.base_model.model.model.layers[0].mlp.up_proj, lora.FusedLoraLinear)
-        nn.init.zeros_(
-            twin.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
-        )  # its own, not the original's
-        assert not torch.equal(twin(IDS).logits, wanted)
-    assert torch.equal(model(IDS).logits, wanted)
-
-
-def test_disabled_and_merged_adapters_compute_as_peft_does() -> None:
-    plain, fused = tiny_model(), fused_model()
-    with plain.disable_adapter(), fused.disable_adapter():
-        assert torch.equal(fused(IDS).logits, plain(IDS).logits)
-    for model in (plain, fused):
-        model.merge_adapter()
-    assert torch.equal(fused(IDS).logits, plain(IDS).logits)
 
 
 def other_scale(model: PeftModel) -> None:
@@ -414,7 +363,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_linears_are_bound_again_once_they_have_changed(name: str) -> None:
+def test_linears_are_bound_again_once_they_have_changed(name):
     plain, fused = tiny_model(), fused_model()
     for model in (plain, fused):
         before = model(IDS).logits
@@ -425,7 +374,7 @@ def test_linears_are_bound_again_once_they_have_changed(name: str) -> None:
     torch.testing.assert_close(fused(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters() -> None:
+def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters():
     modules = Case().modules()
     x = torch.randn(3, IN)
     expected = plainly(x, modules)
@@ -440,10 +389,13 @@ def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters() -> None:
     torch.testing.assert_close(group.fused(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
+def test_a_linear_says_why_it_keeps_its_own_forward():
     module = Case().modules()[0]
     assert why_not_fusable(module) is None and why_not_fusable(module.base_layer) is None
     assert "dropout" in why_not_fusable(Case(dropout=0.1).modules()[0])
+    dora = LoraConfig(r=4, target_modules=["0"], use_dora=True)
+    with_dora = get_peft_model(nn.ModuleList([nn.Linear(IN, OUT)]), dora)
+    assert "DoRA" in why_not_fusable(with_dora.base_model.model[0])
     assert "trained" in why_not_fusable(nn.Linear(2, 2))
     assert "Conv1d" in why_not_fusable(nn.Conv1d(2, 2, 1))
     twice = tiny_model()
@@ -456,14 +408,7 @@ def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
         fuse_lora_linear(module)
 
 
-def test_dora_keeps_its_own_forward() -> None:
-    model = get_peft_model(
-        nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True)
-    )
-    assert "DoRA" in why_not_fusable(model.base_model.model[0])
-
-
-def test_linears_that_cannot_be_fused_compute_as_they_do() -> None:
+def test_linears_that_cannot_be_fused_compute_as_they_do():
     modules = Case(dropout=0.5).modules()
     for module in modules:
         module.eval()

@@ -18,7 +18,7 @@ from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
-from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents, PackedDocuments
+from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
@@ -115,7 +115,7 @@ def first_mixer(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("model_type", MIXERS)
-def test_packed_documents_are_those_alone(model_type: str) -> None:
+def test_packed_documents_are_those_alone(model_type):
     model = lora_model(model_type)
     alone = step_alone(model)
     with hiding_documents(model):
@@ -127,7 +127,7 @@ def test_packed_documents_are_those_alone(model_type: str) -> None:
     assert found.is_rounding, found
 
 
-def test_mixers_without_known_kernels_run_document_by_document() -> None:
+def test_mixers_without_known_kernels_run_document_by_document():
     model = lora_model("qwen3_next")
     alone = step_alone(model)
     assert install(model, use_kernels=False) == [False]
@@ -154,7 +154,7 @@ GATED_NORMS = {
 
 
 @pytest.fixture
-def norm_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def norm_formulas(monkeypatch):
     """Let the formulas of gated norms stand for their kernels, which need a GPU."""
     monkeypatch.setattr(gated_norms, "uses_fla", lambda tensor: True)
     for name, formula in GATED_NORMS.items():
@@ -162,16 +162,10 @@ def norm_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kernel"),
-    [
-        ("qwen3_5", "norm_then_silu"),
-        ("bamba", "silu_then_norm"),
-        ("nemotron_h", "silu_then_norm"),
-    ],
+    "model_type, kernel",
+    [("qwen3_5", "norm_then_silu"), ("bamba", "silu_then_norm"), ("nemotron_h", "silu_then_norm")],
 )
-def test_a_gated_norm_gets_the_kernel_that_computes_it(
-    model_type: str, kernel: str, norm_formulas: None
-) -> None:
+def test_a_gated_norm_gets_the_kernel_that_computes_it(model_type, kernel, norm_formulas):
     model = lora_model(model_type)
     alone = step_alone(model)
     install(model)
@@ -181,9 +175,7 @@ def test_a_gated_norm_gets_the_kernel_that_computes_it(
     assert gap(alone, packed_step(model)).is_rounding
 
 
-def test_a_gated_norm_that_no_kernel_computes_keeps_its_code(
-    norm_formulas: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gated_norm_that_no_kernel_computes_keeps_its_code(norm_formulas, monkeypatch):
     monkeypatch.setattr(gated_norms, "norm_then_silu", GATED_NORMS["silu_then_norm"])
     model = lora_model("qwen3_5")
     install(model)
@@ -192,9 +184,7 @@ def test_a_gated_norm_that_no_kernel_computes_keeps_its_code(
 
 
 @pytest.mark.parametrize("forgotten", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
-def test_a_state_that_one_call_keeps_is_found_before_training(
-    forgotten: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_one_call_keeps_is_found_before_training(forgotten, monkeypatch, caplog):
     monkeypatch.setitem(mixer_kernels.KERNELS, forgotten, lambda own: own)
     mixer_kernels.rebound.cache_clear()
     model = tiny_model("qwen3_5")
@@ -206,9 +196,7 @@ def test_a_state_that_one_call_keeps_is_found_before_training(
 
 
 @pytest.mark.parametrize("model_type", MIXERS)
-def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(model_type, monkeypatch):
     """The functions of a CPU stand for kernels that a GPU tunes when they are first called."""
     monkeypatch.setattr(mixer_install, "uses_fla", lambda tensor: True)
     monkeypatch.setattr(mixer_install, "TUNED_TOKENS", 96)
@@ -216,7 +204,7 @@ def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(
     lengths: list[list[int]] = []
     forward_packed = mixer_install.forward_packed
 
-    def noted(packed: PackedDocuments, *args: Any, **kwargs: Any) -> Any:
+    def noted(packed, *args, **kwargs):
         lengths.append(packed.batch.lengths)
         return forward_packed(packed, *args, **kwargs)
 
@@ -228,7 +216,7 @@ def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(
     assert gap(alone, packed_step(model)).is_rounding
 
 
-def test_checkpointed_layers_recompute_the_same_documents() -> None:
+def test_checkpointed_layers_recompute_the_same_documents():
     model = lora_model("lfm2")
     install(model)
     plain = packed_step(model)
@@ -237,7 +225,7 @@ def test_checkpointed_layers_recompute_the_same_documents() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "falcon_h1", "nemotron_h", "lfm2_moe"])
-def test_where_nothing_can_be_measured_the_same_mixers_look_likely(model_type: str) -> None:
+def test_where_nothing_can_be_measured_the_same_mixers_look_likely(model_type):
     model = tiny_model(model_type)
     install(model)
     measured = {type(module) for module in model.modules() if "mixer_state" in vars(module)}
@@ -246,27 +234,27 @@ def test_where_nothing_can_be_measured_the_same_mixers_look_likely(model_type: s
     assert install(tiny_model(model_type), zero_stage=3)
 
 
-def test_a_model_of_attention_alone_has_no_mixer() -> None:
+def test_a_model_of_attention_alone_has_no_mixer():
     model = tiny_model("llama")
     install(model)
     assert find_mixers(setup_of(model)) == []
     assert model.training, "the search leaves the model as it was"
 
 
-def test_attention_whose_mask_ignores_documents_runs_one_by_one() -> None:
+def test_attention_whose_mask_ignores_documents_runs_one_by_one():
     model = tiny_model("gpt_oss")  # makes its masks without the position ids
     alone = step_alone(model)
     assert install(model) == [False, False]
     assert gap(alone, packed_step(model)).is_rounding
 
 
-def test_a_module_that_cannot_be_reset_is_named() -> None:
+def test_a_module_that_cannot_be_reset_is_named():
     with pytest.raises(Unsupported, match="BloomAttention reads other documents"):
         install(tiny_model("bloom"))
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "bamba"])
-def test_evaluation_and_generation_run_the_own_code_with_its_masks(model_type: str) -> None:
+def test_evaluation_and_generation_run_the_own_code_with_its_masks(model_type):
     model = tiny_model(model_type).eval()
     ids = torch.arange(2, 16).view(2, 7)
     ids[0, :3] = 0
@@ -279,7 +267,7 @@ def test_evaluation_and_generation_run_the_own_code_with_its_masks(model_type: s
     assert torch.equal(model(ids, attention_mask=mask).logits, logits)
 
 
-def test_a_training_batch_without_a_mask_reaches_mixers_without_one() -> None:
+def test_a_training_batch_without_a_mask_reaches_mixers_without_one():
     model = tiny_model("mamba2")  # gives its mixers the mask as it comes
     install(model)
     ids = torch.arange(2, 16).view(2, 7)
@@ -287,7 +275,7 @@ def test_a_training_batch_without_a_mask_reaches_mixers_without_one() -> None:
     assert torch.equal(model(ids, attention_mask=UNMASKED).logits, expected)
 
 
-def test_a_copy_of_a_model_keeps_its_own_documents() -> None:
+def test_a_copy_of_a_model_keeps_its_own_documents():
     model = lora_model("lfm2")
     alone = step_alone(model)
     install(model)
@@ -298,7 +286,7 @@ def test_a_copy_of_a_model_keeps_its_own_documents() -> None:
     assert mine.batch.lengths == list(LENGTHS)
 
 
-def test_groups_hold_every_token_once() -> None:
+def test_groups_hold_every_token_once():
     lengths = [3, 64, 65, 1, 130]
     ends = torch.tensor([0, *lengths]).cumsum(0)
     batch = DocumentBatch(Documents(ends.int(), max(lengths)))
@@ -308,7 +296,7 @@ def test_groups_hold_every_token_once() -> None:
     assert batch.places_with_gaps(sum(lengths), gap=3)[:4].tolist() == [0, 1, 2, 6]
 
 
-def test_outputs_that_are_no_tokens_are_dropped() -> None:
+def test_outputs_that_are_no_tokens_are_dropped():
     tokens = torch.ones(1, 2, 4)
     joined = by_document._join([(tokens, torch.ones(1, 8)), (tokens, torch.ones(1, 8))], [2, 2])
     assert joined[0].shape == (1, 4, 4) and joined[1] is None

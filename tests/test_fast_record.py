@@ -5,16 +5,15 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from rank_processes import run_two
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_adapters
 from torch import distributed
 
 from sft_play import timeline
@@ -42,8 +41,7 @@ def start(
     """Return the classes whose gradients were compared at the start of a run, and its kernels."""
     model = tiny_model("llama", **changes)
     model.model.norm.__class__ = norm or type(model.model.norm)
-    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules="all-linear")
-    model = peft.get_peft_model(model, adapters).train()
+    model = with_adapters(model, r=rank)
     before = len(timeline.spans)
     install_fused_kernels(model, CONFIG, process, proofs=ProofStore(folder, environ or {}))
     words = [span.name.split() for span in timeline.spans[before:]]
@@ -52,7 +50,7 @@ def start(
 
 
 @pytest.fixture
-def proved(tmp_path: Path) -> tuple[Path, FusedKernels]:
+def proved(tmp_path):
     """The folder of one record, and what is fused."""
     classes, kernels = start(tmp_path)
     assert classes == ALL
@@ -60,13 +58,13 @@ def proved(tmp_path: Path) -> tuple[Path, FusedKernels]:
 
 
 @pytest.fixture(autouse=True)
-def versions_read_again() -> Iterator[None]:
+def versions_read_again():
     """Leave nothing of a change to other tests."""
     yield
     counting.versions.cache_clear()
 
 
-def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog) -> None:
+def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog):
     folder, kernels = proved
     (path,) = folder.iterdir()
     facts = json.loads(path.read_text())
@@ -79,7 +77,7 @@ def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog) -> 
     assert path.read_bytes() == written
 
 
-def test_other_weights_in_another_place_are_proved_by_their_class(proved) -> None:
+def test_other_weights_in_another_place_are_proved_by_their_class(proved):
     assert start(proved[0], name_or_path="elsewhere") == (set(), proved[1])
 
 
@@ -88,17 +86,17 @@ def test_other_weights_in_another_place_are_proved_by_their_class(proved) -> Non
     [{"rank": 8}, {"intermediate_size": 96}, {"rms_norm_eps": 1e-4}, {"rope_theta": 5e4}],
     ids=str,
 )
-def test_another_shape_or_setting_of_the_layers_is_proved(proved, changes) -> None:
+def test_another_shape_or_setting_of_the_layers_is_proved(proved, changes):
     assert start(proved[0], **changes)[0] == ALL
     assert start(proved[0], **changes)[0] == set()
 
 
-def test_another_number_type_is_proved(proved) -> None:
+def test_another_number_type_is_proved(proved):
     process = Process.alone(torch.device("cpu"), torch.bfloat16)
     assert start(proved[0], process=process)[0] == ALL
 
 
-def test_a_variable_that_may_choose_other_kernels_is_part_of_the_proof(proved) -> None:
+def test_a_variable_that_may_choose_other_kernels_is_part_of_the_proof(proved):
     folder = proved[0]
     assert start(folder, {"TRITON_F32_DEFAULT": "ieee"})[0] == ALL
     assert start(folder, {"HOME": "/elsewhere", "TORCHELASTIC_RUN_ID": "7"})[0] == set()
@@ -133,7 +131,7 @@ def change_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("change", [change_device, change_version, change_code])
 def test_the_record_of_another_device_version_or_source_is_not_taken(
     proved, change, monkeypatch, tmp_path_factory, caplog
-) -> None:
+):
     change(tmp_path_factory.mktemp("changed"), monkeypatch)
     assert start(proved[0]) == (ALL, proved[1])
     assert not [line for line in caplog.messages if "not taken" in line]
@@ -141,7 +139,7 @@ def test_the_record_of_another_device_version_or_source_is_not_taken(
 
 def test_the_source_of_a_class_is_part_of_the_proof_also_below_a_class_that_fsdp_makes(
     tmp_path, monkeypatch
-) -> None:
+):
     source = tmp_path / "own_norm.py"
     code = "from transformers.models.llama.modeling_llama import LlamaRMSNorm\n"
     source.write_text(code + "class OwnNorm(LlamaRMSNorm):\n    pass\n")
@@ -183,7 +181,7 @@ MODE = "another user may have written it"
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    "damage, reason",
     [
         (changed_value, WRITTEN),
         (made_for_another, WRITTEN),
@@ -197,8 +195,8 @@ MODE = "another user may have written it"
     ],
 )
 def test_a_forged_or_damaged_record_is_not_taken_and_the_log_says_why(
-    proved, damage: Callable[[Path], object], reason: str, caplog
-) -> None:
+    proved, damage, reason, caplog
+):
     folder, kernels = proved
     (path,) = folder.iterdir()
     damage(path)
@@ -210,7 +208,7 @@ def test_a_forged_or_damaged_record_is_not_taken_and_the_log_says_why(
         assert start(folder)[0] == set()
 
 
-def test_a_record_that_its_umask_lets_others_write_is_closed_to_them(tmp_path) -> None:
+def test_a_record_that_its_umask_lets_others_write_is_closed_to_them(tmp_path):
     before = os.umask(0)
     try:
         start(tmp_path)
@@ -219,7 +217,7 @@ def test_a_record_that_its_umask_lets_others_write_is_closed_to_them(tmp_path) -
     assert start(tmp_path)[0] == set()
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     assert start(tmp_path / "file" / "proofs")[0] == ALL
     assert "the next start proves the kernels again" in caplog.messages[-1]
@@ -233,7 +231,7 @@ def scale_output(monkeypatch: pytest.MonkeyPatch) -> None:
 def scale_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     right = mlp.down_backward
 
-    def wrong(*args: Any) -> Any:
+    def wrong(*args):
         grads, known, of_adapter = right(*args)
         return [1.01 * grad for grad in grads], known, of_adapter
 
@@ -241,7 +239,7 @@ def scale_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutate", [scale_output, scale_gradients])
-def test_what_is_refused_leaves_no_record_and_is_refused_again(tmp_path, mutate) -> None:
+def test_what_is_refused_leaves_no_record_and_is_refused_again(tmp_path, mutate):
     with pytest.MonkeyPatch.context() as changed:
         mutate(changed)
         for classes in (ALL, {"LlamaMLP"}):
@@ -255,9 +253,7 @@ def test_what_is_refused_leaves_no_record_and_is_refused_again(tmp_path, mutate)
     assert start(tmp_path) == (set(), kernels)
 
 
-def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(
-    proved, monkeypatch, caplog
-) -> None:
+def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(proved, monkeypatch, caplog):
     folder, right = proved
     scale_output(monkeypatch)
     classes, kernels = start(folder)
@@ -270,7 +266,7 @@ def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(
 
 def test_wrong_gradients_of_a_changed_source_are_found_in_spite_of_a_record(
     proved, monkeypatch, tmp_path_factory
-) -> None:
+):
     scale_gradients(monkeypatch)
     change_code(tmp_path_factory.mktemp("changed"), monkeypatch)
     classes, kernels = start(proved[0])
@@ -278,7 +274,7 @@ def test_wrong_gradients_of_a_changed_source_are_found_in_spite_of_a_record(
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma3", "qwen3_next", "opt"])
-def test_a_model_of_many_kinds_is_fused_the_same_with_a_record(tmp_path, model_type) -> None:
+def test_a_model_of_many_kinds_is_fused_the_same_with_a_record(tmp_path, model_type):
     fused = []
     for _ in range(3):
         model = tiny_model(model_type).train()
@@ -298,7 +294,7 @@ def be_rank(folder: Path) -> int:
     return int(found != [ALL, set(), ALL])
 
 
-def test_all_ranks_take_a_record_or_none(tmp_path) -> None:
+def test_all_ranks_take_a_record_or_none(tmp_path):
     assert run_two(be_rank, tmp_path, output=tmp_path / "output.txt") == [0, 0], (
         tmp_path / "output.txt"
     ).read_text()
@@ -306,7 +302,7 @@ def test_all_ranks_take_a_record_or_none(tmp_path) -> None:
 
 def test_a_second_run_takes_the_proofs_of_the_first_and_trains_the_same(
     plan_run, run_worker, losses_of, tmp_path
-) -> None:
+):
     folders = [plan_run({"data.cache_dir": tmp_path}) for _ in range(2)]
     for folder in folders:
         assert run_worker(folder) == 0

@@ -39,12 +39,12 @@ def gap(name: str, adds: bool) -> float:
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("name", KINDS)
-def test_joined_is_apart(name: str, adds: bool) -> None:
+def test_joined_is_apart(name, adds):
     assert gap(name, adds) <= SAME
 
 
 @pytest.mark.parametrize("mutant", ["stream's gradient", "mean", "offset"])
-def test_the_comparison_sees_what_is_wrong(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_what_is_wrong(mutant, monkeypatch):
     backward = residual.Reference.backward
 
     def broken(dy, ds, s, weight, inverse, kind):
@@ -58,12 +58,12 @@ def test_the_comparison_sees_what_is_wrong(mutant: str, monkeypatch: pytest.Monk
     assert gap("gemma", adds=True) > 1e-3
 
 
-def test_a_norm_that_is_trained_is_refused() -> None:
+def test_a_norm_that_is_trained_is_refused():
     with pytest.raises(AssertionError, match="trained"):
         add_norm(torch.randn(1, 1, FEATURES), None, norm_of("llama").requires_grad_(), LLAMA)
 
 
-def test_a_stream_without_a_gradient_needs_none() -> None:
+def test_a_stream_without_a_gradient_needs_none():
     """The first layer reads embeddings, which adapters do not change."""
     y, s = add_norm(torch.randn(1, 3, FEATURES), None, norm_of("llama"), LLAMA)
     assert not y.requires_grad and not s.requires_grad

@@ -37,14 +37,14 @@ def recomputed(model_type: str, mode: str, **lora: object) -> torch.nn.Module:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "phi3", "olmo2"])
-def test_a_step_in_tiles_is_the_step(model_type, mode, packed, monkeypatch) -> None:
+def test_a_step_in_tiles_is_the_step(model_type, mode, packed, monkeypatch):
     made = recomputed(model_type, mode)
     in_tiles = trained_step(made, packed)
     monkeypatch.setattr(tiles, "TILE_TOKENS", 1000)
     assert gap(trained_step(made, packed), in_tiles).is_rounding
 
 
-def test_a_tile_is_computed_twice_where_the_mlp_ends_the_layer(monkeypatch) -> None:
+def test_a_tile_is_computed_twice_where_the_mlp_ends_the_layer(monkeypatch):
     made = recomputed("llama", "lora")
     sizes: Counter[int] = Counter()
     computed = mlp.lora_mlp
@@ -60,7 +60,7 @@ def test_a_tile_is_computed_twice_where_the_mlp_ends_the_layer(monkeypatch) -> N
     assert sizes[TILE] == 2 * 2 * tokens // TILE
 
 
-def test_what_a_layer_saves_of_its_mlp_is_the_input(monkeypatch) -> None:
+def test_what_a_layer_saves_of_its_mlp_is_the_input(monkeypatch):
     made = recomputed("llama", "lora")
     saved: Counter[int] = Counter()
 
@@ -76,7 +76,7 @@ def test_what_a_layer_saves_of_its_mlp_is_the_input(monkeypatch) -> None:
     assert saved == {32: 1} and x.grad is not None
 
 
-def test_dropout_and_a_short_row_are_not_cut(monkeypatch) -> None:
+def test_dropout_and_a_short_row_are_not_cut(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("cut into tiles")
 
@@ -89,7 +89,7 @@ def test_dropout_and_a_short_row_are_not_cut(monkeypatch) -> None:
         short(input_ids=torch.arange(2 * TILE)[None])
 
 
-def test_without_gradients_the_mlp_is_cut_as_well(monkeypatch) -> None:
+def test_without_gradients_the_mlp_is_cut_as_well(monkeypatch):
     made = recomputed("llama", "lora").eval()
     ids = torch.arange(3 * TILE + 1)[None]
     widest: list[int] = []
@@ -107,7 +107,7 @@ def test_without_gradients_the_mlp_is_cut_as_well(monkeypatch) -> None:
 
 @pytest.mark.parametrize("whole_rows", [True, False])
 @pytest.mark.parametrize("sinks", [True, False])
-def test_attention_in_parts_of_the_heads(whole_rows, sinks, monkeypatch) -> None:
+def test_attention_in_parts_of_the_heads(whole_rows, sinks, monkeypatch):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 24, heads, 8, requires_grad=True) for heads in (12, 3, 3))
     scoring = Scoring(
@@ -124,7 +124,7 @@ def test_attention_in_parts_of_the_heads(whole_rows, sinks, monkeypatch) -> None
     torch.testing.assert_close(*gradients)
 
 
-def test_no_call_of_a_kernel_has_2_to_the_31_elements(monkeypatch) -> None:
+def test_no_call_of_a_kernel_has_2_to_the_31_elements(monkeypatch):
     sizes: list[int] = []
 
     def note(query, key, value, scale):
@@ -140,7 +140,7 @@ def test_no_call_of_a_kernel_has_2_to_the_31_elements(monkeypatch) -> None:
 
 @pytest.mark.parametrize("offloaded", [0, 2])
 @pytest.mark.parametrize("packed", [True, False])
-def test_attention_is_computed_once_where_its_outputs_are_kept(packed, offloaded) -> None:
+def test_attention_is_computed_once_where_its_outputs_are_kept(packed, offloaded):
     made = recomputed("llama", "lora")
     calls: Counter[str] = Counter()
 

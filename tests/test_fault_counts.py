@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -56,7 +56,7 @@ def test_flips_are_found(finished, tmp_path):
 
 
 def test_cache_flips_are_found(tmp_path):
-    def content(folder: Path) -> None:
+    def content(folder):
         fill(folder, "samples" * 100)
 
     entry = cache.get_or_build(tmp_path, KEY, content)
@@ -145,10 +145,8 @@ def test_shell_words_are_not_run(tmp_path):
 
 
 @pytest.fixture
-def bench_of(
-    plan_run, run_worker, finished, settings_of, uninterrupted, tmp_path
-) -> Callable[[int], Bench]:
-    def make(number: int) -> Bench:
+def bench_of(plan_run, run_worker, finished, settings_of, uninterrupted, tmp_path):
+    def make(number):
         folder = tmp_path / str(number)
         folder.mkdir()
         saved, settings = finished("lora"), settings_of({})
@@ -161,7 +159,7 @@ def bench_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "words"),
+    "name, target, words",
     [
         ("kill-in-a-save", 80, f"kills with SIGKILL inside a save; {AS_UNINTERRUPTED}"),
         ("kill", 20, f"kills with SIGKILL at any other moment; {AS_UNINTERRUPTED}"),

@@ -48,7 +48,7 @@ def by_setting(start: Start, settings: dict[str, Any], at: int) -> RunFolder:
 def by_signal(number: signal.Signals) -> Callable[[Start, dict[str, Any], int], RunFolder]:
     """Return what stops a run by a signal."""
 
-    def stop(start: Start, settings: dict[str, Any], at: int) -> RunFolder:
+    def stop(start, settings, at):
         run, ranks = start(settings, slow_steps)
         log = run.logs / "rank-0.log"
         while not (log.exists() and f"step {at}/" in log.read_text()):
@@ -65,7 +65,7 @@ def slow_steps() -> None:
     """Make a step take as long as a signal needs to come."""
     compute_loss = SftTrainer.compute_loss
 
-    def slowly(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+    def slowly(self, *arguments, **options):
         time.sleep(0.05)
         return compute_loss(self, *arguments, **options)
 
@@ -94,13 +94,13 @@ def is_same(first: RunFolder, second: RunFolder, mode: str) -> bool:
 def test_bit_exact_is_what_a_resumed_run_is(plan_run):
     assert len(CONFIGS) == 30
 
-    def start(settings: dict[str, Any], prepare: Callable | None = None) -> tuple:
+    def start(settings, prepare=None):
         run = plan_run(settings)
         output = run.path / "output.txt"
         rank = start_rank(work, (run.path, prepare), 0, free_port(), output, world_size=1)
         return run, [rank]
 
-    def finish(settings: dict[str, Any]) -> RunFolder:
+    def finish(settings):
         run, ranks = start(settings)
         assert [wait_for(rank) for rank in ranks] == [0], settings
         return run
@@ -124,7 +124,7 @@ def test_bit_exact_is_what_a_resumed_run_is(plan_run):
 def change(name: str, key: str, by: Callable[[Any], Any]) -> Callable[[Path], None]:
     """Return what changes a value of a file that torch saved."""
 
-    def spoil(checkpoint: Path) -> None:
+    def spoil(checkpoint):
         values = torch.load(checkpoint / name, weights_only=False)
         inner = values["state"][0] if name == "optimizer.pt" else values
         inner[key] = by(inner[key])

@@ -59,24 +59,24 @@ def check_broken(row: Fault, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("row", of_tier(is_quick=True))
-def test_a_fault_is_met_as_the_table_says(row: Fault, bench):
+def test_a_fault_is_met_as_the_table_says(row, bench):
     check_met(row, bench)
 
 
 @pytest.mark.parametrize("row", of_tier(is_quick=True, long=LONG_WITHOUT_GUARD))
-def test_without_its_guard_a_fault_breaks_its_contract(row: Fault, bench):
+def test_without_its_guard_a_fault_breaks_its_contract(row, bench):
     check_broken(row, bench)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("row", of_tier(is_quick=False))
-def test_a_fault_of_a_whole_run_is_met_as_the_table_says(row: Fault, bench):
+def test_a_fault_of_a_whole_run_is_met_as_the_table_says(row, bench):
     check_met(row, bench)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("row", of_tier(is_quick=False))
-def test_without_its_guard_a_whole_run_breaks_its_contract(row: Fault, bench):
+def test_without_its_guard_a_whole_run_breaks_its_contract(row, bench):
     check_broken(row, bench)
 
 

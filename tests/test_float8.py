@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from packaging import version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -32,7 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def config_of(tiny_base):
     """A function that returns the config of a float8 run of the tiny model, or of another folder."""
 
-    def config(name=None, train=None, **tuning) -> Config:
+    def config(name=None, train=None, **tuning):
         return Config.model_validate(
             {
                 "model": {"name": str(name or tiny_base), "max_seq_len": 64},
@@ -78,25 +77,6 @@ def test_a_row_of_zeros_stays_zero_with_scale_1():
     assert found.dequantised(torch.float32)[1].eq(1).all()
 
 
-def test_an_outlier_token_costs_no_other_token_a_bit():
-    x = numbers(4, 64)
-    with_outlier = x.clone()
-    with_outlier[2, 7] = 1e6
-    rows = [0, 1, 3]
-    assert torch.equal(
-        quantise(with_outlier).dequantised(torch.float32)[rows],
-        quantise(x).dequantised(torch.float32)[rows],
-    )
-
-
-def test_columns_are_scaled_before_the_largest_is_sought():
-    x, scales = numbers(3, 16), numbers(16, seed=1).abs()
-    found = quantise(x, scales)
-    expected = quantise(x * scales)
-    assert torch.equal(found.values.float(), expected.values.float())
-    assert torch.equal(found.scales, expected.scales)
-
-
 def test_the_scale_of_a_weight_is_the_best_of_an_octave():
     weight = torch.cat([numbers(32, 256), torch.zeros(1, 256)])
     found = quantise_weight(weight)
@@ -111,7 +91,7 @@ def test_the_scale_of_a_weight_is_the_best_of_an_octave():
 # Which weights stay
 
 
-@pytest.mark.parametrize(("outlier", "is_kept"), [(1e3, False), (1e6, True)])
+@pytest.mark.parametrize("outlier, is_kept", [(1e3, False), (1e6, True)])
 def test_a_row_whose_outlier_pushes_the_others_below_the_range_of_e4m3_is_not_quantised(
     outlier, is_kept
 ):
@@ -175,21 +155,6 @@ def test_a_float8_weight_and_its_scales_keep_their_types(convert):
     assert torch.equal(layer.dequantised_weight(torch.float32), before)
 
 
-def test_the_gpus_product_takes_the_layouts_that_it_is_given():
-    """torch multiplies float8 on a CPU too, by the interface that GPUs have; 2.11 without rows."""
-    if version.parse(torch.__version__) < version.parse("2.13"):
-        pytest.skip("this torch has no row-wise scales on a CPU")
-    weight = quantise_weight(numbers(48, 32, seed=1))
-    x, dy = quantise(numbers(7, 32)), quantise(numbers(7, 48, seed=2), weight.scales)
-    forward = products._scaled_mm(x, weight.values.t(), weight.scales)
-    expected = products.product(x, weight.values, weight.scales, torch.float32)
-    torch.testing.assert_close(forward.float(), expected, rtol=2**-8, atol=1e-2)
-    transposed = weight.values.float().t().contiguous().to(FLOAT8)
-    backward = products._scaled_mm(dy, transposed.t(), torch.ones(32))
-    expected = products.input_product(dy, weight.values, torch.float32)
-    torch.testing.assert_close(backward.float(), expected, rtol=2**-8, atol=1e-2)
-
-
 # Models
 
 
@@ -205,7 +170,7 @@ def test_the_linears_of_the_layers_are_in_float8_and_nothing_else(config_of, cap
 
 
 def test_adapters_over_float8_begin_as_those_over_16_bits(config_of):
-    def adapters(base_dtype: str) -> dict[str, torch.Tensor]:
+    def adapters(base_dtype):
         torch.manual_seed(0)
         config = config_of(train={"fast_path": False}, base_dtype=base_dtype)
         model = load_model(config, CPU_BF16)
@@ -243,15 +208,12 @@ def test_experts_and_routers_stay_as_they_were(config_of, base_of, caplog):
     assert "not: experts in one parameter" in caplog.text
 
 
-def test_merging_into_float8_in_memory_is_refused(config_of):
+def test_float8_weights_are_neither_merged_into_nor_trained(config_of):
     model = load_model(config_of(), CPU)
-    with pytest.raises(ValueError, match="cannot be merged into float8 weights"):
+    with pytest.raises(ValueError, match="float8"):
         model.merge_and_unload()
-
-
-def test_a_float8_linear_cannot_be_trained_whole(config_of):
     lora = {"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]}
-    with pytest.raises(ConfigError, match="is quantised to float8"):
+    with pytest.raises(ConfigError, match=r"up_proj .*float8"):
         load_model(config_of(lora=lora), CPU)
 
 
@@ -269,7 +231,7 @@ def steps(tiny_base):
     """Loss and gradients of one step, fused and by the modules' own code, in float32 and bfloat16."""
     ids = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0))
 
-    def step(fast_path: bool, process: Process):
+    def step(fast_path, process):
         torch.manual_seed(0)
         config = Config.model_validate(
             {
@@ -295,9 +257,7 @@ def steps(tiny_base):
     return found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "allowed"), [(torch.float32, 0.01), (torch.bfloat16, 0.15)], ids=str
-)
+@pytest.mark.parametrize("dtype, allowed", [(torch.float32, 0.01), (torch.bfloat16, 0.15)], ids=str)
 def test_a_fused_step_over_float8_is_that_of_the_own_code(steps, dtype, allowed):
     (fused_loss, fused, on), (loss, own, off) = steps[dtype]
     assert {"attention", "linears", "mlp"} <= on.keys() and not off

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.long
-def test_the_gpus_kernels_compute_what_the_references_do() -> None:
+def test_the_gpus_kernels_compute_what_the_references_do():
     """Run the kernels in Triton's interpreter, which must be set when a process starts.
 
     It rounds to float8 wrongly: numbers are compared before they are rounded.

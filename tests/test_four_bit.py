@@ -22,7 +22,7 @@ KINDS = list(itertools.product(["nf4", "fp4"], [False, True]))
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
+def kernels():
     """The kernels as Triton's interpreter runs them; it lacks the GPU's own multiplication.
 
     It also rounds to bfloat16 towards zero: that is left to the tests on a GPU.
@@ -92,29 +92,29 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("quant_type", "is_nested"), KINDS)
+@pytest.mark.parametrize("quant_type, is_nested", KINDS)
 def test_the_kernel_unpacks_to_the_bits_of_its_formula(
     kernels, quant_type, is_nested, shape, dtype
-) -> None:
+):
     packed, state = packed_weight(shape, quant_type, is_nested, dtype=dtype)
     assert four_bit.has_kernel(packed, state)
     assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
 
 
-@pytest.mark.parametrize(("quant_type", "is_nested"), KINDS)
-def test_the_kernel_unpacks_to_the_numbers_of_bitsandbytes(kernels, quant_type, is_nested) -> None:
+@pytest.mark.parametrize("quant_type, is_nested", KINDS)
+def test_the_kernel_unpacks_to_the_numbers_of_bitsandbytes(kernels, quant_type, is_nested):
     packed, state = packed_weight((64, 128), quant_type, is_nested)
     expected = dequantize_4bit(packed, state)  # on a CPU no zero of fp4 is negative
     assert torch.equal(kernels.unpack(packed, state), expected)
 
 
 @pytest.mark.parametrize("blocksize", four_bit.BLOCK_SIZES)
-def test_the_kernel_knows_every_size_of_a_block(kernels, blocksize) -> None:
+def test_the_kernel_knows_every_size_of_a_block(kernels, blocksize):
     packed, state = packed_weight((9, 1000), blocksize=blocksize)
     assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
 
 
-def test_nothing_is_written_behind_a_weight(kernels, monkeypatch) -> None:
+def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
     packed, state = packed_weight((37, 40))
     size = state.shape.numel()
     memory = torch.full((size + 8 * kernels.TILE,), 7.0)
@@ -129,20 +129,20 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
-def test_bytes_may_be_stored_as_numbers(kernels, storage) -> None:
+def test_bytes_may_be_stored_as_numbers(kernels, storage):
     packed, state = packed_weight((64, 128), storage=storage)
     assert four_bit.has_kernel(packed, state)
     assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
 
 
-def test_scales_may_be_views_of_a_larger_tensor(kernels) -> None:
+def test_scales_may_be_views_of_a_larger_tensor(kernels):
     packed, state = packed_weight((64, 128))
     state.absmax = torch.cat((state.absmax[:3], state.absmax))[3:]
     assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_what_is_too_small_or_not_finite_is_what_a_gpu_makes_of_it(kernels, quant_type) -> None:
+def test_what_is_too_small_or_not_finite_is_what_a_gpu_makes_of_it(kernels, quant_type):
     packed, state = packed_weight((8, 64), quant_type, is_nested=False)
     state.absmax[:6] = torch.tensor([0.0, 1e-38, 1e-36, -2e-38, 3e38, float("inf")])
     found, expected = kernels.unpack(packed, state), formula(packed, state)
@@ -152,13 +152,13 @@ def test_what_is_too_small_or_not_finite_is_what_a_gpu_makes_of_it(kernels, quan
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_the_codes_are_those_of_bitsandbytes(quant_type) -> None:
+def test_the_codes_are_those_of_bitsandbytes(quant_type):
     _, state = packed_weight((8, 64), quant_type)
     table = four_bit_kernels.NF4 if quant_type == "nf4" else four_bit_kernels.FP4
     assert torch.equal(torch.tensor(table), state.code)
 
 
-def test_the_gpu_neither_fuses_the_product_and_the_sum_nor_keeps_what_is_too_small() -> None:
+def test_the_gpu_neither_fuses_the_product_and_the_sum_nor_keeps_what_is_too_small():
     packed, state = packed_weight((64, 64), dtype=torch.bfloat16)
     with compiling_for(90) as compiled:
         four_bit_kernels.unpack(packed, state)
@@ -179,15 +179,18 @@ def changed(state: QuantState, **changes: object) -> QuantState:
     return state
 
 
-def test_only_what_the_kernel_knows_is_given_to_it() -> None:
+def test_only_what_the_kernel_knows_is_given_to_it():
     packed, state = packed_weight((64, 128))
     assert four_bit.has_kernel(packed, state)
-    assert not four_bit.has_kernel(packed, changed(state, quant_type="int4"))
-    assert not four_bit.has_kernel(packed, changed(state, blocksize=96))
-    assert not four_bit.has_kernel(packed, changed(state, dtype=torch.float64))
-    assert not four_bit.has_kernel(packed, changed(state, shape=torch.Size((65, 128))))
-    assert not four_bit.has_kernel(packed, changed(state, offset=state.offset.double()))
-    assert not four_bit.has_kernel(packed, changed(state, absmax=state.absmax.float()))
+    for wrong in (
+        {"quant_type": "int4"},
+        {"blocksize": 96},
+        {"dtype": torch.float64},
+        {"shape": torch.Size((65, 128))},
+        {"offset": state.offset.double()},
+        {"absmax": state.absmax.float()},
+    ):
+        assert not four_bit.has_kernel(packed, changed(state, **wrong)), wrong
     shifted = torch.cat((packed[:1], packed))[1:]  # one byte behind a word
     assert not four_bit.has_kernel(shifted, state)
     odd = packed_weight((3, 41))

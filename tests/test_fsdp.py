@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from peft import PeftModel
-from rank_processes import run_two, run_two_workers
+from rank_processes import run_two, train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -32,9 +32,8 @@ SETTINGS = {
     "train.probe": True,
     "tuning.lora.dropout": 0.1,
 }
-LONG = [pytest.param(mode, marks=pytest.mark.long) for mode in ("qlora", "float8", "full")]
+LONG = [long(mode) for mode in ("qlora", "float8", "full")]
 QUICK_AND_LONG = ["lora", *LONG]
-Finished = Callable[..., RunFolder]
 
 
 def note_held_weights(folder: Path) -> None:
@@ -63,13 +62,11 @@ def note_held_weights(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(plan_run, taught_base) -> Finished:
+def finished(plan_run, taught_base):
     """A function that returns a finished run of two processes, the same one to every test."""
     runs: dict[tuple, RunFolder] = {}
 
-    def run(
-        strategy: str, mode: str, resume_from: Path | None = None, offload: bool = False
-    ) -> RunFolder:
+    def run(strategy, mode, resume_from=None, offload=False):
         key = (strategy, mode, resume_from, offload)
         if key not in runs:
             changes = {**SETTINGS, "model.name": taught_base, "tuning.mode": mode}
@@ -79,8 +76,7 @@ def finished(plan_run, taught_base) -> Finished:
                 changes["train.resume_from"] = resume_from
             changes |= {"train.strategy": strategy, "train.fsdp_offload": offload}
             folder = plan_run(changes, num_gpus=2)
-            exits = run_two_workers(folder, note_held_weights, folder.path)
-            assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+            train_on_two(folder, note_held_weights, folder.path)
             runs[key] = folder
         return runs[key]
 
@@ -97,7 +93,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
-def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> None:
+def test_a_divided_model_trains_as_under_ddp(finished, mode):
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     one, two = run_json(ddp), run_json(fsdp)
     assert two["strategy"] == "fsdp"
@@ -114,7 +110,7 @@ def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> N
 
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
-def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> None:
+def test_each_rank_holds_its_part_of_the_base(finished, mode):
     folder = finished("fsdp", mode)
     for rank in (0, 1):
         held, total = json.loads((folder.path / f"held-{rank}.json").read_text())
@@ -122,7 +118,7 @@ def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> 
 
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
-def test_what_is_saved_has_the_form_of_ddp(finished: Finished, mode: str) -> None:
+def test_what_is_saved_has_the_form_of_ddp(finished, mode):
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     assert files(fsdp.weights(mode)) == files(ddp.weights(mode))
     before, after = (folder.checkpoints / "checkpoint-3" for folder in (ddp, fsdp))
@@ -155,19 +151,17 @@ def compare_bases(folder: Path, seen: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen2_moe"])
-def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(
-    base_of, tmp_path: Path, model_type: str
-) -> None:
+def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(base_of, tmp_path, model_type):
     output = tmp_path / "output.txt"
     exits = run_two(compare_bases, base_of(model_type), tmp_path, output=output)
     assert exits == [0, 0], output.read_text()[-3000:]
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", ["fsdp", long("zero3")])
 def test_a_head_of_its_own_is_trained_under_every_strategy(
-    plan_run, run_worker, base_of, tmp_path: Path, strategy: str
-) -> None:
+    plan_run, run_worker, base_of, tmp_path, strategy
+):
     """Of files that hold two matrices where config ties them, transformers on one GPU takes both."""
     base = shutil.copytree(base_of("llama"), tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
@@ -177,13 +171,13 @@ def test_a_head_of_its_own_is_trained_under_every_strategy(
     alone = plan_run(changes)
     assert run_worker(alone) == 0
     both = plan_run(changes | {"train.strategy": strategy}, num_gpus=2)
-    assert run_two_workers(both) == [0, 0], (both.path / "output.txt").read_text()[-3000:]
+    train_on_two(both)
     losses = [run_json(run)["metrics"]["before"]["eval_loss"] for run in (alone, both)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert "lm_head.weight" in saved(both, "full")
 
 
-def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, taught_base) -> None:
+def test_plain_peft_opens_the_adapter_of_a_divided_model(finished, taught_base):
     ids = torch.arange(5, 25)[None]
     logits = []
     for strategy in ("ddp", "fsdp"):
@@ -197,7 +191,7 @@ def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, tau
 
 
 @pytest.mark.long
-def test_plain_transformers_opens_a_divided_model(finished: Finished) -> None:
+def test_plain_transformers_opens_a_divided_model(finished):
     folder = finished("fsdp", "full").weights("full")
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -205,16 +199,10 @@ def test_plain_transformers_opens_a_divided_model(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begun", "goes_on", "mode"),
-    [
-        ("fsdp", "fsdp", "lora"),
-        pytest.param("fsdp", "fsdp", "full", marks=pytest.mark.long),
-        pytest.param("ddp", "fsdp", "lora", marks=pytest.mark.long),
-    ],
+    "begun, goes_on, mode",
+    [("fsdp", "fsdp", "lora"), long("fsdp", "fsdp", "full"), long("ddp", "fsdp", "lora")],
 )
-def test_a_resumed_run_is_the_one_that_never_stopped(
-    finished: Finished, begun: str, goes_on: str, mode: str
-) -> None:
+def test_a_resumed_run_is_the_one_that_never_stopped(finished, begun, goes_on, mode):
     whole = finished(begun, mode)
     again = finished(goes_on, mode, whole.checkpoints / "checkpoint-3")
     losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (whole, again)]
@@ -226,9 +214,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(
 
 @pytest.mark.parametrize("mode", QUICK_AND_LONG)
 @pytest.mark.long
-def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
-    finished: Finished, mode: str
-) -> None:
+def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(finished, mode):
     fsdp, offloaded = finished("fsdp", mode), finished("fsdp", mode, offload=True)
     policies = json.loads((offloaded.path / "policies-0.json").read_text())
     assert set(policies) == {"CPUOffloadPolicy"}
@@ -243,7 +229,7 @@ def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
     torch.testing.assert_close(saved(again, mode), saved(fsdp, mode), rtol=0, atol=0)
 
 
-def test_packed_bytes_are_divided_in_a_type_that_no_copy_changes() -> None:
+def test_packed_bytes_are_divided_in_a_type_that_no_copy_changes():
     """torch copies bfloat16 of several tensors through float32: of 253 bit patterns it makes others."""
     assert storage_type(torch.bfloat16, zero_stage=0, is_fsdp=True) == torch.float32
     assert storage_type(torch.bfloat16, zero_stage=3) == torch.bfloat16, "it is cast else"

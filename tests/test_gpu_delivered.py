@@ -8,10 +8,7 @@ from torch import nn
 from sft_play.models.compressed import KINDS, Rounding, has_kernel, scales_of
 from sft_play.models.delivered import merged
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def weight(dtype: torch.dtype, rows: int = 384, inputs: int = 14_336) -> torch.Tensor:
@@ -24,7 +21,7 @@ def weight(dtype: torch.dtype, rows: int = 384, inputs: int = 14_336) -> torch.T
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_rounds_to_the_bits_of_the_reference(kind, dtype) -> None:
+def test_the_kernel_rounds_to_the_bits_of_the_reference(kind, dtype):
     rounding = Rounding.of(kind, [nn.Linear(256, 8)], "a model")
     given = weight(dtype)
     assert has_kernel(given)
@@ -36,7 +33,7 @@ def test_the_kernel_rounds_to_the_bits_of_the_reference(kind, dtype) -> None:
     assert rounding.inputs(given[None]).cpu().equal(rounding.inputs(given[None].cpu()))
 
 
-def test_an_adapter_is_merged_to_a_step_of_its_type() -> None:
+def test_an_adapter_is_merged_to_a_step_of_its_type():
     torch.manual_seed(0)
     base = torch.randn(512, 1024, device="cuda").bfloat16()
     a, b = torch.randn(16, 1024, device="cuda") * 0.02, torch.randn(512, 16, device="cuda") * 0.02
@@ -48,7 +45,7 @@ def test_an_adapter_is_merged_to_a_step_of_its_type() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_linears_compute_the_same_in_16_bits(kind) -> None:
+def test_fused_linears_compute_the_same_in_16_bits(kind):
     modules = [module.cuda() for module in linears(kind, count=3)]
     for module in modules:
         module.base_layer.bfloat16()

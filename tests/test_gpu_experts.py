@@ -29,10 +29,7 @@ from sft_play.models.fast.experts.products import (
     sum_choices,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 TOKENS, CHOICES = 37, 3
 # A result is rounded once: one step of bfloat16 is 2^-8. Float32 sums have another order.
 TOLERANCES = {
@@ -56,7 +53,7 @@ def routing_on_gpu(choices: Tensor, experts: int) -> Routing:
 
 @pytest.mark.parametrize("features", [40, 2048, 2880])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_choices_are_summed(features: int, dtype: torch.dtype) -> None:
+def test_choices_are_summed(features, dtype):
     rows = routing()
     on_gpu = Routing(*to_gpu(*rows[:3]), None)
     values = torch.randn(TOKENS * CHOICES, features).to(dtype)
@@ -71,9 +68,7 @@ def test_choices_are_summed(features: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [20, 300, 2500])
 @pytest.mark.parametrize("kind", ["plain", "nf4", "nf4 nested", "fp4", "mxfp4"])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_rows_are_multiplied_by_the_matrices_of_their_experts(
-    kind: str, tokens: int, is_transposed: bool
-) -> None:
+def test_rows_are_multiplied_by_the_matrices_of_their_experts(kind, tokens, is_transposed):
     torch.manual_seed(0)
     experts, sides = 9, (320, 448)
     choices = torch.rand(tokens, experts - 1).topk(CHOICES).indices
@@ -105,7 +100,7 @@ def test_rows_are_multiplied_by_the_matrices_of_their_experts(
 
 
 @pytest.mark.parametrize("of_tokens", [False, True])
-def test_rows_of_experts_are_summed_to_matrices(of_tokens: bool) -> None:
+def test_rows_of_experts_are_summed_to_matrices(of_tokens):
     rows = routing(300)
     on_gpu = Routing(*to_gpu(*rows[:3]), None)
     x = torch.randn(900, 12).bfloat16()
@@ -130,9 +125,7 @@ def test_rows_of_experts_are_summed_to_matrices(of_tokens: bool) -> None:
     ],
     ids=["silu", "gelu", "clamped"],
 )
-def test_gates_compute_their_formulas(
-    gate: experts_gates.Gate, dtype: torch.dtype, features: int
-) -> None:
+def test_gates_compute_their_formulas(gate, dtype, features):
     torch.manual_seed(0)
     y = (4 * torch.randn(TOKENS, 2 * features)).to(dtype)
     dh = torch.randn(TOKENS, features).to(dtype)
@@ -150,7 +143,7 @@ def test_gates_compute_their_formulas(
 @pytest.mark.parametrize(
     "gate", [experts_gates.FusedGlu("silu"), experts_gates.ClampedGlu(1.702, 7.0)]
 )
-def test_gates_leave_out_rows_behind_the_last_expert(gate: experts_gates.Gate) -> None:
+def test_gates_leave_out_rows_behind_the_last_expert(gate):
     ends = torch.tensor([2, 2, TOKENS - 5], dtype=torch.int32, device="cuda")
     y = torch.randn(TOKENS, 48, device="cuda", dtype=torch.bfloat16)
     dh, weights = torch.randn_like(y[:, ::2]), torch.rand(TOKENS, device="cuda")
@@ -164,7 +157,7 @@ def test_gates_leave_out_rows_behind_the_last_expert(gate: experts_gates.Gate) -
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_a_fused_step_is_as_near_to_float32_as_a_plain_one(model_type: str) -> None:
+def test_a_fused_step_is_as_near_to_float32_as_a_plain_one(model_type):
     exact = some_experts(model_type, sizes=GPU_SIZES)
     half = some_experts(model_type, sizes=GPU_SIZES, dtype=torch.bfloat16)
     half.load_state_dict(exact.state_dict())
@@ -178,7 +171,7 @@ def test_a_fused_step_is_as_near_to_float32_as_a_plain_one(model_type: str) -> N
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_a_fused_step_never_waits_for_the_gpu(model_type: str) -> None:
+def test_a_fused_step_never_waits_for_the_gpu(model_type):
     experts = some_experts(model_type, sizes=GPU_SIZES, dtype=torch.bfloat16).cuda()
     forward = fused_forward(experts)
     x = torch.randn(TOKENS, hidden_size(experts), device="cuda", dtype=torch.bfloat16)

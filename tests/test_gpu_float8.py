@@ -47,7 +47,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("features", [16, 1008, 4096, 14336])
 @pytest.mark.parametrize("has_columns", [False, True])
-def test_the_quantiser_equals_its_reference(dtype, features, has_columns) -> None:
+def test_the_quantiser_equals_its_reference(dtype, features, has_columns):
     x = numbers(65, features, dtype=torch.float32).clamp(-6e4, 6e4).to(dtype)
     columns = torch.rand(features, device=GPU) + 0.1 if has_columns else None
     found, expected = quantise(x, columns), quantise_reference(x, columns)
@@ -56,7 +56,7 @@ def test_the_quantiser_equals_its_reference(dtype, features, has_columns) -> Non
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(bad) -> None:
+def test_what_is_not_finite_shows(bad):
     x = numbers(8, 256)
     x[5, 7] = bad
     assert quantise(x).dequantised(torch.float32).isnan().any(1).tolist() == [
@@ -65,7 +65,7 @@ def test_what_is_not_finite_shows(bad) -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (1024, 4096), (14336, 4096), (272, 1008)])
-def test_a_transpose_moves_every_weight(shape) -> None:
+def test_a_transpose_moves_every_weight(shape):
     from sft_play.models.float8 import kernels
 
     weight = torch.randint(0, 255, shape, dtype=torch.uint8, device=GPU).view(FLOAT8)
@@ -74,10 +74,10 @@ def test_a_transpose_moves_every_weight(shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inputs", "outputs"),
+    "tokens, inputs, outputs",
     [(8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 1024), (37, 576, 1536), (1, 64, 128)],
 )
-def test_both_products_are_those_of_the_reference(tokens, inputs, outputs) -> None:
+def test_both_products_are_those_of_the_reference(tokens, inputs, outputs):
     weight = quantise_weight(0.02 * torch.randn(outputs, inputs, device=GPU))
     x = quantise(numbers(max(3, tokens), inputs)[:tokens])
     found = products.product(x, weight.values, weight.scales, torch.bfloat16)
@@ -92,7 +92,7 @@ def test_both_products_are_those_of_the_reference(tokens, inputs, outputs) -> No
     assert found.isfinite().all() and relative_error(found, expected) < CLOSE
 
 
-def test_a_layer_computes_nothing_that_is_not_finite_for_zero_rows_and_outliers() -> None:
+def test_a_layer_computes_nothing_that_is_not_finite_for_zero_rows_and_outliers():
     linear = torch.nn.Linear(256, 512, bias=True, device=GPU, dtype=torch.bfloat16)
     layer = Float8Linear.of(linear, quantise_weight(linear.weight.detach()))
     layer.bias.requires_grad_(False)
@@ -111,7 +111,7 @@ def near(found: Quantised, expected: Quantised) -> bool:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("features", [1500, 14336])
-def test_the_mlps_kernels_quantise_what_their_references_do(activation, features) -> None:
+def test_the_mlps_kernels_quantise_what_their_references_do(activation, features):
     torch.manual_seed(0)
     gate, up = torch.randn(33, 2 * features, device=GPU, dtype=torch.bfloat16).chunk(2, -1)
     gate[3], up[4] = 0, 1e4
@@ -134,7 +134,7 @@ def test_the_mlps_kernels_quantise_what_their_references_do(activation, features
 
 
 @pytest.mark.parametrize("features", [100, 4096, 8192])
-def test_a_norm_quantises_what_it_computes(features) -> None:
+def test_a_norm_quantises_what_it_computes(features):
     from sft_play.models.fast.norms import residual_kernels
     from sft_play.models.fast.norms.rms import LLAMA
 
@@ -151,7 +151,7 @@ def steps(tiny_base):
     """Loss and gradients of one step on a GPU: fused, by the modules' own code, in 16 bits."""
     ids = torch.randint(3, 500, (4, 48), generator=torch.Generator().manual_seed(0)).to(GPU)
 
-    def step(fast_path: bool, base_dtype: str):
+    def step(fast_path, base_dtype):
         torch.manual_seed(0)
         config = Config.model_validate(
             {
@@ -181,20 +181,20 @@ def steps(tiny_base):
     }
 
 
-def test_a_fused_step_is_that_of_the_own_code(steps) -> None:
+def test_a_fused_step_is_that_of_the_own_code(steps):
     (fused_loss, fused, on), (loss, own, _) = steps["fused"], steps["own"]
     assert {"attention", "linears", "mlp"} <= on.keys()
     assert fused_loss == pytest.approx(loss, rel=0.01)
     assert (fused - own).norm() / own.norm() < 0.15
 
 
-def test_a_float8_step_is_near_that_in_16_bits(steps) -> None:
+def test_a_float8_step_is_near_that_in_16_bits(steps):
     (fused_loss, fused, _), (loss, unquantised, _) = steps["fused"], steps["unquantised"]
     assert fused_loss == pytest.approx(loss, rel=0.02)
     assert (fused - unquantised).norm() / unquantised.norm() < 0.25
 
 
-def test_a_part_of_the_tokens_has_the_products_of_the_whole() -> None:
+def test_a_part_of_the_tokens_has_the_products_of_the_whole():
     weight = quantise_weight(torch.randn(64, 128, device=GPU))
     x = quantise(numbers(48, 128))
     half = Quantised(x.values[:32], x.scales[:32])

@@ -10,19 +10,14 @@ from sft_play.models.fast.linears.glu import (
     glu_forward,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("rank", [5, 16])
-@pytest.mark.parametrize(("rows", "features"), [(1, 151), (100, 8192), (8192, 14336)])
-def test_one_kernel_is_as_exact_as_two(
-    rows: int, features: int, rank: int, activation: str
-) -> None:
+@pytest.mark.parametrize("rows, features", [(1, 151), (100, 8192), (8192, 14336)])
+def test_one_kernel_is_as_exact_as_two(rows, features, rank, activation):
     torch.manual_seed(0)
     both = torch.randn(rows, 2 * features, device=GPU).bfloat16()
     gate, up = both.chunk(2, dim=1)

@@ -2,7 +2,6 @@
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,7 @@ from sft_play.models.fast.graphs.recording import accumulators_for_recordings, r
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 STEPS = 40
 
 
@@ -45,14 +41,12 @@ def gradients_of(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("is_packed", "in_one_row"),
+    "is_packed, in_one_row",
     [(True, False), (True, True), (False, False)],
     ids=["packed", "in-one-row", "padded"],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_a_captured_step_is_one_that_was_not(
-    name: str, is_packed: bool, in_one_row: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_is_one_that_was_not(name, is_packed, in_one_row, monkeypatch):
     monkeypatch.setattr(packing, "ROW_STEP", 8)
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
@@ -76,16 +70,14 @@ def test_a_captured_step_is_one_that_was_not(
 
 
 @pytest.mark.parametrize(
-    ("target", "mode"),
+    "target, mode",
     [
         ("train-bnb", "lora"),
         ("train-bnb", "qlora"),
         pytest.param("train-distributed", "lora", marks=needs_two),
     ],
 )
-def test_a_run_replays_its_layers_and_learns_the_same(
-    tmp_path: Path, target: str, mode: str
-) -> None:
+def test_a_run_replays_its_layers_and_learns_the_same(tmp_path, target, mode):
     found = {}
     for graphs in ("false", "true"):
         words = {

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,15 @@ CASES = [
     {"TUNING_MODE": "qlora", "TRAIN_PACKING": "false"},
     {"TUNING_MODE": "full"},
     {"TUNING_MODE": "full", "TRAIN_OPTIM": "adamw_8bit"},
-    {
-        "TUNING_MODE": "full",
-        "TRAIN_FP16": "true",
-        "TRAIN_BF16": "false",
-    },
+    {"TUNING_MODE": "full", "TRAIN_FP16": "true", "TRAIN_BF16": "false"},
 ]
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def base(tokenizer, tmp_path_factory) -> Path:
+def base(tokenizer, tmp_path_factory):
     """A Llama of 8 layers whose activations outweigh its weights, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,7 +55,7 @@ def base(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def long_rows(tmp_path_factory) -> Path:
+def long_rows(tmp_path_factory):
     """Rows as long as rows may be, or nearly: a step of the run is then a step of the probe."""
     path = tmp_path_factory.mktemp("rows") / "long.jsonl"
     records = [
@@ -123,13 +115,11 @@ def named(variables: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def probed_run(
-    base: Path, long_rows: Path, tmp_path_factory
-) -> Callable[[dict[str, str]], dict[str, Any]]:
+def probed_run(base, long_rows, tmp_path_factory):
     """A function that returns the probed run of a case, trained once for all tests."""
     runs: dict[str, dict[str, Any]] = {}
 
-    def run(variables: dict[str, str]) -> dict[str, Any]:
+    def run(variables):
         name = named(variables)
         if name not in runs:
             runs[name] = train(tmp_path_factory.mktemp("probed"), base, long_rows, **variables)
@@ -147,8 +137,8 @@ def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
 def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
-    probed_run, base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]
-) -> None:
+    probed_run, base, long_rows, tmp_path, variables
+):
     """To the bit, unless two runs without a probe differ from each other, as kernels that sum in no fixed order let them: then in the first step."""
     probed = probed_run(variables)
     facts, plan = probed["probe"], probed["plan"]
@@ -168,9 +158,7 @@ def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
 
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
-def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(
-    probed_run, variables: dict[str, str]
-) -> None:
+def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(probed_run, variables):
     facts = probed_run(variables)["probe"]
     assert (
         len(facts["points"]) == 3
@@ -183,9 +171,7 @@ def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(
     assert facts["verified_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
-def test_less_memory_means_smaller_steps_and_the_same_losses(
-    probed_run, base: Path, long_rows: Path, tmp_path: Path
-) -> None:
+def test_less_memory_means_smaller_steps_and_the_same_losses(probed_run, base, long_rows, tmp_path):
     """Memory is short because this process holds the rest of it."""
     wide = probed_run(PLAIN_LORA)
     free, _ = torch.cuda.mem_get_info()
@@ -199,9 +185,7 @@ def test_less_memory_means_smaller_steps_and_the_same_losses(
     check_losses(losses(narrow), losses(wide))
 
 
-def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
-    base: Path, plan_run, build_trainer
-) -> None:
+def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, build_trainer):
     from sft_play.plan.step import Layout
     from sft_play.process import Process
     from sft_play.training.dry_run import DryRun, digest

@@ -12,19 +12,14 @@ from published_models import write_published
 from tiny_models import GPU_SIZES
 from transformers import AutoTokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
 TYPES = ("gemma3", "mistral3", "qwen3_5", "qwen2_5_vl", "llama4")
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_composite_checkpoint_trains_and_is_reopened(
-    model_type: str, mode: str, tmp_path: Path
-) -> None:
+def test_a_composite_checkpoint_trains_and_is_reopened(model_type, mode, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny_llama")
     write_published(model_type, tmp_path / "base", tokenizer, GPU_SIZES, dtype=torch.bfloat16)
     settings = {

@@ -10,16 +10,13 @@ from sft_play.models.load import load_base
 from sft_play.process import Process
 from sft_play.training.runtime import allow_tf32
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64])
 @pytest.mark.parametrize("tokens", [512, 8192, 131072])
-def test_angles_are_those_of_float64(rows: int, tokens: int) -> None:
+def test_angles_are_those_of_float64(rows, tokens):
     process = Process.alone(torch.device("cuda", 0), torch.bfloat16)
     config = Config.model_validate({"model": {"name": str(ROOT / "data" / "tiny_llama")}})
     before = torch.get_float32_matmul_precision()

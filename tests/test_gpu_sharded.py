@@ -53,10 +53,8 @@ def train(target: str, folder: Path, **variables: str) -> dict[str, Any]:
     return json.loads((folder / "run" / "run.json").read_text())
 
 
-@pytest.mark.parametrize(("target", "variables"), SHARED)
-def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
-    tmp_path: Path, target: str, variables: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("target, variables", SHARED)
+def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(tmp_path, target, variables):
     whole = {
         name: text for name, text in variables.items() if name.startswith(("TUNING", "TRAIN_LEARN"))
     }
@@ -77,7 +75,7 @@ def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
     print(f"\n{target} {variables}: peak MiB {gpus}, losses {losses(report)}")
 
 
-def test_two_gpus_score_what_one_scores(tmp_path: Path) -> None:
+def test_two_gpus_score_what_one_scores(tmp_path):
     # in float32: other batches round otherwise, and in bfloat16 an answer may differ by that
     train("train", tmp_path, NUM_GPUS="1", TRAIN_BF16="false")
     folder = tmp_path / "run"
@@ -91,7 +89,7 @@ def test_two_gpus_score_what_one_scores(tmp_path: Path) -> None:
     assert two["rougeL"] == pytest.approx(one["rougeL"], abs=1e-6)
 
 
-def test_copies_of_several_tensors_keep_the_bits_of_float32_alone() -> None:
+def test_copies_of_several_tensors_keep_the_bits_of_float32_alone():
     """As FSDP copies the weights of a unit. Of bfloat16 some bytes that are a NaN become others."""
     bits = torch.arange(1 << 16, dtype=torch.int32, device="cuda")
     changed = {}

@@ -2,7 +2,6 @@
 
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 FROM, TO = (
     2,
@@ -63,7 +59,7 @@ class Watch(TrainerCallback):
 
 
 @pytest.fixture
-def watch(monkeypatch) -> Iterator[Watch]:
+def watch(monkeypatch):
     watch = Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -126,7 +122,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, packed: bool) -> None:
+def test_no_step_waits_for_the_gpu(tmp_path, watch, mode, packed):
     trainer = trainer_on_gpu(tmp_path, mode, packed)
     assert {"attention", "loss"} <= fused_kernels_of(trainer.model).on.keys(), fused_kernels_of(
         trainer.model
@@ -137,9 +133,9 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, pack
     assert watch.sites == []
 
 
-def test_a_step_that_waits_is_seen(tmp_path: Path, watch: Watch) -> None:
+def test_a_step_that_waits_is_seen(tmp_path, watch):
     class Reads(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args, state, control, **kwargs):
             torch.ones((), device=GPU).item()
 
     trainer = trainer_on_gpu(tmp_path, "lora", packed=True)
@@ -153,13 +149,9 @@ def test_a_step_that_waits_is_seen(tmp_path: Path, watch: Watch) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(
-    ("dtype", "most"),
-    [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],
-    ids=str,
+    "dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)], ids=str
 )
-def test_the_loss_is_that_of_float64(
-    dtype: torch.dtype, most: float, softcap: float | None
-) -> None:
+def test_the_loss_is_that_of_float64(dtype, most, softcap):
     """The vocabulary has many blocks, and the tokens several chunks.
 
     Errors are relative to the largest number.

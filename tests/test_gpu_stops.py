@@ -24,10 +24,7 @@ from sft_play.runs import checkpoints
 from sft_play.runs.folder import RunFolder
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 16
 SETTINGS = {
@@ -120,10 +117,10 @@ def staged(folder: RunFolder) -> list[Path]:
     return [path for path in found if checkpoints.step_of(path) >= 5]
 
 
-@pytest.mark.parametrize(("target", "variables"), STARTS)
+@pytest.mark.parametrize("target, variables", STARTS)
 def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_been(
-    tmp_path: Path, target: str, variables: dict[str, str]
-) -> None:
+    tmp_path, target, variables
+):
     """One run, four starts of make: the same command three times, beside one that is left alone."""
     alone = Started(target, variables, tmp_path / "alone")
     outputs = tmp_path / "outputs"

@@ -10,10 +10,7 @@ from sft_play.monitor.watch import Follower, frame
 from sft_play.runs.folder import RunFolder
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def events_of(folder: Path) -> EventAccumulator:

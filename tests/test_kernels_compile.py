@@ -1,11 +1,11 @@
 """Every Triton kernel becomes machine code for each generation of GPUs, on a host without one."""
 
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
+from marks import long
 
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 
@@ -35,11 +35,7 @@ CAPABILITIES = [
     pytest.param(100, id="B200", marks=pytest.mark.long),
     pytest.param(120, id="RTX 5090", marks=pytest.mark.long),
 ]
-DTYPES = [
-    torch.bfloat16,
-    pytest.param(torch.float16, marks=pytest.mark.long),
-    pytest.param(torch.float32, marks=pytest.mark.long),
-]
+DTYPES = [torch.bfloat16, long(torch.float16), long(torch.float32)]
 
 
 def rows(dtype: torch.dtype, features: int = FEATURES, count: int = ROWS) -> torch.Tensor:
@@ -157,16 +153,14 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120
 LAUNCHES = [
     *(glu, cross_entropy, norms, mixture, grouped, float8, four_bit, adapters),
     # small tiles of the kernels whose large ones are compiled in `make test`
-    pytest.param(grouped_few, marks=pytest.mark.long),
+    long(grouped_few),
 ]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_kernel_compiles(
-    launch: Callable[[torch.dtype], None], dtype: torch.dtype, capability: int
-) -> None:
+def test_a_kernel_compiles(launch, dtype, capability):
     if launch is float8 and capability < 89:
         pytest.skip("a GPU without float8")
     if launch in (adapters, grouped, grouped_few) and dtype == torch.float32:
@@ -184,7 +178,7 @@ def test_a_kernel_compiles(
         assert kernel.metadata.shared <= most
 
 
-def test_gradients_of_an_mlp_count_rows_in_64_bits() -> None:
+def test_gradients_of_an_mlp_count_rows_in_64_bits():
     """131,072 rows of 28,672 features are more numbers than 32 bits count."""
     dh, gate, up, dgate, dup = (rows(torch.bfloat16) for _ in range(5))
     du = rows(torch.bfloat16, 4)

@@ -10,16 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import bitsandbytes
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, core_model_loading
+from transformers import AutoTokenizer, core_model_loading
 
 from sft_play.config.schema import Config
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
-from sft_play.models import lora, unsloth
 from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows, summed_nll
 from sft_play.models.parameters import count_parameters
@@ -34,7 +30,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def config_of(tiny_base):
     """A function that returns a config of the tiny model, or of another folder."""
 
-    def config(mode: str = "lora", name=None, **tuning) -> Config:
+    def config(mode="lora", name=None, **tuning):
         return Config.model_validate(
             {"model": {"name": str(name or tiny_base)}, "tuning": {"mode": mode, **tuning}}
         )
@@ -57,51 +53,17 @@ def edit_json(path, **changes) -> None:
 # The tokenizer
 
 
-def test_a_tokenizer_keeps_its_own_pad_token_and_template(config_of, tokenizer):
-    loaded = load_tokenizer(config_of())
-    assert (loaded.pad_token_id, loaded.chat_template) == (
-        tokenizer.pad_token_id,
-        tokenizer.chat_template,
-    )
-    assert loaded.pad_token_id != loaded.eos_token_id
-
-
 def test_a_tokenizer_without_pad_token_and_template_gets_eos_and_the_default_template(
     config_of, copied, tmp_path
 ):
     edit_json(copied / "tokenizer_config.json", pad_token=None)
     (copied / "chat_template.jinja").unlink()
+    own = load_tokenizer(config_of())
+    assert own.pad_token_id != own.eos_token_id and own.chat_template != DEFAULT_TEMPLATE
     loaded = load_tokenizer(config_of(name=copied))
     assert (loaded.pad_token_id, loaded.chat_template) == (loaded.eos_token_id, DEFAULT_TEMPLATE)
     loaded.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == DEFAULT_TEMPLATE
-
-
-def test_a_tokenizer_without_eos_is_refused(config_of, copied):
-    edit_json(copied / "tokenizer_config.json", eos_token=None)
-    for name in ("config.json", "generation_config.json"):
-        edit_json(copied / name, eos_token_id=None)
-    with pytest.raises(EnvironmentFault, match="names no eos_token"):
-        load_tokenizer(config_of(name=copied))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "nothing"])
-def test_a_tokenizer_that_cannot_be_had_is_class_13(config_of, copied, name):
-    if name == "nothing":
-        copied = copied / "nothing"
-    else:
-        (copied / name).write_text("{")
-    with pytest.raises(
-        EnvironmentFault, match=f"model.name={copied}: no tokenizer could be loaded"
-    ):
-        load_tokenizer(config_of(name=copied))
-
-
-def test_a_folder_without_a_tokenizer_is_told_which_files_it_lacks(config_of, copied):
-    for path in copied.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(EnvironmentFault, match=r"has none of tokenizer.json, .*; copy those of"):
-        load_tokenizer(config_of(name=copied))
 
 
 # Adapters
@@ -150,7 +112,7 @@ def test_full_leaves_frozen_what_the_class_of_the_model_freezes(config_of, base_
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype", "expected"),
+    "mode, dtype, expected",
     [
         ("full", "auto", torch.float32),
         ("full", "bfloat16", torch.bfloat16),
@@ -164,39 +126,6 @@ def test_base_weights_take_the_type_that_was_set_or_that_mode_and_device_call_fo
 ):
     config = Config.model_validate({"model": {"dtype": dtype}, "tuning": {"mode": mode}})
     assert weight_dtype(config, torch.bfloat16) == expected
-
-
-def test_a_target_that_is_no_layer_is_refused_with_the_names_of_the_real_ones(config_of):
-    with pytest.raises(ConfigError) as caught:
-        load_model(config_of(lora={"target_modules": ["q_proj", "w_proj", "mlp.q_proj"]}), CPU)
-    text = str(caught.value)
-    assert "no linear layer w_proj, mlp.q_proj;" in text
-    assert all(name in text for name in LINEARS)
-
-
-def test_a_target_may_name_the_end_of_a_path(config_of):
-    model = load_model(config_of(lora={"target_modules": ["self_attn.q_proj"]}), CPU)
-    assert {
-        n.split(".lora_")[0].rpartition(".")[2]
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    } == {"q_proj"}
-
-
-def test_an_attention_that_the_architecture_lacks_is_an_error_of_the_setting(config_of, base_of):
-    config = config_of("lora", base_of("bloom"))
-    asked = config.model.model_copy(update={"attn_implementation": "sdpa"})
-    words = r"model\.attn_implementation=sdpa: .*; set MODEL_ATTN_IMPLEMENTATION=auto"
-    with pytest.raises(ConfigError, match=words):
-        load_model(config.model_copy(update={"model": asked}), CPU)
-
-
-def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
-    model = GPT2LMHeadModel(
-        GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
-    )
-    adapted = lora.add_adapters(model, config_of(lora={"r": 2, "target_modules": ["c_attn"]}))
-    assert count_parameters(adapted)[0] == 2 * (16 + 48)
 
 
 # 4-bit weights
@@ -227,7 +156,7 @@ def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config
             torch.nn.init.normal_(parameter, std=0.02)
     ids = torch.randint(8, 500, (2, 20))
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def gradients():
         model.zero_grad()
         model.train()
         summed_nll(model(input_ids=ids).logits, ids).backward()
@@ -248,60 +177,8 @@ def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config
 # Weights that are not there
 
 
-def test_missing_weights_are_class_13(config_of, copied):
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(
-        EnvironmentFault,
-        match=f"model.name={copied}: the weights could not be loaded: .*model.safetensors",
-    ):
-        load_base(config_of(name=copied), CPU)
-
-
-def test_weights_of_another_shape_than_config_json_says_are_class_13(config_of, copied):
-    edit_json(copied / "config.json", intermediate_size=16)
-    with pytest.raises(EnvironmentFault, match=f"model.name={copied}: its weight files have other"):
-        load_base(config_of(name=copied), CPU)
-
-
-def test_own_code_for_another_transformers_says_so(config_of, copied):
-    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own_model.Own"}
-    edit_json(copied / "config.json", model_type="own", auto_map=own)
-    own_config = "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
-    (copied / "own.py").write_text(f"from transformers import LlamaConfig\n{own_config}")
-    (copied / "own_model.py").write_text("from transformers.utils import is_gone\n")
-    config = Config.model_validate({"model": {"name": str(copied), "trust_remote_code": True}})
-    with pytest.raises(EnvironmentFault, match=r"is_gone.*; its own code was written for another"):
-        load_base(config, CPU)
-
-
-def test_a_generation_config_of_other_types_is_class_13(config_of, copied):
-    edit_json(copied / "generation_config.json", watermarking_config=5)
-    with pytest.raises(EnvironmentFault, match="has values of other types"):
-        load_base(config_of(name=copied), CPU)
-
-
-def test_a_truncated_weight_file_is_class_13(config_of, copied):
-    file = copied / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(EnvironmentFault, match="the weights could not be loaded"):
-        load_base(config_of(name=copied), CPU)
-
-
-def test_a_weight_file_that_lacks_a_tensor_is_refused_rather_than_filled_with_random_numbers(
-    config_of, copied
-):
-    tensors = load_file(copied / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        EnvironmentFault,
-        match=r"1 tensors are not in its weight files, model\.layers\.0\.mlp\.up_proj\.weight first",
-    ):
-        load_base(config_of(name=copied), CPU)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is not None, reason="unsloth is installed")
-@pytest.mark.parametrize(("model_type", "threads"), [("llama", 1), ("qwen3_moe", 0)])
+@pytest.mark.parametrize("model_type, threads", [("llama", 1), ("qwen3_moe", 0)])
 def test_experts_are_read_no_faster_than_they_are_joined(
     config_of, base_of, monkeypatch, model_type, threads
 ):
@@ -317,16 +194,6 @@ def test_experts_are_read_no_faster_than_they_are_joined(
     load_base(config_of(name=str(base_of(model_type))), CPU)
     assert len(pools) == threads
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
-
-
-def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type():
-    with pytest.raises(EnvironmentFault) as caught:
-        unsloth.import_first()
-    assert caught.value.exit_class == ExitClass.ENVIRONMENT
-    assert (
-        str(caught.value) == "tuning.backend=unsloth: unsloth is not installed; on a GPU host run "
-        "make install-unsloth, or set TUNING_BACKEND=bnb"
-    )
 
 
 # The loss
@@ -380,13 +247,3 @@ def test_a_batch_without_labels_gives_zero_with_a_gradient_of_zero():
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
-def test_a_model_that_is_adapted_answers_as_its_base_until_it_is_trained(config_of, tiny_base):
-    ids = torch.arange(8, 40)[None]
-    model = load_model(config_of(), CPU).eval()
-    assert isinstance(model, PeftModel)
-    with torch.no_grad(), model.disable_adapter():
-        base = model(input_ids=ids).logits
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, base)

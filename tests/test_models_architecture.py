@@ -43,7 +43,7 @@ TOWERS = {
 
 
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_towers_are_what_a_text_does_not_run(model_type: str) -> None:
+def test_towers_are_what_a_text_does_not_run(model_type):
     model = published_model(model_type)
     ids = torch.arange(2, 18)[None]
     try:
@@ -62,24 +62,24 @@ def test_towers_are_what_a_text_does_not_run(model_type: str) -> None:
     )
 
 
-def test_the_stack_of_layers_is_that_of_the_language_model() -> None:
+def test_the_stack_of_layers_is_that_of_the_language_model():
     model = published_model("paligemma")
     tower = model.model.vision_tower
     tower.encoder.layers.extend([tower.encoder.layers[0]] * 9)  # its tower is deeper
     assert decoder_layers(model) == list(model.model.language_model.layers)
 
 
-def test_llama_4_has_its_decoder_without_the_head() -> None:
+def test_llama_4_has_its_decoder_without_the_head():
     model = published_model("llama4")
     assert decoder_of(model) is model.language_model.model
 
 
-def test_a_model_of_text_has_no_towers() -> None:
+def test_a_model_of_text_has_no_towers():
     assert towers_of(tiny_model("qwen3_5")) == {}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "declared", "expected"),
+    "model_type, declared, expected",
     [
         ("gemma3", "Gemma3ForConditionalGeneration", "AutoModelForCausalLM"),
         ("mistral3", "Mistral3ForConditionalGeneration", "AutoModelForImageTextToText"),
@@ -90,15 +90,13 @@ def test_a_model_of_text_has_no_towers() -> None:
         ("mllama", "MllamaForConditionalGeneration", "AutoModelForImageTextToText"),
     ],
 )
-def test_the_class_is_the_one_that_is_declared(
-    model_type: str, declared: str | None, expected: str
-) -> None:
+def test_the_class_is_the_one_that_is_declared(model_type, declared, expected):
     config = published_config(model_type)
     config.architectures = [declared] if declared else None
     assert auto_class_of(config).__name__ == expected
 
 
-def test_a_type_that_generates_no_text_is_named() -> None:
+def test_a_type_that_generates_no_text_is_named():
     class OtherConfig(PreTrainedConfig):
         model_type = "other"
 
@@ -107,6 +105,6 @@ def test_a_type_that_generates_no_text_is_named() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["kosmos-2", "pix2struct", "t5gemma2", "blip-2"])
-def test_a_model_that_needs_more_than_text_is_refused_with_what_it_needs(model_type: str) -> None:
+def test_a_model_that_needs_more_than_text_is_refused_with_what_it_needs(model_type):
     with pytest.raises(ConfigError, match=r"cannot be run on text alone: .*set MODEL_NAME"):
         towers_of(published_model(model_type))

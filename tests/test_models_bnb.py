@@ -28,7 +28,7 @@ class OneWeight(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (5, 96), (3, 8, 32)])
-def test_rows_of_broken_blocks_are_unpacked_rightly_or_refused(shape: tuple[int, ...]) -> None:
+def test_rows_of_broken_blocks_are_unpacked_rightly_or_refused(shape):
     model = OneWeight(*shape)
     if model.error() < 0.12:
         bnb.refuse_wrong_unpacking(model)
@@ -37,12 +37,10 @@ def test_rows_of_broken_blocks_are_unpacked_rightly_or_refused(shape: tuple[int,
         bnb.refuse_wrong_unpacking(model)
 
 
-def test_a_weight_that_is_unpacked_to_other_numbers_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_weight_that_is_unpacked_to_other_numbers_is_refused(monkeypatch):
     """As a kernel does it that takes the scales of other blocks where rows are no whole ones."""
 
-    def wrongly(packed: torch.Tensor, state: object) -> torch.Tensor:
+    def wrongly(packed, state):
         unpacked = dequantize_4bit(packed, state)
         return unpacked.roll(1, dims=0) if len(state.shape) > 1 else unpacked
 
@@ -52,5 +50,5 @@ def test_a_weight_that_is_unpacked_to_other_numbers_is_refused(
     bnb.refuse_wrong_unpacking(OneWeight(5, 128))
 
 
-def test_rows_of_whole_blocks_are_unpacked_rightly() -> None:
+def test_rows_of_whole_blocks_are_unpacked_rightly():
     assert OneWeight(5, 128).error() < 0.12

@@ -1,18 +1,15 @@
 """Experts of mixture-of-experts models: what is adapted, saved, loaded and merged."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from published_models import published_model
 from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters, lora
 from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.parameters import count_parameters
@@ -55,7 +52,7 @@ def adapted_names(model: nn.Module) -> set[str]:
 # these types and not in others; experts stored (experts, in, out); experts without a gate; a router
 # that is a linear layer, and layers that PEFT refuses.
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe", "gpt_oss", "nemotron_h"])
-def test_saved_adapters_of_experts_load_in_plain_peft(model_type: str, tmp_path: Path) -> None:
+def test_saved_adapters_of_experts_load_in_plain_peft(model_type, tmp_path):
     model = adapted(model_type)
     expected = logits(model)
     model.save_pretrained(tmp_path)
@@ -69,7 +66,7 @@ def test_saved_adapters_of_experts_load_in_plain_peft(model_type: str, tmp_path:
     torch.testing.assert_close(logits(own.merge_and_unload()), expected, atol=SAME, rtol=0)
 
 
-def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_router() -> None:
+def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_router():
     model = adapted("qwen2_moe")
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert adapted_names(model) == {*names, "gate_up_proj"}
@@ -81,7 +78,7 @@ def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_
     assert routing_linears(tiny_model("jamba")) <= {"model.layers.1.feed_forward.router"}
 
 
-def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
+def test_every_expert_has_adapters_of_the_rank_that_was_set():
     model = adapted("qwen3_moe", target_modules=["gate_up_proj", "experts.down_proj"])
     gate_up, down = expert_weights(tiny_model("qwen3_moe"))
     expected = 0
@@ -94,7 +91,7 @@ def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    "options, names",
     [
         ({"experts": "none"}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ({"target_modules": ["q_proj"]}, {"q_proj"}),
@@ -107,11 +104,11 @@ def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
         ({"target_modules": ["gate_proj", "up_proj", "v_proj"]}, {"gate_up_proj", "v_proj"}),
     ],
 )
-def test_targets_of_experts_are_chosen_by_name(options: dict[str, Any], names: set[str]) -> None:
+def test_targets_of_experts_are_chosen_by_name(options, names):
     assert adapted_names(adapted("mixtral", **options)) == names
 
 
-def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -> None:
+def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path):
     model = adapted("mixtral", layers_to_transform=[1])
     assert all(".layers.1." in name for name, p in model.named_parameters() if p.requires_grad)
     expected = logits(model)
@@ -120,30 +117,8 @@ def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -
     torch.testing.assert_close(logits(plain), expected, atol=SAME, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dropout": 0.1}, "tuning.lora.dropout=0.1.*TUNING_LORA_EXPERTS=none"),
-        ({"use_dora": True}, "tuning.lora.use_dora=true.*TUNING_LORA_EXPERTS=none"),
-        ({"init_lora_weights": "orthogonal"}, "TUNING_LORA_INIT_LORA_WEIGHTS=default"),
-        ({"target_modules": ["w1"]}, "no experts' parameter w1; it has .*gate_up_proj"),
-        (
-            {"target_modules": ["down_proj"], "experts": "none"},
-            "names down_proj of the experts; leave",
-        ),
-    ],
-)
-def test_what_adapters_of_experts_cannot_do_is_an_error(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        lora.add_adapters(tiny_model("mixtral"), config_of(**options))
-
-
-@pytest.mark.parametrize(("model_type", "word"), [("jamba", "dt_proj"), ("mamba2", "out_proj")])
-def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
-    model_type: str, word: str
-) -> None:
+@pytest.mark.parametrize("model_type, word", [("jamba", "dt_proj"), ("mamba2", "out_proj")])
+def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(model_type, word):
     model = adapted(model_type)
     assert "in_proj" in adapted_names(model) and word not in adapted_names(model)
     model.train()(input_ids=IDS.repeat(1, 8), labels=IDS.repeat(1, 8)).loss.backward()
@@ -152,7 +127,7 @@ def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields", "left_out"),
+    "model_type, fields, left_out",
     [
         (
             "deepseek_v32",
@@ -173,9 +148,7 @@ def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
         ),
     ],
 )
-def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
-    model_type: str, fields: dict[str, Any], left_out: set[str]
-) -> None:
+def test_all_linear_leaves_out_layers_that_no_gradient_reaches(model_type, fields, left_out):
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "head_dim": 8}
     latent |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": 4}
     config = AutoConfig.for_model(
@@ -189,33 +162,24 @@ def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
     assert not [name for name, gradient in of_b.items() if gradient is None]
 
 
-def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set TUNING_MODE=full"):
-        lora.add_adapters(published_model("deepseek_ocr2"), config_of())
-    with pytest.raises(ConfigError, match=r"no adapters on q_proj: PEFT \S+ does not load them"):
-        lora.add_adapters(published_model("deepseek_ocr2"), config_of(target_modules=["q_proj"]))
-    if "inkling2_text" in NEWER:
-        model = adapted("inkling2_text")
-        assert "linear" in adapted_names(model) and "weight_proj" not in adapted_names(model)
-        expected = logits(model)
-        model.save_pretrained(tmp_path)
-        again = PeftModel.from_pretrained(tiny_model("inkling2_text").eval(), tmp_path)
-        assert torch.allclose(logits(again), expected, atol=SAME)
+@pytest.mark.skipif("inkling2_text" not in NEWER, reason="transformers lacks it")
+def test_layers_whose_adapters_peft_would_not_load_again_get_none(tmp_path):
+    model = adapted("inkling2_text")
+    assert "linear" in adapted_names(model) and "weight_proj" not in adapted_names(model)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_model("inkling2_text").eval(), tmp_path)
+    assert torch.allclose(logits(again), expected, atol=SAME)
 
 
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER])
-def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type: str) -> None:
+def test_the_tiny_config_of_a_type_with_experts_has_a_layer_of_them(model_type):
     config = tiny_config(model_type)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     counts = ("num_experts", "n_routed_experts", "num_local_experts")
     says_experts = any((getattr(config, name, None) or 0) > 1 for name in counts)
     assert bool(expert_weights(model)) >= says_experts
-
-
-def test_experts_are_refused_by_name_in_a_dense_model() -> None:
-    with pytest.raises(ConfigError, match=r"tuning\.lora\.experts=per_expert"):
-        lora.add_adapters(tiny_model("llama"), config_of(experts="per_expert"))
 
 
 class _ListedExperts(nn.Module):
@@ -227,7 +191,7 @@ class _ListedExperts(nn.Module):
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
 
 
-def test_the_router_of_listed_experts_is_found() -> None:
+def test_the_router_of_listed_experts_is_found():
     model = nn.Module()
     model.layers = nn.ModuleList([_ListedExperts(), _ListedExperts()])
     assert routing_linears(model) == {"layers.0.gate", "layers.1.gate"}

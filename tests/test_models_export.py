@@ -87,7 +87,7 @@ def trained(base, plan_run, run_worker, opens_here):
     """Return a function that gives the finished run of a mode, the same one to every test."""
     runs = {}
 
-    def run(mode: str):
+    def run(mode):
         if mode not in runs:
             runs[mode] = plan_run(
                 {
@@ -127,7 +127,7 @@ def test_the_base_runs_on_behind_its_templates_stop(base):
     assert shown.startswith(f"{ANSWER}<|im_end|>") and not shown.endswith("<|im_end|>")
 
 
-@pytest.mark.parametrize(("mode", "name"), [("full", "model"), ("lora", "merged")])
+@pytest.mark.parametrize("mode, name", [("full", "model"), ("lora", "merged")])
 def test_plain_generation_from_a_saved_model_stops_at_the_trained_token(trained, mode, name):
     folder = trained(mode).path / name
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -156,8 +156,7 @@ def test_the_code_of_an_adapters_readme_runs_and_answers(trained, capsys):
     metrics = run_json(folder)["metrics"]
     assert f"| ROUGE-L | {metrics['before']['rougeL']:.4g} |" in readme
     assert f"| {metrics['after']['eval_loss']:.4g} |" in readme
-    assert "| train | `train.jsonl` | 10 |" in readme
-    assert "Answers end with `<|im_end|>`; generation stops at `<|endoftext|>` too" in readme
+    assert "`<|im_end|>`" in readme and "`<|endoftext|>`" in readme
     assert "| LoRA rank | 16 |" in readme and "More Information Needed" not in readme
 
 
@@ -203,7 +202,7 @@ def test_a_template_that_writes_eos_writes_the_same_after_eos_is_another_token()
     assert changed.apply_chat_template(messages, tokenize=False) == text
 
 
-@pytest.mark.parametrize(("pad", "expected"), [("<pad>", "<pad>"), ("<eos>", "<pad>")])
+@pytest.mark.parametrize("pad, expected", [("<pad>", "<pad>"), ("<eos>", "<pad>")])
 def test_padding_is_no_token_that_ends_answers(pad, expected):
     tok = tokenizer(None)
     tok.pad_token = pad
@@ -282,7 +281,7 @@ def test_what_is_scored_stops_where_what_is_saved_does(
 ):
     """A stop of the base that answers of the training rows hold, and no validation row does."""
 
-    def answered(rows) -> set[int]:
+    def answered(rows):
         return {int(label) for row in rows for label in row.labels if label != IGNORE_INDEX}
 
     inside = min(answered(prepared_rows.train) - answered(prepared_rows.validation))

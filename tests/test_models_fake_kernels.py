@@ -41,7 +41,7 @@ def random(*shape: int, trained: bool = True) -> Tensor:
     return torch.randn(*shape, requires_grad=trained)
 
 
-def test_real_tensors_are_attended_to_among_fakes() -> None:
+def test_real_tensors_are_attended_to_among_fakes():
     inputs = (random(2, 4, 32, 16), random(2, 4, 32, 16), random(2, 4, 32, 16))
     real = functional.scaled_dot_product_attention(*inputs, is_causal=True)
     with fake_kernels.fake_kernels(is_gpu=True):
@@ -49,8 +49,8 @@ def test_real_tensors_are_attended_to_among_fakes() -> None:
 
 
 @pytest.mark.parametrize("keys", [4, 2])
-def test_flash_attention_keeps_what_torchs_does(keys: int) -> None:
-    def attend(*tensors: Tensor) -> Tensor:
+def test_flash_attention_keeps_what_torchs_does(keys):
+    def attend(*tensors):
         return fake_kernels.FakeFlashAttention.apply(*tensors, None)
 
     inputs = (random(2, 4, 32, 16), random(2, keys, 32, 16), random(2, keys, 32, 16))
@@ -65,7 +65,7 @@ def test_flash_attention_keeps_what_torchs_does(keys: int) -> None:
     assert [shape for shape, _ in made[1:]] == [tensor.shape for tensor in inputs]
 
 
-def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
+def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do():
     x, residual_x, weight = random(2, 8, 16), random(2, 8, 16), random(16, trained=False)
     gate, up = random(8, 24), random(8, 24)
     joined, activated = (
@@ -80,7 +80,7 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
         ) == real
 
 
-def test_fakes_are_gone_afterwards() -> None:
+def test_fakes_are_gone_afterwards():
     before = (
         forward.apply_rotary,
         glu.glu_forward,

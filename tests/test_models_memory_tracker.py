@@ -5,7 +5,7 @@ import torch
 from sft_play.models.step_meter import MemoryTracker, storage_bytes
 
 
-def test_a_storage_counts_once_and_while_it_is_alive() -> None:
+def test_a_storage_counts_once_and_while_it_is_alive():
     with MemoryTracker() as tracker:
         one = torch.zeros(100)
         view = one[:50].view(5, 10)

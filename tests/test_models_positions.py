@@ -23,7 +23,7 @@ def model_of(model_type: str, **sizes: int) -> torch.nn.Module:
 
 
 @pytest.fixture(params=["gpt2", "opt"])
-def learned(request) -> torch.nn.Module:
+def learned(request):
     own = {"opt": {"ffn_dim": 32, "word_embed_proj_dim": 16}}
     return model_of(request.param, **own.get(request.param, {}))
 

@@ -1,7 +1,6 @@
 """sft_play.models.unsloth: what needs no GPU. tests/test_gpu.py trains with the backend itself."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +16,11 @@ def sequence_of(*lengths: int) -> TokenSequence:
     return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), lengths, tokens)
 
 
-def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
+def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():
     """Unsloth gets the batch as one joined row; a transformers model computes the same from it."""
 
     class Takes(nn.Module):
-        def forward(
-            self,
-            input_ids: torch.Tensor,
-            position_ids: torch.Tensor,
-            packed_seq_lengths: torch.Tensor | None = None,
-        ) -> Any:
+        def forward(self, input_ids, position_ids, packed_seq_lengths=None):
             self.seen = input_ids, position_ids, packed_seq_lengths
             return SimpleNamespace(logits=input_ids[..., None] * torch.arange(3))
 

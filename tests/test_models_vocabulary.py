@@ -24,7 +24,7 @@ from sft_play.data import splits
 from sft_play.data.splits import UsedTokens, find_used_tokens
 from sft_play.data.store import IMAGE, RECORD, SampleArrays, Split, Store, StoreWriter
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import EnvironmentFault, ExitClass
+from sft_play.errors import EnvironmentFault
 from sft_play.models.vocabulary import UNTRAINED, check_vocabulary, find_matrices, untrained_tokens
 
 PAD, END, SYSTEM, USER, ASSISTANT = range(5)  # added tokens of the tokenizer that ships
@@ -46,6 +46,13 @@ def use_of(ids, trained=()) -> UsedTokens:
 def check(folder, ids=(END, USER, ASSISTANT, WORD), trained=(END, WORD), **settings) -> None:
     config = config_of(folder, **settings)
     check_vocabulary(config, load_tokenizer(config), use_of(ids, trained))
+
+
+def refused(folder, **settings) -> str:
+    """Return the message that refuses the tokens of a model."""
+    with pytest.raises(EnvironmentFault) as caught:
+        check(folder, **settings)
+    return str(caught.value)
 
 
 def set_rows(folder, rows: dict[int, torch.Tensor | float], name: str = EMBEDDING) -> None:
@@ -114,13 +121,9 @@ def test_a_trained_model_passes_in_every_mode(base, untied):
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_an_id_that_the_embedding_has_no_row_for_is_refused_with_its_text(base, mode):
     (new,) = add_tokens(base, "<|tool|>")
-    with pytest.raises(EnvironmentFault) as caught:
-        check(base, ids=(END, WORD, new), mode=mode)
-    assert caught.value.exit_class == ExitClass.ENVIRONMENT
-    assert str(caught.value).startswith(
-        f"model.name={base} embeds {new} tokens, and the rows hold <|tool|> (id {new}); "
-        "get tokenizer and weights"
-    )
+    message = refused(base, ids=(END, WORD, new), mode=mode)
+    assert f"model.name={base} embeds {new} tokens" in message
+    assert f"<|tool|> (id {new})" in message
     check(base, ids=(END, WORD), mode=mode)  # a token that no row holds needs no embedding
 
 
@@ -129,16 +132,14 @@ def test_padding_needs_a_row_too(base):
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = "<|fill|>"
     tokenizer.save_pretrained(base)
-    with pytest.raises(EnvironmentFault, match=rf"its padding is <\|fill\|> \(id {new}\)"):
-        check(base)
+    assert f"<|fill|> (id {new})" in refused(base)
 
 
 def test_the_tensor_says_how_many_rows_there_are_rather_than_the_config(base):
     config = json.loads((base / "config.json").read_text())
     rows = config["vocab_size"]
     (base / "config.json").write_text(json.dumps({**config, "vocab_size": rows + 64}))
-    with pytest.raises(EnvironmentFault, match=f"embeds {rows} tokens"):
-        check(base, ids=(WORD, rows))
+    assert f"embeds {rows} tokens" in refused(base, ids=(WORD, rows))
 
 
 @pytest.mark.parametrize("kind", ["absent", "bin"])
@@ -151,17 +152,15 @@ def test_without_safetensors_the_config_says_how_many_rows_there_are_and_the_res
     (base / "model.safetensors").unlink()
     with caplog.at_level(logging.INFO):
         check(base)
-    assert "whether its rows are trained was not looked at" in caplog.text
-    with pytest.raises(EnvironmentFault, match=r"embeds \d+ tokens"):
-        check(base, ids=(WORD, 10**6))
+    assert "was not looked at" in caplog.text
+    assert "embeds" in refused(base, ids=(WORD, 10**6))
 
 
 def test_the_vocabulary_of_a_multimodal_model_is_its_language_models(tokenizer, tmp_path):
     Gemma3Config(text_config={"vocab_size": 7000}).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     check(tmp_path, ids=(END, 6999))
-    with pytest.raises(EnvironmentFault, match="embeds 7000 tokens"):
-        check(tmp_path, ids=(END, 7000))
+    assert "embeds 7000 tokens" in refused(tmp_path, ids=(END, 7000))
 
 
 # Rows that were never trained
@@ -171,16 +170,17 @@ def test_the_vocabulary_of_a_multimodal_model_is_its_language_models(tokenizer, 
 def test_a_token_whose_row_is_zero_or_almost_is_refused_where_embeddings_are_frozen(base, scale):
     set_rows(base, {USER: row_of(base, WORD) * scale})
     for mode in ("lora", "qlora"):
-        with pytest.raises(EnvironmentFault) as caught:
-            check(base, mode=mode)
-        text = str(caught.value)
-        assert (
-            f"<|user|> (id {USER}), whose row of {EMBEDDING} is zero. "
-            f"tuning.mode={mode} leaves these rows as they are" in text
-        )
-        assert "<|assistant|>" not in text
-        assert "set MODEL_NAME to the instruct model" in text and "TUNING_MODE=full" in text
-        assert "TUNING_LORA_TRAINABLE_TOKENS='<|user|>' to train their rows" in text
+        message = refused(base, mode=mode)
+        for words in (
+            f"<|user|> (id {USER})",
+            EMBEDDING,
+            f"tuning.mode={mode}",
+            "MODEL_NAME",
+            "TUNING_MODE=full",
+            "TUNING_LORA_TRAINABLE_TOKENS='<|user|>'",
+        ):
+            assert words in message
+        assert "<|assistant|>" not in message
 
 
 def test_untrained_rows_are_fine_where_embeddings_are_trained_or_no_row_holds_the_token(base):
@@ -189,55 +189,41 @@ def test_untrained_rows_are_fine_where_embeddings_are_trained_or_no_row_holds_th
     check(base, target_modules=["q_proj", "embed_tokens"])
     check(base, modules_to_save=["embed_tokens"])
     check(base, trainable_tokens=["<|system|>", "<|user|>"])
-    with pytest.raises(EnvironmentFault, match=r"<.user.>.*TOKENS='<.system.>,<.user.>'"):
-        check(base, trainable_tokens=["<|system|>"])
+    assert "TOKENS='<|system|>,<|user|>'" in refused(base, trainable_tokens=["<|system|>"])
     check(base, allow_untrained_tokens=True)
     check(base, ids=(END, ASSISTANT, WORD))
 
 
-def test_a_short_row_is_no_untrained_row(base):
-    set_rows(base, {USER: row_of(base, USER) * 20 * UNTRAINED})
-    check(base)
-
-
-def test_ordinary_tokens_are_not_looked_at(base):
-    set_rows(base, {WORD: 0.0})
-    check(base)
+def test_short_rows_ordinary_tokens_and_padding_accuse_nobody(base):
+    set_rows(base, {USER: row_of(base, USER) * 20 * UNTRAINED, WORD: 0.0})
+    for padding in (row_of(base, END), 0.0):
+        set_rows(base, {PAD: padding})
+        check(base)
 
 
 def test_a_copy_is_untrained_and_its_original_is_not(base):
     set_rows(base, {ASSISTANT: row_of(base, END)})
     check(base, ids=(END, USER, WORD))
-    with pytest.raises(
-        EnvironmentFault, match=r"<\|assistant\|> \(id 4\), whose row of .* is that of <\|end\|>\. "
-    ):
-        check(base)
-
-
-def test_reserved_rows_that_are_all_alike_are_untrained(base):
+    message = refused(base)
+    assert f"<|assistant|> (id {ASSISTANT})" in message and "that of <|end|>" in message
+    # reserved rows that are all alike
     set_rows(base, dict.fromkeys((SYSTEM, USER, ASSISTANT), row_of(base, WORD)))
-    with pytest.raises(
-        EnvironmentFault,
-        match=r"<\|user\|> .* is that of <\|system\|>; <\|assistant\|> .* is that of <\|system\|>\. ",
-    ):
-        check(base)
+    message = refused(base)
+    assert "<|user|>" in message and message.count("that of <|system|>") == 2
 
 
-def test_padding_that_was_made_as_a_copy_accuses_nobody(base):
-    set_rows(base, {PAD: row_of(base, END)})
-    check(base)
-    set_rows(base, {PAD: 0.0})
-    check(base)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [("<|tool|>",), ("<|tool|>", "<|call|>")])
+@pytest.mark.parametrize(
+    "dtype, tokens",
+    [
+        (torch.float32, ("<|tool|>", "<|call|>")),
+        (torch.bfloat16, ("<|tool|>",)),
+        (torch.float16, ("<|tool|>", "<|call|>")),
+    ],
+)
 def test_tokens_whose_rows_a_resize_has_just_made_are_refused(base, dtype, tokens):
     new = add_tokens(base, *tokens)
     resize(base, new[-1] + 1, dtype)
-    with pytest.raises(EnvironmentFault) as caught:
-        check(base, ids=(END, WORD, *new))
-    assert str(caught.value).count("is the mean of all") == len(tokens)
+    assert refused(base, ids=(END, WORD, *new)).count("is the mean of all") == len(tokens)
     check(base, ids=(END, WORD))
 
 
@@ -261,8 +247,7 @@ def test_rows_behind_the_vocabulary_change_nothing(base, tokenizer):
     assert find_matrices(config)[0].rows > len(tokenizer)
     check(base)
     (new,) = add_tokens(base, "<|tool|>")  # has a row, which nobody trained
-    with pytest.raises(EnvironmentFault, match="is the mean of all"):
-        check(base, ids=(END, WORD, new))
+    assert "is the mean of all" in refused(base, ids=(END, WORD, new))
 
 
 # The head
@@ -272,14 +257,8 @@ def test_a_token_that_is_written_needs_a_row_of_the_head_and_one_that_is_only_re
     reserved = row_of(untied, WORD, "lm_head.weight")
     set_rows(untied, {SYSTEM: reserved, USER: reserved, END: 0.0}, "lm_head.weight")
     check(untied, ids=(END, SYSTEM, USER, WORD), trained=(WORD,))
-    with pytest.raises(EnvironmentFault) as caught:
-        check(untied, ids=(END, SYSTEM, USER, WORD), trained=(END, USER, WORD))
-    assert (
-        f"<|end|> (id {END}), whose row of lm_head.weight is zero; "
-        f"<|user|> (id {USER}), whose row of lm_head.weight is that of <|system|>"
-        in str(caught.value)
-    )
-    assert "could not write them" in str(caught.value)
+    message = refused(untied, ids=(END, SYSTEM, USER, WORD), trained=(END, USER, WORD))
+    assert "lm_head.weight is zero" in message and "lm_head.weight is that of <|system|>" in message
     check(
         untied,
         ids=(END, USER, WORD),
@@ -300,10 +279,8 @@ def test_sharded_files_are_read_through_their_index(untied):
         EMBEDDING,
         "lm_head.weight",
     )
-    with pytest.raises(EnvironmentFault, match=r"embed_tokens\.weight is zero"):
-        check(untied)
-    with pytest.raises(EnvironmentFault, match=r"lm_head\.weight is zero"):
-        check(untied, ids=(END, WORD))
+    assert f"{EMBEDDING} is zero" in refused(untied)
+    assert "lm_head.weight is zero" in refused(untied, ids=(END, WORD))
     embedding.path.unlink()
     check(untied, ids=(WORD,), trained=(WORD,))
     assert find_matrices(config_of(untied))[0] is None
@@ -321,7 +298,7 @@ def test_the_hubs_cache_is_looked_into_without_asking_the_hub(untied, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("model.safetensors", "broken"),
         ("model.safetensors.index.json", "{"),
@@ -331,11 +308,7 @@ def test_the_hubs_cache_is_looked_into_without_asking_the_hub(untied, tmp_path, 
 def test_files_that_cannot_be_read_are_class_13(base, name, text):
     (base / "model.safetensors").unlink()
     (base / name).write_text(text)
-    with pytest.raises(
-        EnvironmentFault,
-        match=f"model.name={base}: its files cannot be read: .*; get the model again",
-    ):
-        check(base)
+    assert f"model.name={base}: " in refused(base)
 
 
 def test_an_embedding_is_found_by_its_name_wherever_the_model_keeps_it(base):
@@ -356,31 +329,16 @@ def test_an_embedding_is_found_by_its_name_wherever_the_model_keeps_it(base):
 
 def test_a_matrix_is_read_row_by_row_and_never_as_a_whole(base, tokenizer):
     rows, features = 1 << 20, 2048  # 4 GiB in bfloat16, a hole on the disk
-    header = json.dumps(
-        {
-            EMBEDDING: {
-                "dtype": "BF16",
-                "shape": [rows, features],
-                "data_offsets": [0, rows * features * 2],
-            }
-        }
-    ).encode()
+    size = rows * features * 2
+    tensor = {"dtype": "BF16", "shape": [rows, features], "data_offsets": [0, size]}
+    header = json.dumps({EMBEDDING: tensor}).encode()
     with (base / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + rows * features * 2)
+        file.truncate(8 + len(header) + size)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(EnvironmentFault, match=r"<\|user\|> .* is zero"):
-        check(base)
+    assert "<|user|>" in refused(base)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < 256 << 20
-    with pytest.raises(EnvironmentFault, match=f"embeds {rows} tokens"):
-        check(base, ids=(WORD, rows))
-
-
-def test_the_mean_of_a_matrix_is_that_of_all_its_rows(base):
-    embedding = find_matrices(config_of(base))[0]
-    assert torch.allclose(
-        embedding.mean(), load_file(base / "model.safetensors")[EMBEDDING].mean(0), atol=1e-7
-    )
+    assert f"embeds {rows} tokens" in refused(base, ids=(WORD, rows))
 
 
 def test_quantised_embeddings_are_left_alone(base, tokenizer):
@@ -408,66 +366,35 @@ def store_of(folder, *samples: tuple[list[int], list[bool]], file: str = "rows.j
 
 
 def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
-    one = ([3, 7, 900], [False, True, False]), ([3, 5], [False, True])
-    two = ([1, 2, 3], [False, False, True]), ([1, 2000], [True, True])
-    stores = [
-        store_of(tmp_path / "one", *one, file="a.jsonl"),
-        store_of(tmp_path / "two", *two, file="b.jsonl"),
-    ]
-    used = find_used_tokens(Split.whole(stores))
-    assert (used.ids.tolist(), used.trained_ids.tolist(), used.largest_id) == (
-        [1, 2, 3, 5, 7, 900, 2000],
-        [3, 5, 7, 2000],
-        2000,
-    )
-    places = {
-        3: "a.jsonl:1",
-        900: "a.jsonl:1",
-        5: "a.jsonl:2",
-        1: "b.jsonl:1",
-        2000: "b.jsonl:2",
-        4: None,
-    }
-    assert {token: used.origin(token) for token in places} == places
-    assert find_used_tokens(Split.whole([Store(tmp_path / "one")])).origin(3) is None
+    one = store_of(tmp_path / "one", ([3, 7, 900], [False, True, False]), file="a.jsonl")
+    two = store_of(tmp_path / "two", ([1, 2, 3], [False, False, True]), file="b.jsonl")
+    used = find_used_tokens(Split.whole([one, two]))
+    assert (used.ids.tolist(), used.trained_ids.tolist()) == ([1, 2, 3, 7, 900], [3, 7])
+    assert [used.origin(token) for token in (3, 1, 4)] == ["a.jsonl:1", "b.jsonl:1", None]
     assert find_used_tokens(Split.whole([store_of(tmp_path / "none")])).largest_id == -1
-
-
-def test_a_token_that_only_opens_samples_is_read_and_never_written(tmp_path):
-    store = store_of(tmp_path / "rows", ([1, 5], [True, True]), ([1, 6], [True, True]))
-    used = find_used_tokens(Split.whole([store]))
-    assert (used.ids.tolist(), used.trained_ids.tolist()) == ([1, 5, 6], [5, 6])
+    assert find_used_tokens(Split.whole([Store(tmp_path / "one", [])])).origin(3) is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 5])
 def test_the_use_of_a_store_is_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chunk_tokens):
+    """A token that only opens samples is read and never written."""
     store = store_of(
         tmp_path / "rows",
         ([9, 5, 9], [True, True, False]),
         ([8], [True]),
         ([5, 8, 7], [True, False, True]),
-        file="a.jsonl",
     )
     monkeypatch.setattr(splits, "TOKENS_PER_SCAN", chunk_tokens)
     used = find_used_tokens(Split.whole([store]))
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([5, 7, 8, 9], [5, 7])
-    assert [used.origin(token) for token in (5, 7, 8, 9)] == [
-        "a.jsonl:1",
-        "a.jsonl:3",
-        "a.jsonl:2",
-        "a.jsonl:1",
-    ]
+    origins = [used.origin(token) for token in (5, 7, 8, 9)]
+    assert origins == [f"rows.jsonl:{number}" for number in (1, 3, 2, 1)]
 
 
 def test_a_refusal_names_the_row_where_the_token_is_met_first(base, tmp_path):
     set_rows(base, {USER: 0.0})
     store = store_of(tmp_path / "rows", ([900], [True]), ([USER, 900, END], [False, True, True]))
     config = config_of(base)
-    with pytest.raises(
-        EnvironmentFault, match=r"hold: <\|user\|> \(id 3, first in rows.jsonl:2\), whose row"
-    ):
-        check_vocabulary(
-            config,
-            load_tokenizer(config),
-            find_used_tokens(Split.whole([store])),
-        )
+    with pytest.raises(EnvironmentFault, match=r"<\|user\|> \(id 3, first in rows.jsonl:2\)"):
+        use = find_used_tokens(Split.whole([store]))
+        check_vocabulary(config, load_tokenizer(config), use)

@@ -15,25 +15,21 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from faults.processes import fail_in_step_3, find_no_row, run_out
+from faults.processes import fail_in_step_3, run_out
+from marks import long
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
+from test_plan_launch import ranks_of
 
 from sft_play.commands import call as calls
 from sft_play.config import invocation
 from sft_play.errors import ExitClass, OutOfMemory, is_out_of_memory
 from sft_play.plan import launch
-from sft_play.plan.launch import Ranks, free_port
-from sft_play.plan.memory import StepBytes
+from sft_play.plan.launch import free_port
 from sft_play.plan.next_command import after_out_of_memory, smaller_settings
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
-from sft_play.process import Process
 from sft_play.runs import stamp
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import ComponentBytes
-from sft_play.training.context import RunContext
-from sft_play.training.memory import MemoryMeter
-from sft_play.training.out_of_memory import ASKED, FREE, OutOfMemoryExplainer, parse_bytes, table
+from sft_play.training.out_of_memory import ASKED, FREE, parse_bytes
 from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +52,7 @@ TOO_MUCH = 2**50  # bytes, which no host has
 
 
 @pytest.fixture(scope="module")
-def planned(plan_run) -> tuple[PlannedRun, RunFolder]:
+def planned(plan_run):
     """A run as it is planned, and its folder."""
     folder = plan_run({"train.batch_size": 4, "train.grad_accum": 3, "train.packing": False})
     return PlannedRun.read(folder), folder
@@ -74,17 +70,12 @@ def changed(
 
 
 @pytest.mark.parametrize(
-    ("phase", "changes", "expected"),
+    "phase, changes, expected",
     [
         (
             "backward",
             {"batch_size": 4, "grad_accum": 3},
             {"train.batch_size": 2, "train.grad_accum": 6},
-        ),
-        (
-            "forward",
-            {"batch_size": 3, "grad_accum": 4},
-            {"train.batch_size": 1, "train.grad_accum": 12},
         ),
         (
             "forward",
@@ -96,26 +87,21 @@ def changed(
             {"batch_size": 32, "grad_accum": 1, "fullest_step": 9},
             {"train.batch_size": 4, "train.grad_accum": 8},
         ),  # 9 sequences, then 3
-        ("forward", {"batch_size": 1}, {"train.gradient_checkpointing": True}),
         (
             "forward",
-            {"batch_size": 32, "fullest_step": 1},
-            {"train.gradient_checkpointing": True},
+            {"batch_size": 2, "grad_accum": 1},
+            {"train.batch_size": 1, "train.grad_accum": 2},
         ),
+        ("forward", {"batch_size": 1}, {"train.gradient_checkpointing": True}),
         (
             "backward",
             {"batch_size": 1, "checkpointed_layers": 1},
             {"train.gradient_checkpointing": True},
         ),
-        (
-            "backward",
-            {"batch_size": 1, "checkpointed_layers": 2},
-            {"model.max_seq_len": 128},
-        ),
+        ("backward", {"batch_size": 1, "checkpointed_layers": 2}, {"model.max_seq_len": 128}),
         ("evaluation", {"eval_rows": 4}, {"train.eval_batch_size": 2}),
         ("evaluation", {"eval_rows": 1}, {"model.max_seq_len": 128}),
         ("load", {}, {"tuning.mode": "qlora"}),
-        ("load", {"mode": "qlora"}, {}),
         ("optimizer", {"mode": "full"}, {}),
     ],
 )
@@ -192,7 +178,7 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "free"),
+    "words, asked, free",
     [
         (CUDA_WORDS, int(2.25 * GIB), 416 * 2**20),
         (CPU_WORDS, 4096, None),
@@ -204,43 +190,6 @@ def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
     error = RuntimeError(words)
     assert is_out_of_memory(error)
     assert (parse_bytes(ASKED, error), parse_bytes(FREE, error)) == (asked, free)
-
-
-def test_the_table_has_a_line_a_component():
-    lines = table(
-        {
-            "weights": ComponentBytes(predicted=16 * GIB, measured=15 * GIB),
-            "context": ComponentBytes(predicted=GIB // 2, measured=None),
-        }
-    )
-    assert lines == [
-        "GiB            predicted    measured",
-        "weights            16.00       15.00",
-        "context             0.50           -",
-    ]
-
-
-def test_what_a_probe_measured_beyond_the_plan_is_told_with_the_activations(planned):
-    process = Process.alone(torch.device("cpu"))
-    memory = MemoryMeter(process)
-    memory.enter("backward")
-
-    def explained(run: PlannedRun) -> dict[str, int]:
-        explainer = OutOfMemoryExplainer(RunContext(run, folder, process, memory))
-        components = explainer(MemoryError("no")).report.components
-        return {name: size.predicted for name, size in components.items()}
-
-    run, folder = planned
-    plan = run.plan
-    phase = plan.memory.phases["backward"]
-    beyond = {**plan.memory.phases, "backward": replace(phase, measured_beyond=-GIB)}
-    probed = replace(run, plan=replace(plan, memory=StepBytes(beyond)))
-    before, after = explained(run), explained(probed)
-    names = {"weights", "adapters", "gradients", "optimizer", "activations", "context"}
-    assert before.keys() == after.keys() == names
-    assert after["activations"] == before["activations"] - GIB
-    assert sum(before.values()) == phase.total
-    assert sum(after.values()) == phase.total - GIB
 
 
 def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoint_with_what_it_says(
@@ -268,13 +217,8 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
         assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     report = run_json(folder)
     found = report["out_of_memory"]
-    assert (
-        found["rank"],
-        found["device"],
-        found["step"],
-        found["phase"],
-        found["asked_bytes"],
-    ) == (0, "the host", 4, "forward", TOO_MUCH)
+    expected = {"rank": 0, "device": "the host", "step": 4, "phase": "forward"}
+    assert (expected | {"asked_bytes": TOO_MUCH}).items() <= found.items()
     assert (
         report["cause"] == "rank 0 ran out of memory on the host in forward at step 4; "
         f"{TOO_MUCH / GIB:.2f} GiB more were asked for; try {found['next']}"
@@ -320,7 +264,7 @@ def test_a_rank_that_runs_out_of_memory_while_it_loads_says_so(plan_run, run_wor
 def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, monkeypatch):
     from sft_play.training import worker
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OutOfMemory("nothing fits; try TUNING_MODE=qlora")
 
     folder = plan_run({})
@@ -365,17 +309,8 @@ SECONDS = 240  # the first launch under DeepSpeed on a machine compiles one op
 
 def launched(folder, launcher: str, script: Path) -> str:
     """Run two ranks of a worker under a launcher until all have ended; return their output."""
-    ranks = Ranks(
-        "ddp" if launcher == "accelerate" else "deepspeed",
-        "cpu",
-        2,
-        1,
-        0,
-        "127.0.0.1",
-        free_port(),
-        (),
-        2,
-    )
+    strategy = "ddp" if launcher == "accelerate" else "deepspeed"
+    ranks = ranks_of(strategy, "cpu", 2, master_port=free_port(), cpu_count=2)
     if launcher == "accelerate":
         launch.write_accelerate_config(
             folder.path / "accelerate.yaml", launch.accelerate_config(ranks, "no"), "Of a test."
@@ -383,16 +318,8 @@ def launched(folder, launcher: str, script: Path) -> str:
     command = launch.launch_command(ranks, folder.path, os.environ)
     argv = [str(script) if word == str(launch.WORKER) else word for word in command.argv]
     if launcher == "torchrun":
-        argv = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            str(script),
-            str(folder.path),
-        ]
+        words = "-m torch.distributed.run --standalone --nproc_per_node 2"
+        argv = [sys.executable, *words.split(), str(script), str(folder.path)]
     output = folder.path / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -432,7 +359,7 @@ def check_both_ended(folder, rank: int, output: str, place: str = "the host") ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "rank"),
+    "launcher, rank",
     [
         pytest.param("accelerate", 1, marks=pytest.mark.faults),
         pytest.param("torchrun", 0, marks=pytest.mark.faults),
@@ -451,7 +378,7 @@ def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("rank", [long(0), 1])
 def test_both_ranks_end_with_the_class_of_the_first(plan_run, rank):
     """Run without a launcher, whose signals end ranks too. Rank 0 hosts the store and ends last."""
     folder = plan_run(LONG, num_gpus=2)
@@ -473,10 +400,3 @@ def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(p
         "rank 1 ran out of memory"
     )
     assert (first["status"], first["exit_class"]) == ("failed", 15) and "out_of_memory" not in first
-
-
-@pytest.mark.long  # the row failing-rank of `make test-faults` is the same
-def test_another_error_ends_both_ranks_with_its_class_too(plan_run):
-    folder = plan_run(LONG, num_gpus=2)
-    assert run_two_workers(folder, fail_in_step_3, 1, find_no_row) == [11, 11]
-    assert run_json(folder)["cause"] == "row 7 is no row"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from architecture_steps import CPU, adapted, fused, gap, reference_step, settings, trained_step
 from published_corrections import small_fields
-from tiny_models import TINY, Sizes
+from tiny_models import TINY
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator
@@ -22,7 +22,7 @@ PUBLISHED_FLOOR = 8192
 def llama4(chunk: int, floor: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a tiny Llama 4 of chunks of tokens, which scales queries anew at each floor."""
 
-    def fields(sizes: Sizes) -> dict[str, Any]:
+    def fields(sizes):
         own = {"attention_chunk_size": chunk, "floor_scale": floor, "attn_scale": 2.0}
         return {**small_fields(sizes), **own}
 
@@ -40,15 +40,15 @@ def with_rows(tokens: int) -> Config:
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize(
-    ("chunk", "floor"), [(7, PUBLISHED_FLOOR), (40, PUBLISHED_FLOOR), (ROW, 20), (7, 20)]
+    "chunk, floor", [(7, PUBLISHED_FLOOR), (40, PUBLISHED_FLOOR), (ROW, 20), (7, 20)]
 )
-def test_a_step_is_that_of_each_document_alone(chunk, floor, is_packed, monkeypatch) -> None:
+def test_a_step_is_that_of_each_document_alone(chunk, floor, is_packed, monkeypatch):
     plain = adapted(llama4(chunk, floor, monkeypatch), settings("lora"))
     found = gap(reference_step(plain), trained_step(fused(plain, with_rows(ROW)), is_packed))
     assert found.is_rounding, found
 
 
-def test_attention_stays_fused_in_rows_no_longer_than_a_chunk(monkeypatch) -> None:
+def test_attention_stays_fused_in_rows_no_longer_than_a_chunk(monkeypatch):
     plain = adapted(llama4(ROW, ROW, monkeypatch), settings("lora"))
     made = fused(plain, with_rows(ROW))
     kernels = fused_kernels_of(made)
@@ -56,8 +56,8 @@ def test_attention_stays_fused_in_rows_no_longer_than_a_chunk(monkeypatch) -> No
     assert gap(reference_step(plain), trained_step(made, is_packed=True)).is_rounding
 
 
-@pytest.mark.parametrize(("chunk", "tokens"), [(7, 48), (64, 128), (512, 1000)])
-def test_chunks_of_the_row_are_refused_before_the_first_step(chunk, tokens, monkeypatch) -> None:
+@pytest.mark.parametrize("chunk, tokens", [(7, 48), (64, 128), (512, 1000)])
+def test_chunks_of_the_row_are_refused_before_the_first_step(chunk, tokens, monkeypatch):
     """As transformers cuts them: a model without the masks of `mask_chunks`."""
     model = llama4(chunk, PUBLISHED_FLOOR, monkeypatch)
     collator = PackCollator(0, tokens)
@@ -67,12 +67,12 @@ def test_chunks_of_the_row_are_refused_before_the_first_step(chunk, tokens, monk
     check_cross_document(ours, PackCollator(0, tokens, True), TINY.vocabulary, CPU)
 
 
-def test_rows_of_one_chunk_need_no_masks(monkeypatch) -> None:
+def test_rows_of_one_chunk_need_no_masks(monkeypatch):
     model = llama4(ROW, PUBLISHED_FLOOR, monkeypatch)
     check_cross_document(model, PackCollator(0, ROW), TINY.vocabulary, CPU)
 
 
-def test_evaluation_and_answers_keep_the_masks_of_transformers(monkeypatch) -> None:
+def test_evaluation_and_answers_keep_the_masks_of_transformers(monkeypatch):
     model = llama4(7, PUBLISHED_FLOOR, monkeypatch).eval()
     made = fused(model, with_rows(ROW)).eval()
     ids = torch.arange(3, 33)[None]

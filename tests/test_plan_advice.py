@@ -1,14 +1,16 @@
 """sft_play.plan.advice: settings that make a run fit, none of them idle, the costliest last."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long
 from plan_examples import plan_for
 
 from sft_play.config.schema import env_name
 from sft_play.plan.advice import Change
 from sft_play.plan.run_plan import RunPlan
+
+pytestmark = pytest.mark.usefixtures("traces_nothing")
 
 LLAMA_3B = "meta-llama/Llama-3.2-3B-Instruct"
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
@@ -29,8 +31,8 @@ SHORT = [
     ("1x4090", LLAMA_8B, ("tuning.mode=full",)),
     ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
     ("1x4090", QWEN_30B_A3B, ("tuning.mode=qlora", "model.max_seq_len=512")),
-    pytest.param("4x4090", QWEN_32B, ("tuning.mode=lora",), marks=pytest.mark.long),
-    pytest.param("8xH200", LLAMA_70B, ("tuning.mode=full",), marks=pytest.mark.long),
+    long("4x4090", QWEN_32B, ("tuning.mode=lora",)),
+    long("8xH200", LLAMA_70B, ("tuning.mode=full",)),
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
     ("4xH200", LLAMA_70B, EXPLICIT_70B),
     ("1x4090", LLAMA_8B, EXPLICIT_8B),
@@ -51,10 +53,8 @@ def plan_with(change: Change, gpus: str, model: str, *settings: str) -> RunPlan:
     return plan_of(gpus, model, *kept, environ=environ, use_deepspeed=use_deepspeed)
 
 
-@pytest.mark.parametrize(("gpus", "model", "settings"), SHORT)
-def test_whoever_types_what_is_advised_gets_a_run_that_fits(
-    gpus: str, model: str, settings: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("gpus, model, settings", SHORT)
+def test_whoever_types_what_is_advised_gets_a_run_that_fits(gpus, model, settings):
     plan = plan_of(gpus, model, *settings)
     assert not plan.fits
     assert plan.changes
@@ -64,18 +64,14 @@ def test_whoever_types_what_is_advised_gets_a_run_that_fits(
         assert after.memory.predicted_peak == change.predicted_peak <= after.budget_bytes
         if not change.costs:
             assert after.layout.rows_per_step == plan.layout.rows_per_step
+    sets = [frozenset(change.words.split()) for change in plan.changes]
+    assert not any(one < other for one in sets for other in sets), "no setting could be left out"
+    # changes that train the same come first, and the fastest of each kind
+    order = [(bool(change.costs), -change.relative_speed) for change in plan.changes]
+    assert order == sorted(order)
 
 
-@pytest.mark.parametrize(("gpus", "model", "settings"), SHORT)
-def test_no_advised_setting_could_be_left_out(
-    gpus: str, model: str, settings: tuple[str, ...]
-) -> None:
-    changes = plan_of(gpus, model, *settings).changes
-    sets = [frozenset(change.words.split()) for change in changes]
-    assert not any(one < other for one in sets for other in sets)
-
-
-def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host() -> None:
+def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host():
     settings = ("tuning.mode=full", "model.max_seq_len=16384", "model.device_map=auto")
     plan = plan_of("4x4090", LLAMA_3B, *settings, distributed=False)
     assert plan.step.layers_by_gpu and not plan.fits
@@ -87,7 +83,7 @@ def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host() ->
         assert after.memory.predicted_peak == change.predicted_peak
 
 
-def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_has() -> None:
+def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_has():
     settings = ("tuning.mode=full", "model.max_seq_len=4096", "model.device_map=auto")
     plan = plan_of("2x4090", LLAMA_3B, *settings, distributed=False)
     assert not plan.fits
@@ -96,20 +92,7 @@ def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_ha
     assert [warning for warning in typed.warnings if "of host memory" in warning]
 
 
-@pytest.mark.parametrize(("gpus", "model", "settings"), SHORT)
-def test_changes_that_train_the_same_come_first_and_the_fastest_of_each_kind(
-    gpus: str, model: str, settings: tuple[str, ...]
-) -> None:
-    changes = plan_of(gpus, model, *settings).changes
-    has_costs = [bool(change.costs) for change in changes]
-    assert has_costs == sorted(has_costs)
-    for kind in (False, True):
-        speeds = [change.relative_speed for change in changes if bool(change.costs) == kind]
-        assert None not in speeds
-        assert speeds == sorted(speeds, reverse=True)
-
-
-def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers() -> None:
+def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers():
     plan = plan_of("4xH200", LLAMA_70B, *EXPLICIT_70B)
     assert (plan.layout.rows_per_step, plan.fits) == (16 * 4 * 2, False)
     best = plan.changes[0]
@@ -117,7 +100,7 @@ def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers
     assert (batch_size * grad_accum, best.costs) == (16 * 2, "")
 
 
-def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle() -> None:
+def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle():
     idle = plan_of("4x4090", LLAMA_70B, "tuning.mode=qlora", distributed=False)
     assert idle.ranks.world_size == 1
     words = "make train-deepspeed NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json"
@@ -126,7 +109,7 @@ def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle() -> 
     assert not any("deepspeed" in change.words for change in alone.changes)
 
 
-def test_the_zero_that_is_advised_offloads_nothing(tmp_path: Path) -> None:
+def test_the_zero_that_is_advised_offloads_nothing(tmp_path):
     """The JSON that ships does not, whatever the one that is used does."""
     used = tmp_path / "offload.json"
     used.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
@@ -142,7 +125,7 @@ def test_the_zero_that_is_advised_offloads_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", ["2x4090", "1xH200", "8xA100-80"])
-def test_what_fits_needs_no_advice(gpus: str) -> None:
+def test_what_fits_needs_no_advice(gpus):
     plan = plan_of(gpus, "Qwen/Qwen2.5-7B-Instruct", "tuning.mode=qlora")
     assert plan.fits
     assert plan.changes == ()

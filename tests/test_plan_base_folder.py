@@ -5,7 +5,6 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,10 @@ def is_accepted(name: Path, **model: object) -> bool:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., Path]:
+def folder(tmp_path):
     """A function that writes files into a folder; dicts as JSON."""
 
-    def make(files: dict[str, object]) -> Path:
+    def make(files):
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content)
             (tmp_path / name).write_text(text)
@@ -62,7 +61,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path):
     """A copy of the shipped model."""
     return shutil.copytree(TINY, tmp_path / "copy")
 
@@ -71,10 +70,6 @@ OTHER_FILES = {
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}},
         "an adapter of org/base; set MODEL_NAME=org/base",
-    ),
-    "adapter of a path": (
-        {"adapter_config.json": {"base_model_name_or_path": "/no/such/base"}},
-        "an adapter of /no/such/base, which is not here; set MODEL_NAME to where that model is",
     ),
     "adapter beside a config": (
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "config.json": SIZES},
@@ -87,13 +82,15 @@ OTHER_FILES = {
     "full run": ({"plan.json": {}, "model": ""}, "a run; set MODEL_NAME=.*model$"),
     "damaged adapter": ({"adapter_config.json": "{"}, "adapter_config.json: not valid JSON"),
     "adapter of nothing": ({"adapter_config.json": {}}, "names no base"),
+    "adapter of a path": (
+        {"adapter_config.json": {"base_model_name_or_path": "/no/such/base"}},
+        "an adapter of /no/such/base, which is not here",
+    ),
     "gguf": ({"m-Q4_K_M.gguf": ""}, "a folder of GGUF files, packed for llama.cpp"),
-    "gguf with config": ({"m.gguf": "", "config.json": SIZES}, "a folder of GGUF files"),
     "mistral": (
         {"params.json": {}, "consolidated.safetensors": "", "tekken.json": {}},
         "format of Mistral's .* upload of the same model that has a config.json",
     ),
-    "meta": ({"params.json": {}, "consolidated.00.pth": ""}, "Meta's own code"),
     "diffusers": ({"model_index.json": {}}, "a diffusion pipeline"),
     "sentence-transformers": ({"modules.json": [], "config.json": SIZES}, "embeds texts"),
     "pointers": (
@@ -115,7 +112,7 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)
-def test_a_folder_says_what_it_is(folder, kind: str) -> None:
+def test_a_folder_says_what_it_is(folder, kind):
     files, words = OTHER_FILES[kind]
     path = folder(files)
     said = refused(path)
@@ -128,10 +125,6 @@ CONFIGS = {
         {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
         "an encoder, which fills gaps in a text (BertForMaskedLM)",
     ),
-    "bert that says causal": (
-        {"model_type": "bert", "architectures": ["BertLMHeadModel"]},
-        "an encoder (BertLMHeadModel), whose tokens see those that follow",
-    ),
     "nameless bert": (
         {"model_type": "modernbert"},
         "an encoder (modernbert), whose tokens see those that follow",
@@ -140,32 +133,19 @@ CONFIGS = {
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         "a classifier or reward model (LlamaForSequenceClassification)",
     ),
-    "backbone": (
-        {"model_type": "mistral", "architectures": ["MistralModel"]},
-        "a model without a class that writes text after a prompt (MistralModel)",
-    ),
     "t5": (
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
         "an encoder-decoder (T5ForConditionalGeneration)",
     ),
-    "bart": ({"model_type": "bart", "is_encoder_decoder": True}, "an encoder-decoder"),
     "florence": (
         {"model_type": "florence2", "text_config": {"is_encoder_decoder": True}},
         "an encoder-decoder (florence2)",
-    ),
-    "whisper": (
-        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
-        "an encoder-decoder (WhisperForConditionalGeneration)",
     ),
     "vit": ({"model_type": "vit"}, "a model without a class that writes text after a prompt (vit)"),
     "unknown": (
         {"model_type": "llama9", "transformers_version": "9.1.0"},
         "its config.json (version 9.1.0 wrote it) says model_type=llama9, which transformers "
         f"{__version__} does not know; type make install TRANSFORMERS=newest, which may know it",
-    ),
-    "newer": (
-        {"model_type": "llama9", "transformers_version": "5.99.1"},
-        "type make install TRANSFORMERS=5.99.1, which may know it, or set MODEL_NAME",
     ),
     "older": (
         {"model_type": "llama9", "transformers_version": "5.3.0.dev0"},
@@ -180,7 +160,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_config_of_no_causal_model_says_what_it_is(folder, kind: str) -> None:
+def test_a_config_of_no_causal_model_says_what_it_is(folder, kind):
     config, words = CONFIGS[kind]
     assert words in refused(folder({"config.json": {**SIZES, **config}}))
 
@@ -197,17 +177,17 @@ def test_a_config_of_no_causal_model_says_what_it_is(folder, kind: str) -> None:
         {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"},
     ],
 )
-def test_a_config_of_a_causal_model_is_accepted(folder, config: dict[str, object]) -> None:
+def test_a_config_of_a_causal_model_is_accepted(folder, config):
     assert is_accepted(folder({"config.json": {**SIZES, **config}}))
 
 
-def test_code_of_its_own_that_is_trusted_is_accepted(folder) -> None:
+def test_code_of_its_own_that_is_trusted_is_accepted(folder):
     config = {**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Own"}}
     base = folder({"config.json": config})
     assert is_accepted(base, trust_remote_code=True) and not is_accepted(base)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_no_folder(tmp_path):
     for name, words in (
         ("m.gguf", "is packed for llama.cpp"),
         ("model.safetensors", "is a file, not a folder"),
@@ -216,18 +196,30 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         assert words in refused(tmp_path / name)
 
 
-def test_gguf_names_the_model_that_it_was_made_from() -> None:
-    assert "set MODEL_NAME to a causal language model, such as Qwen3-8B" in refused(
-        "org/Qwen3-8B-GGUF", {"HF_HUB_CACHE": "/nowhere"}
-    )
+@pytest.mark.parametrize(
+    "name, files, words",
+    [
+        ("org/Qwen3-8B-GGUF", {}, "such as Qwen3-8B"),
+        ("org/it", {"adapter_config.json": {"base_model_name_or_path": "o/base"}}, "=o/base"),
+        ("org/it", {"config.json": {**SIZES, "model_type": "bert"}}, "an encoder"),
+    ],
+)
+def test_a_name_on_the_hub_is_looked_up_in_its_cache(tmp_path, name, files, words):
+    snapshot = tmp_path / "models--org--it" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    for path, content in files.items():
+        (snapshot / path).write_text(json.dumps(content))
+    assert words in refused(name, {"HF_HUB_CACHE": str(tmp_path)})
 
 
-def test_a_model_with_an_adapter_beside_it_is_refused(copy: Path) -> None:
+def test_a_model_with_an_adapter_beside_it_is_refused(copy):
     (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     assert "move adapter_config.json out of the folder" in refused(copy)
 
 
-def test_a_weight_file_that_ends_too_early_is_refused(copy: Path) -> None:
+def test_a_weight_file_that_ends_too_early_is_refused(copy):
     accept(copy)
     weights = copy / "model.safetensors"
     whole = weights.read_bytes()
@@ -237,7 +229,7 @@ def test_a_weight_file_that_ends_too_early_is_refused(copy: Path) -> None:
         assert "model.safetensors is damaged, or ends too early" in refused(copy)
 
 
-def test_consolidated_weights_beside_others_and_links_are_accepted(copy: Path) -> None:
+def test_consolidated_weights_beside_others_and_links_are_accepted(copy):
     (copy / "consolidated.safetensors").write_bytes(b"not looked at")
     (copy / "params.json").write_text("{}")
     (copy / "model.safetensors").rename(copy / "blob")
@@ -248,18 +240,8 @@ def test_consolidated_weights_beside_others_and_links_are_accepted(copy: Path) -
     assert "format of Mistral's" in refused(copy)
 
 
-def test_an_adapter_in_the_cache_of_the_hub_names_its_base(tmp_path: Path) -> None:
-    repo = tmp_path / "models--org--adapter"
-    snapshot = repo / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("abc")
-    (snapshot / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    assert "set MODEL_NAME=org/base" in refused("org/adapter", {"HF_HUB_CACHE": str(tmp_path)})
-
-
 @pytest.mark.parametrize("command", ["plan", "init", "train"])
-def test_every_command_says_it_first(folder, monkeypatch, command: str) -> None:
+def test_every_command_says_it_first(folder, monkeypatch, command):
     path = folder({"config.json": {**SIZES, "model_type": "llama9"}})
     monkeypatch.chdir(path)
     (path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n')
@@ -276,7 +258,7 @@ def test_every_command_says_it_first(folder, monkeypatch, command: str) -> None:
     assert time.monotonic() - began < 5  # seconds, on a busy host; a fifth of one on an idle one
 
 
-def test_a_folder_without_weights_is_planned_and_not_trained(copy: Path, monkeypatch) -> None:
+def test_a_folder_without_weights_is_planned_and_not_trained(copy, monkeypatch):
     (copy / "model.safetensors").unlink()
     monkeypatch.chdir(copy)
     (copy / "rows.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n' * 20)
@@ -287,7 +269,7 @@ def test_a_folder_without_weights_is_planned_and_not_trained(copy: Path, monkeyp
         prepare_run(call, False, False)
 
 
-def test_the_tables_are_those_that_transformers_has() -> None:
+def test_the_tables_are_those_that_transformers_has():
     from transformers.models.auto import modeling_auto
 
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -298,7 +280,7 @@ def test_the_tables_are_those_that_transformers_has() -> None:
     assert all(is_known_type(name) for name in modeling_auto.CONFIG_MAPPING_NAMES)
 
 
-def test_a_plan_says_that_weights_are_a_pickle(copy: Path, monkeypatch) -> None:
+def test_a_plan_says_that_weights_are_a_pickle(copy, monkeypatch):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     monkeypatch.chdir(copy)
     environ = {"DEVICE": "cpu", "MODEL_NAME": str(copy)}

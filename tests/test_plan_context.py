@@ -6,7 +6,6 @@ import pytest
 from plan_examples import plan_for
 from test_plan_inputs import inputs_of
 
-from sft_play.errors import ConfigError
 from sft_play.plan.advice import _context_options, _with
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
@@ -19,7 +18,7 @@ def long_plan(gpus: str, tokens: int, *settings: str):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "tokens", "shared"),
+    "gpus, tokens, shared",
     [
         ("2xH200", 131_072, 1),
         ("2xH200", 1_048_576, 2),
@@ -27,21 +26,19 @@ def long_plan(gpus: str, tokens: int, *settings: str):
         ("2xH200", 8192, 1),
     ],
 )
-def test_rows_are_shared_by_as_few_gpus_as_a_step_needs(gpus, tokens, shared) -> None:
+def test_rows_are_shared_by_as_few_gpus_as_a_step_needs(gpus, tokens, shared):
     plan = long_plan(gpus, tokens)
     assert plan.fits and plan.layout.context_parallel == shared
     assert plan.layout.replicas * shared == plan.ranks.world_size
     assert plan.layout.rows_per_step == 32
 
 
-def test_one_row_a_step_is_shared_by_all_gpus() -> None:
+def test_one_row_a_step_is_shared_by_all_gpus():
     plan = long_plan("4xH200", 131_072, "train.effective_batch_size=1")
     assert (plan.layout.context_parallel, plan.layout.rows_per_step) == (4, 1)
-    with pytest.raises(ConfigError, match="no multiple of 4 ranks"):
-        long_plan("4xH200", 8192, "train.effective_batch_size=1")
 
 
-def test_two_gpus_that_share_a_row_have_half_of_its_bytes_and_seconds() -> None:
+def test_two_gpus_that_share_a_row_have_half_of_its_bytes_and_seconds():
     settings = ("train.effective_batch_size=4", "train.gradient_checkpointing=true")
     one = long_plan("1xH200", 131_072, *settings)
     two = long_plan("2xH200", 131_072, "train.context_parallel=2", *settings)
@@ -50,7 +47,7 @@ def test_two_gpus_that_share_a_row_have_half_of_its_bytes_and_seconds() -> None:
     assert 1.8 < two.speed.tokens_per_second / one.speed.tokens_per_second < 2
 
 
-def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs() -> None:
+def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs():
     plan = long_plan("1xH200", 1_048_576, "train.effective_batch_size=1")
     assert not plan.fits
     change = next(each for each in plan.changes if "CONTEXT_PARALLEL" in each.words)
@@ -60,30 +57,9 @@ def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs() -> 
     assert after.fits and after.memory.predicted_peak == change.predicted_peak
 
 
-def test_what_is_combined_with_sharing_is_kept() -> None:
+def test_what_is_combined_with_sharing_is_kept():
     inputs = replace(inputs_of(130, effective_batch_size=1), host_budget_bytes=2**40)
     inputs = _with(_with(inputs, "model", max_seq_len=524_288), "tuning", mode="lora")
     (sharing,) = _context_options(inputs, 1)
     both = sharing.applied(_with(inputs, "tuning", mode="qlora"))
     assert (both.config.tuning.mode, both.context_parallel) == ("qlora", 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (
-            ("model.name=Qwen/Qwen3-Next-80B-A3B-Instruct",),
-            "recurrent layers need the tokens before theirs",
-        ),
-        (("model.name=Qwen/Qwen2.5-0.5B-Instruct", "train.context_parallel=4"), "14 heads"),
-        (("train.fast_path=false",), "not that of the fused kernels"),
-        (("train.router_aux_loss_coef=0.01",), "balance of experts"),
-        (("train.context_parallel=8",), "4 ranks are no multiple of it"),
-    ],
-)
-def test_what_cannot_share_rows_says_why(settings, words) -> None:
-    named = dict.fromkeys((LLAMA_8B, "train.context_parallel=2"))
-    changed = {word.partition("=")[0] for word in settings}
-    kept = [word for word in named if word.partition("=")[0] not in changed]
-    with pytest.raises(ConfigError, match=words + r".*; set TRAIN_CONTEXT_PARALLEL=1"):
-        plan_for("4xH200", *kept, *settings, *LORA, config="configs/base.yaml")

@@ -1,5 +1,6 @@
 """What the plan knows of a float8 base: its bytes, its speed, and where it is offered."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from sft_play.plan.next_command import smaller_settings
 from sft_play.plan.speed import full_rows, predict
 from sft_play.plan.step import Layout
 from sft_play.plan.structure import MatrixKind
-from sft_play.plan.workload import describe_float8, describe_speed
+from sft_play.plan.workload import describe_float8
 
 LLAMA_8B = ("model.name=meta-llama/Llama-3.1-8B-Instruct", "model.max_seq_len=2048")
 FLOAT8 = "tuning.base_dtype=float8"
@@ -23,7 +24,7 @@ EXAMPLE = Example(
 )
 
 
-def test_a_float8_weight_takes_a_byte_and_each_output_a_float32() -> None:
+def test_a_float8_weight_takes_a_byte_and_each_output_a_float32():
     found = memory.base_weight_bytes(replace(STEP, is_float8=True), 2)
     others = 2 * (2 * 128256 * 4096 + 65 * 4096)  # embedding, head and norms stay in 16 bits
     outputs = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
@@ -31,7 +32,7 @@ def test_a_float8_weight_takes_a_byte_and_each_output_a_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fits"),
+    "kind, fits",
     [
         (MatrixKind("q_proj", 4096, 1024, 32), True),
         (MatrixKind("q_proj", 4096, 1000, 32), False),
@@ -40,13 +41,11 @@ def test_a_float8_weight_takes_a_byte_and_each_output_a_float32() -> None:
         (MatrixKind("gate", 1024, 16, 4, is_quantised=False), False),
     ],
 )
-def test_what_is_counted_as_float8_is_what_loading_makes_float8(
-    kind: MatrixKind, fits: bool
-) -> None:
+def test_what_is_counted_as_float8_is_what_loading_makes_float8(kind, fits):
     assert kind.fits_float8 == fits
 
 
-def test_a_step_over_float8_needs_less_than_its_weights_save() -> None:
+def test_a_step_over_float8_needs_less_than_its_weights_save():
     plain = EXAMPLE.memory.phases["backward"]
     float8 = EXAMPLE.changed(is_float8=True).memory.phases["backward"]
     saved = plain.weights - float8.weights
@@ -57,7 +56,7 @@ def test_a_step_over_float8_needs_less_than_its_weights_save() -> None:
     assert float8.activations - plain.activations == expected
 
 
-def test_an_8b_step_over_float8_is_as_fast_as_its_products() -> None:
+def test_an_8b_step_over_float8_is_as_fast_as_its_products():
     layout, work = EXAMPLE.layout, full_rows(EXAMPLE.layout)
     plain, float8 = (
         predict(replace(EXAMPLE.step, is_float8=is_float8), layout, work, CARDS["H200"])
@@ -67,15 +66,8 @@ def test_an_8b_step_over_float8_is_as_fast_as_its_products() -> None:
     assert float8.tokens_per_second == pytest.approx(24_000, rel=0.1)
 
 
-def test_a_float8_speed_is_called_rough_without_fused_kernels() -> None:
-    plan = plan_for("1xH200", *LLAMA_8B, FLOAT8).plan
-    assert "roughly" not in describe_speed(plan)
-    unfused = replace(plan, step=replace(plan.step, is_fast=False))
-    assert "roughly, as no run over a float8 base without fused kernels" in describe_speed(unfused)
-
-
 @pytest.mark.parametrize(
-    ("card", "settings", "may_be"),
+    "card, settings, may_be",
     [
         ("H200", (), True),
         ("4090", (), True),
@@ -87,35 +79,25 @@ def test_a_float8_speed_is_called_rough_without_fused_kernels() -> None:
         ("H200", ("tuning.lora.use_dora=true",), False),
     ],
 )
-def test_float8_is_offered_where_it_would_run(
-    card: str | None, settings: tuple[str, ...], may_be: bool
-) -> None:
+def test_float8_is_offered_where_it_would_run(card, settings, may_be):
     config = load(None, None, settings).config
     assert may_be_float8(config, CARDS[card] if card else None) == may_be
 
 
-@pytest.mark.parametrize(
-    ("gpus", "settings", "is_offered"),
-    [("1xH200", (), True), ("1xH200", (FLOAT8,), False), ("1xA100-80", (), False)],
-)
-def test_a_plan_says_what_float8_would_change(
-    gpus: str, settings: tuple[str, ...], is_offered: bool
-) -> None:
-    words = describe_float8(plan_for(gpus, *LLAMA_8B, *settings))
-    assert (words is not None) == is_offered
-    if words is not None:
-        assert words.startswith("TUNING_BASE_DTYPE=float8 is expected to train 1.4 times as fast")
-        assert "8B on an H200: 1.4 times, in 37 GiB instead of 43); its KL" in words
+def test_a_plan_says_what_float8_would_change():
+    words = describe_float8(plan_for("1xH200", *LLAMA_8B))
+    assert re.search(r"TUNING_BASE_DTYPE=float8 .* 1\.4 times .* 37 GiB", words)
+    assert describe_float8(plan_for("1xH200", *LLAMA_8B, FLOAT8)) is None
 
 
-def test_a_model_that_fits_in_float8_alone_is_offered_so() -> None:
+def test_a_model_that_fits_in_float8_alone_is_offered_so():
     settings = (*LLAMA_8B, "train.batch_size=1", "train.strategy=ddp")
     plan = plan_for("1x4090", *settings, "train.gradient_checkpointing=false").plan
     assert not plan.fits
     assert any("TUNING_BASE_DTYPE=float8" in change.words for change in plan.changes)
 
 
-def test_qlora_in_the_place_of_float8_leaves_float8_out() -> None:
+def test_qlora_in_the_place_of_float8_leaves_float8_out():
     plan = plan_for("1xH200", *LLAMA_8B, FLOAT8)
     found = smaller_settings(plan.config, plan.plan, "load")
     assert found == {"tuning.mode": "qlora", "tuning.base_dtype": "auto"}

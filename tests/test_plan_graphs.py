@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 from plan_examples import CPU, STEP, plan_for
 
-from sft_play.plan.activations import working_bytes
-from sft_play.plan.fast import GraphSetup, graph_bytes, graph_warnings, records_graphs
-from sft_play.plan.memory import step_bytes
+from sft_play.plan.fast import graph_bytes
 from sft_play.plan.step import Layout
 
 ONE_B_PLAN = plan_for("1xH200", "model.name=meta-llama/Llama-3.2-1B-Instruct").plan
@@ -17,29 +15,7 @@ RECORDED = replace(LAUNCHED, records_graphs=True)
 FOUR_ROWS = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
 
 
-HIDDEN = FOUR_ROWS.tokens * RECORDED.compute_bytes * RECORDED.model.hidden
-GRADIENTS = RECORDED.trained_bytes * RECORDED.trained_weights
-
-
-def test_recordings_take_the_place_of_what_the_layers_take() -> None:
-    replayed = 2 * HIDDEN + GRADIENTS
-    held = replayed + working_bytes(RECORDED, FOUR_ROWS).backward
-    expected = {
-        "forward": replayed,
-        "backward": replayed,
-        "optimizer": held,
-        "evaluation": GRADIENTS,
-        "save": held,
-    }
-    assert graph_bytes(RECORDED, FOUR_ROWS) == expected
-    with_graphs = step_bytes(RECORDED, FOUR_ROWS).phases
-    without = step_bytes(LAUNCHED, FOUR_ROWS).phases
-    assert with_graphs["load"] == without["load"]
-    for name, graphs in expected.items():
-        assert with_graphs[name] == replace(without[name], graphs=graphs)
-
-
-def test_recordings_of_layers_that_are_recomputed_take_less() -> None:
+def test_recordings_of_layers_that_are_recomputed_take_less():
     recomputed = replace(FOUR_ROWS, checkpointed_layers=RECORDED.model.layers)
     graphs = [graph_bytes(RECORDED, layout)["optimizer"] for layout in (recomputed, FOUR_ROWS)]
     assert 0 < graphs[0] < graphs[1] / 2
@@ -47,32 +23,20 @@ def test_recordings_of_layers_that_are_recomputed_take_less() -> None:
 
 LLAMA = ("model.name=meta-llama/Llama-3.1-8B", "train.cuda_graphs=true")
 NOT_RECORDED = {
-    "train.neftune_noise_alpha=5": ("1xH200", "train.neftune_noise_alpha"),
-    "tuning.lora.dropout=0.1": ("1xH200", "tuning.lora.dropout=0.1"),
-    "tuning.mode=full": ("1xH200", "tuning.mode=full"),
-    "train.fast_path=false": ("1xH200", "attention is not fused (train.fast_path=false)"),
-    "tuning.lora.trainable_tokens=<|eot_id|>": (
-        "1xH200",
-        "the loss is not fused (the output head has trained tokens)",
-    ),
-    "train.activation_offloading=true train.gradient_checkpointing=true": (
-        "1xH200",
-        "train.activation_offloading",
-    ),
-    "train.strategy=fsdp": (
-        "2xH200",
-        "strategy=fsdp, and layers are recorded on one GPU, under ddp and under ep",
-    ),
-    "train.strategy=zero2": (
-        "2xH200",
-        "strategy=deepspeed, and layers are recorded on one GPU, under ddp and under ep",
-    ),
-    "train.seed=1": (CPU, "the model is not on a GPU"),
+    "train.neftune_noise_alpha=5": "1xH200",
+    "tuning.lora.dropout=0.1": "1xH200",
+    "tuning.mode=full": "1xH200",
+    "train.fast_path=false": "1xH200",
+    "tuning.lora.trainable_tokens=<|eot_id|>": "1xH200",
+    "train.activation_offloading=true train.gradient_checkpointing=true": "1xH200",
+    "train.strategy=fsdp": "2xH200",
+    "train.strategy=zero2": "2xH200",
+    "train.seed=1": CPU,
 }
 
 
 @pytest.mark.parametrize("gpus", ["1xH200", "2xH200"])
-def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
+def test_a_plan_counts_what_is_recorded_and_names_it(gpus):
     plan = plan_for(gpus, *LLAMA).plan
     assert plan.step.records_graphs
     graphs = plan.memory.peak.components()["graphs"]
@@ -81,21 +45,14 @@ def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
 
 
 @pytest.mark.parametrize("setting", NOT_RECORDED)
-def test_a_plan_says_why_nothing_is_recorded_and_counts_no_graphs(setting: str) -> None:
-    hardware, reason = NOT_RECORDED[setting]
-    plan = plan_for(hardware, *LLAMA, *setting.split()).plan
-    assert f"train.cuda_graphs=true has no effect: {reason}" in plan.warnings
+def test_a_plan_says_that_nothing_is_recorded_and_counts_no_graphs(setting):
+    plan = plan_for(NOT_RECORDED[setting], *LLAMA, *setting.split()).plan
+    assert any(words.startswith("train.cuda_graphs=true has no effect") for words in plan.warnings)
     assert "graphs" not in plan.memory.peak.components()
 
 
-def test_a_plan_says_nothing_of_graphs_that_may_be_recorded() -> None:
-    unknown = "its modules are known once it is loaded"
-    setup = GraphSetup(plan_for("1xH200", *LLAMA).config, ONE_B_PLAN.ranks, None)
-    assert graph_warnings(setup, False, 1.0) == [] and not records_graphs(setup), unknown
-
-
 @pytest.mark.parametrize(
-    ("model", "settings", "is_said"),
+    "model, settings, is_said",
     [
         ("meta-llama/Llama-3.2-1B-Instruct", ["train.effective_batch_size=4"], True),
         ("Qwen/Qwen3-30B-A3B", ["train.effective_batch_size=4"], True),
@@ -103,9 +60,7 @@ def test_a_plan_says_nothing_of_graphs_that_may_be_recorded() -> None:
         ("meta-llama/Llama-3.1-8B-Instruct", ["train.effective_batch_size=4"], False),
     ],
 )
-def test_a_plan_says_where_graphs_would_help(
-    model: str, settings: list[str], is_said: bool
-) -> None:
+def test_a_plan_says_where_graphs_would_help(model, settings, is_said):
     plan = plan_for("1xH200", f"model.name={model}", "tuning.mode=lora", *settings).plan
     assert not plan.step.records_graphs
     assert any("TRAIN_CUDA_GRAPHS=true" in warning for warning in plan.warnings) == is_said

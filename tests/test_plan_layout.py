@@ -15,14 +15,14 @@ from sft_play.plan.step import Layout
 CUTS = list(product((1, 2, 3, 8), (1, 4, 5), (1, 2, 7)))
 
 
-def test_the_examples_in_the_docstring_hold() -> None:
+def test_the_examples_in_the_docstring_hold():
     result = doctest.testmod(step_module)
     assert result.attempted > 0
     assert result.failed == 0
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "world_size", "fullest_step", "micro_batches", "sequences"),
+    "batch_size, world_size, fullest_step, micro_batches, sequences",
     [
         (1, 1, 4, 4, 1),
         (2, 1, 4, 2, 2),
@@ -35,17 +35,17 @@ def test_the_examples_in_the_docstring_hold() -> None:
     ],
 )
 def test_packed_micro_batches_are_as_few_as_suffice_and_then_no_larger(
-    batch_size: int, world_size: int, fullest_step: int, micro_batches: int, sequences: int
-) -> None:
+    batch_size, world_size, fullest_step, micro_batches, sequences
+):
     grad_accum = 64 // (batch_size * world_size)
     packed = Layout(batch_size, grad_accum, world_size, max_seq_len=10).packed(fullest_step)
     assert (packed.micro_batches, packed.sequences) == (micro_batches, sequences)
 
 
-@pytest.mark.parametrize(("batch_size", "grad_accum", "world_size"), CUTS)
+@pytest.mark.parametrize("batch_size, grad_accum, world_size", CUTS)
 def test_a_packed_step_holds_the_fullest_in_no_more_than_it_needs(
-    batch_size: int, grad_accum: int, world_size: int
-) -> None:
+    batch_size, grad_accum, world_size
+):
     unpacked = Layout(batch_size, grad_accum, world_size, max_seq_len=64)
     for fullest_step in range(1, unpacked.rows_per_step + 1):
         packed = unpacked.packed(fullest_step)
@@ -59,24 +59,7 @@ def test_a_packed_step_holds_the_fullest_in_no_more_than_it_needs(
         assert packed.unpacked() == unpacked
 
 
-@pytest.mark.parametrize(("batch_size", "grad_accum", "world_size"), CUTS)
-def test_without_packing_each_row_is_a_sequence(
-    batch_size: int, grad_accum: int, world_size: int
-) -> None:
-    layout = Layout(batch_size, grad_accum, world_size, max_seq_len=64)
-    assert not layout.is_packed
-    assert (layout.micro_batches, layout.sequences) == (grad_accum, batch_size)
-    assert layout.rows_per_step == batch_size * grad_accum * world_size
-    assert layout.tokens == layout.mean_tokens == 64 * batch_size
-    assert layout.accumulates == (grad_accum > 1)
-
-
-def test_the_mean_micro_batch_of_the_fullest_step_is_no_larger_than_the_largest() -> None:
-    layout = Layout(batch_size=8, grad_accum=4, world_size=1, max_seq_len=10).packed(9)
-    assert (layout.tokens, layout.mean_tokens) == (50, 45)  # two micro-batches: 5 and 4 sequences
-
-
-def test_gradients_accumulate_over_packed_micro_batches_not_over_rows() -> None:
+def test_gradients_accumulate_over_packed_micro_batches_not_over_rows():
     layout = Layout(batch_size=4, grad_accum=8, world_size=1, max_seq_len=64)
     assert layout.packed(5).accumulates
     assert not layout.packed(4).accumulates
@@ -87,8 +70,8 @@ def test_gradients_accumulate_over_packed_micro_batches_not_over_rows() -> None:
 @pytest.mark.parametrize("rows_that_fit", [1, 3, 1000])
 @pytest.mark.parametrize("explicit", [{}, {"batch_size": 3}, {"grad_accum": 4}], ids=str)
 def test_every_layout_of_a_request_keeps_the_rows_of_a_step(
-    explicit: dict[str, int], rows_that_fit: int, fullest_step: int | None, world_size: int
-) -> None:
+    explicit, rows_that_fit, fullest_step, world_size
+):
     request = replace(
         REQUEST,
         effective_batch=288,

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 from plan_examples import STEP
 
-from sft_play.plan.batch import (
-    STEP_TOKENS,
-    BatchRequest,
-    LongestRow,
-    LongestRows,
-    longest_rows,
-)
+from sft_play.plan.batch import STEP_TOKENS, BatchRequest, LongestRow, LongestRows, longest_rows
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.step import Layout
 
@@ -39,34 +33,26 @@ def peak(tokens: int, offloads: bool, checkpointed_layers: int = 32) -> int:
     return step_bytes(step, Layout(1, 2, 1, tokens, checkpointed_layers)).predicted_peak
 
 
-def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+def test_the_longest_row_fits_and_a_longer_one_does_not():
     found = rows()
     for row, offloads in ((found.kept, False), (found.offloaded, True)):
         assert peak(row.tokens, offloads) <= H200 < peak(row.tokens + STEP_TOKENS, offloads)
 
 
-def test_an_8b_model_on_an_h200_trains_256k_tokens_and_512k_offloaded() -> None:
+def test_an_8b_model_on_an_h200_trains_256k_tokens_and_512k_offloaded():
     found = rows()
     assert 262_144 <= found.kept.tokens < 524_288 <= found.offloaded.tokens
     assert found.kept.host_bytes == 0
     assert found.offloaded.host_bytes >= 32 * found.offloaded.tokens * 4096 * 2
 
 
-def test_without_recomputation_rows_are_shorter_and_nothing_is_offloaded() -> None:
-    found = rows(gradient_checkpointing=False)
-    assert found.offloaded is None
-    assert (
-        peak(found.kept.tokens, False, 0) <= H200 < peak(found.kept.tokens + STEP_TOKENS, False, 0)
-    )
-
-
 @pytest.mark.parametrize(
     "changes", [{"recomputes_by_layer": False}, {"gradient_checkpointing": False}]
 )
-def test_where_nothing_can_be_offloaded_no_such_row_is_named(changes: dict[str, Any]) -> None:
+def test_where_nothing_can_be_offloaded_no_such_row_is_named(changes):
     assert rows(**changes).offloaded is None
     assert rows(replace(FUSED, is_gpu=False)).offloaded is None
 
 
-def test_where_the_weights_do_not_fit_no_row_does() -> None:
+def test_where_the_weights_do_not_fit_no_row_does():
     assert rows(budget_bytes=GIB) == LongestRows(LongestRow(0), None)

@@ -5,7 +5,6 @@ import re
 import socket
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ def tiny_llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**TINY, **changes))
 
 
-def test_llama_3_8b_has_8_03_billion_parameters() -> None:
+def test_llama_3_8b_has_8_03_billion_parameters():
     assert load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {}) == EIGHT_B
     assert EIGHT_B.parameters == 8_030_261_248
     assert PLAIN.adapter_weights(EIGHT_B, 16, "all-linear") == 41_943_040
@@ -120,7 +119,7 @@ def test_llama_3_8b_has_8_03_billion_parameters() -> None:
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
-def test_a_shape_counts_the_parameters_of_the_real_model(changes: dict[str, Any]) -> None:
+def test_a_shape_counts_the_parameters_of_the_real_model(changes):
     model = tiny_llama(**changes)
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert shape_of(model.config.to_dict(), "tiny").parameters == counted
@@ -136,9 +135,7 @@ def test_a_shape_counts_the_parameters_of_the_real_model(changes: dict[str, Any]
     ],
 )
 @pytest.mark.parametrize("changes", SHAPES[:2], ids=str)
-def test_lora_parameters_are_those_that_peft_trains(
-    changes: dict[str, Any], targets: str | list[str]
-) -> None:
+def test_lora_parameters_are_those_that_peft_trains(changes, targets):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
@@ -149,7 +146,7 @@ def test_lora_parameters_are_those_that_peft_trains(
     assert PLAIN.adapter_weights(shape_of(config.to_dict(), "tiny"), 4, targets) == trained
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:
+def test_what_a_config_leaves_out_is_what_transformers_takes():
     assert shape_of(LEAST, "m") == ModelShape(10, 8, 32, 1, 2, 2, 4, is_tied=False)
     gemma = {**LEAST, "model_type": "gemma2"}
     assert shape_of(gemma, "m").is_tied
@@ -158,11 +155,11 @@ def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:
     assert nested == ModelShape(10, 8, 32, 1, 2, 2, 4, is_tied=True)
 
 
-def test_layers_of_several_widths_have_the_largest() -> None:
+def test_layers_of_several_widths_have_the_largest():
     assert shape_of({**TINY, "intermediate_size": [80, 96, 80]}, "x").intermediate == 96  # Gemma 3n
 
 
-def test_a_config_that_relies_on_its_class_is_completed_by_it() -> None:
+def test_a_config_that_relies_on_its_class_is_completed_by_it():
     # as the hub has it: the vocabulary is the class's
     text = {
         "model_type": "gemma3_text",
@@ -186,7 +183,7 @@ def test_a_config_that_relies_on_its_class_is_completed_by_it() -> None:
     assert (gpt2.vocab, gpt2.intermediate, gpt2.is_tied) == (50257, 256, True)
 
 
-def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path):
     from transformers import AutoConfig
 
     layers = ["linear_attention", "moe", "full_attention", "mlp"]
@@ -199,13 +196,12 @@ def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "config", [{}, {"model_type": "no-such-type"}, {"hidden_size": 8, "vocab_size": None}]
 )
-def test_a_config_that_describes_no_decoder_is_refused(config: dict[str, Any]) -> None:
-    message = r"model.name=m: its config.json names no vocab_size, .*Set MODEL_NAME"
-    with pytest.raises(EnvironmentFault, match=message):
+def test_a_config_that_describes_no_decoder_is_refused(config):
+    with pytest.raises(EnvironmentFault, match=r"model.name=m: .* vocab_size.* MODEL_NAME"):
         shape_of(config, "m")
 
 
-def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path) -> None:
+def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path):
     cached = tmp_path / "hub" / "models--org--m"
     for commit, layers in (("abc", 1), ("def", 2)):
         snapshot = cached / "snapshots" / commit
@@ -220,71 +216,50 @@ def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path) -> N
     assert load_shape(str(cached / "snapshots" / "def"), None, {}).layers == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "the folder has no config.json"),
-        ("{", "not valid JSON"),
-        ("[]", "holds list rather than an object"),
-    ],
-)
-def test_a_folder_that_is_no_model_is_refused(
-    text: str | None, message: str, tmp_path: Path
-) -> None:
-    if text:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(EnvironmentFault, match=message):
-        load_shape(str(tmp_path), None, {})
+# The models that are there are models/tiny_llama and models/other, without a config.json
+MISSPELT = {
+    "models/tiny_lama": "did you mean models/tiny_llama",
+    "./modls/tiny_llama": "did you mean models/tiny_llama",
+    "tiny/tiny_llama": "the hub gave none",
+    "models/other": "models/other: no folder with a config",
+    # no names that the hub could have, so that nothing is asked
+    "a/b/c": "MODEL_NAME",
+    "a/b/llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
+}
 
 
-def test_a_model_that_can_be_had_nowhere_says_what_to_do() -> None:
-    message = (
-        r"model.name=a/b/c: no folder with a config.json, and no name of the hub, which is "
-        r"owner/name; set MODEL_NAME to one of them"
-    )
-    with pytest.raises(EnvironmentFault, match=message):
-        load_shape("a/b/c", None, {})  # no name that the hub could have, so that nothing is asked
-
-
-@pytest.mark.parametrize("name", ["models/tiny_lama", "./modls/tiny_llama", "tiny/tiny_llama"])
-def test_a_folder_of_a_model_that_is_misspelt_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_model_that_is_not_there_is_refused_with_the_nearest(name, tmp_path, monkeypatch):
     (tmp_path / "models" / "tiny_llama").mkdir(parents=True)
     (tmp_path / "models" / "tiny_llama" / "config.json").write_text("{}")
     (tmp_path / "models" / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = "no folder of that name here; did you mean models/tiny_llama?"
-    if name.startswith("tiny/"):
-        message = "no folder of that name here, and the hub gave none"
-    with pytest.raises(EnvironmentFault, match=re.escape(message)):
+    with pytest.raises(EnvironmentFault, match=re.escape(MISSPELT[name])):
         load_shape(name, None, {})
 
 
-def test_what_the_hub_says_is_no_answer_to_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentFault, match="models/other: no folder with a config"):
-        load_shape("models/other", None, {})
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_folder_that_is_no_model_is_refused(text, tmp_path):
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(EnvironmentFault, match=str(tmp_path)):
+        load_shape(str(tmp_path), None, {})
 
 
 # Well-known models
 
 
-def test_every_shape_has_a_published_count_to_be_held_to() -> None:
+def test_every_shape_has_a_published_count_to_be_held_to():
     assert set(json.loads(KNOWN.read_text())) == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_known_shape_has_the_parameters_that_its_maker_publishes(name: str) -> None:
+def test_a_known_shape_has_the_parameters_that_its_maker_publishes(name):
     assert load_shape(name, None, {}).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.011)
 
 
-def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
+def test_names_that_share_a_shape_are_that_shape_in_any_case():
     names = known_models()
     assert len(names) > 1.8 * len(PUBLISHED)
     assert len({name.lower() for name in names}) == len(names)  # no name stands for two shapes
@@ -298,18 +273,6 @@ def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
     assert known_model("meta-llama/Llama-3.1-9B") is None
     config = known_model("meta-llama/Llama-3.1-8B").config
     assert "also" not in config  # a key of the file, not of a config
-
-
-def test_the_nearest_known_names_are_told_where_the_hub_gives_nothing() -> None:
-    # no names that the hub could have, so that nothing is asked
-    message = (
-        r"set MODEL_NAME to one of them; known without the hub: "
-        r"meta-llama/Llama-3.2-1B-Instruct, "
-    )
-    with pytest.raises(EnvironmentFault, match=message):
-        load_shape("a/b/llama-3.2-1b-instruct", None, {})
-    with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to one of them$"):
-        load_shape("a/b/zzz", None, {})
 
 
 @pytest.mark.parametrize("is_known", [True, False])

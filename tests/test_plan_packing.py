@@ -18,7 +18,7 @@ def resolved(settings: dict[str, Any], model_type: str) -> PackingChoice:
 
 
 @pytest.mark.parametrize(
-    ("settings", "model_type", "expected"),
+    "settings, model_type, expected",
     [
         ({}, "llama", True),
         ({}, "qwen3_5", True),
@@ -35,20 +35,20 @@ def resolved(settings: dict[str, Any], model_type: str) -> PackingChoice:
     ],
     ids=str,
 )
-def test_packing_is_resolved(settings: dict[str, Any], model_type: str, expected: bool) -> None:
+def test_packing_is_resolved(settings, model_type, expected):
     choice = resolved(settings, model_type)
     assert choice.is_packed == expected
     is_auto = "train.packing" not in settings  # what was asked for needs no reason
     assert (choice.because is not None) == (is_auto and not expected)
 
 
-def test_packing_for_full_training_by_unsloth_is_refused() -> None:
+def test_packing_for_full_training_by_unsloth_is_refused():
     settings = {"tuning.backend": "unsloth", "tuning.mode": "full", "train.packing": True}
     with pytest.raises(ConfigError, match=r"train.packing=true: .*TRAIN_PACKING=auto"):
         resolved(settings, "llama")
 
 
-def test_only_attention_that_reads_position_ids_goes_without_boundaries() -> None:
+def test_only_attention_that_reads_position_ids_goes_without_boundaries():
     for name in ("auto", "sdpa", "eager"):
         assert not needs_boundaries(name)
     assert needs_boundaries("flash_attention_2")

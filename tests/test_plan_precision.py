@@ -1,13 +1,10 @@
 """sft_play.plan.ranks: the number type of matrix products."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from plan_examples import CPU, plan_for
 
-from sft_play.errors import ConfigError
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.memory import GIB
 from sft_play.plan.ranks import DTYPE_NAMES, precision
@@ -16,7 +13,7 @@ V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "expected", "warns"),
+    "gpus, settings, expected, warns",
     [
         (A100, (), "bf16", False),
         (T4, (), "fp16", False),
@@ -34,9 +31,7 @@ V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
         (CPU, ("train.bf16=true",), "bf16", False),
     ],
 )
-def test_one_precision_is_chosen_by_what_the_device_has(
-    gpus: Any, settings: tuple[str, ...], expected: str, warns: bool
-) -> None:
+def test_one_precision_is_chosen_by_what_the_device_has(gpus, settings, expected, warns):
     planned = plan_for(gpus, *settings)
     train = planned.config.train
     assert precision(planned.config) == expected
@@ -46,51 +41,15 @@ def test_one_precision_is_chosen_by_what_the_device_has(
         assert f"computing in {DTYPE_NAMES[expected]};" in warning
 
 
-def test_mixed_gpus_compute_in_what_all_of_them_have() -> None:
+def test_mixed_gpus_compute_in_what_all_of_them_have():
     a100 = Gpu(0, "A100", 40 * GIB, 40 * GIB, (8, 0))
     v100 = Gpu(1, "V100", 32 * GIB, 32 * GIB, (7, 0))
     assert precision(plan_for(Hardware("cuda", (a100, v100), 8, GIB)).config) == "fp16"
 
 
-def test_float16_without_a_gpu_is_refused() -> None:
-    message = r"train.fp16=true \(--set train.fp16\): float16 needs a GPU; set TRAIN_FP16=auto"
-    with pytest.raises(ConfigError, match=message):
-        plan_for(CPU, "train.fp16=true")
-
-
-def test_float16_of_a_deepspeed_json_without_a_gpu_is_refused_with_its_place(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
-    with pytest.raises(ConfigError) as error:
-        plan_for(CPU, environ={"DEEPSPEED_CONFIG": str(path)}, use_deepspeed=True)
-    assert str(error.value) == (
-        f'{path}: fp16.enabled=true: float16 needs a GPU; write "auto" there'
-    )
-
-
-def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_open(
-    tmp_path: Path,
-) -> None:
+def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_open(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
     environ = {"DEEPSPEED_CONFIG": str(path)}
     planned = plan_for("2xH200", environ=environ, use_deepspeed=True)
     assert precision(planned.config) == "fp16"
-    with pytest.raises(ConfigError, match=r"fp16.enabled=true, but train.fp16=false"):
-        plan_for("2xH200", "train.bf16=true", environ=environ, use_deepspeed=True)
-
-
-@pytest.mark.parametrize("asks", ["the JSON", "the config"])
-def test_bfloat16_under_deepspeed_without_a_gpu_is_refused(asks: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    enabled = True if asks == "the JSON" else "auto"
-    path.write_text(json.dumps({"bf16": {"enabled": enabled}, "zero_optimization": {"stage": 2}}))
-    settings = () if asks == "the JSON" else ("train.bf16=true",)
-    environ = {"DEEPSPEED_CONFIG": str(path)}
-    with pytest.raises(ConfigError) as error:
-        plan_for(CPU, *settings, environ=environ, use_deepspeed=True)
-    asked = f"{path}: bf16.enabled=true" if asks == "the JSON" else "train.bf16=true (--set"
-    assert str(error.value).startswith(asked)
-    assert 'on GPUs alone; write "auto" there' in str(error.value)

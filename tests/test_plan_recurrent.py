@@ -25,32 +25,29 @@ def on(gpu: Gpu) -> Hardware:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(needs, "_version", lambda _: "3.6.0")
 
 
-def test_a_triton_that_computes_wrongly_is_named_with_what_it_costs() -> None:
+def test_a_triton_that_computes_wrongly_is_named_with_what_it_costs():
     (warning,) = recurrent_warnings(hybrid(), on(H200))
-    assert warning.startswith("24 of 32 layers are recurrent, and Triton 3.6.0 computes gradients")
-    assert warning.endswith("several times slower and in more memory than is planned")
+    assert "24 of 32 layers" in warning and "Triton 3.6.0" in warning
 
 
-def test_a_missing_package_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (warning,) = recurrent_warnings(hybrid(), on(replace(H200, capability=(8, 0))))
     assert "python -m tools.install add requirements-gpu.txt" in warning
 
 
-def test_nothing_is_said_of_other_models_cards_and_machines() -> None:
+def test_nothing_is_said_of_other_models_cards_and_machines():
     assert recurrent_warnings(EIGHT_B, on(H200)) == []
     assert recurrent_warnings(hybrid(), on(replace(H200, capability=(8, 0)))) == []
     assert recurrent_warnings(hybrid(), on(replace(H200, uuid=""))) == []
     assert recurrent_warnings(hybrid(), Hardware("cpu", (), 8, 1 << 34)) == []
 
 
-@pytest.mark.parametrize(
-    ("triton", "is_right"), [("3.3.1", True), ("3.7.0", False), ("3.7.1", True)]
-)
-def test_the_versions_between_are_wrong_on_hopper(triton: str, is_right: bool) -> None:
+@pytest.mark.parametrize("triton, is_right", [("3.3.1", True), ("3.7.0", False), ("3.7.1", True)])
+def test_the_versions_between_are_wrong_on_hopper(triton, is_right):
     assert (why_no_kernels((9, 0), triton) is None) == is_right

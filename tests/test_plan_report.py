@@ -62,16 +62,6 @@ def as_bash_reads(text: str) -> list[str]:
 # Layout of the text
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("gpus", ["2xH200", "1x24GiB", "2x4090"])
-def test_every_shipped_config_is_told_in_110_columns(config: str, gpus: str) -> None:
-    shown = lines(plan_for(gpus, config=f"configs/{config}"))
-    longest_word = max(len(word) for row in shown for word in row.split())
-    longest_line = max(map(len, shown))
-    assert longest_line <= max(report.LINE_WIDTH, report.LABEL_WIDTH + longest_word + 2)
-    assert shown == [row.rstrip() for row in shown]
-
-
 HARDWARE = {
     "a100_pair": "2xA100-80GB",
     "h200_quad": "4xH200",
@@ -84,7 +74,7 @@ HARDWARE = {
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name: str) -> None:
+def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name):
     path = PROJECT_ROOT / "configs" / f"{name}.yaml"
     plan = plan_for(HARDWARE[name], config=str(path)).plan
     assert plan.fits
@@ -93,13 +83,13 @@ def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name: str) -
 
 
 @pytest.mark.parametrize("name", sorted({Path(name).stem for name in CONFIGS} - set(HARDWARE)))
-def test_every_other_shipped_config_trains_the_model_that_ships_anywhere(name: str) -> None:
+def test_every_other_shipped_config_trains_the_model_that_ships_anywhere(name):
     planned = plan_for(CPU, config=f"configs/{name}.yaml")
     assert planned.config.model.name.endswith("data/tiny_llama")
     assert planned.plan.fits
 
 
-def test_the_table_is_the_bytes_of_the_plan() -> None:
+def test_the_table_is_the_bytes_of_the_plan():
     planned = plan_for("2xH200", LLAMA_8B)
     memory = planned.plan.memory
     shown = lines(planned)
@@ -124,7 +114,7 @@ def test_the_table_is_the_bytes_of_the_plan() -> None:
     assert f"{memory.predicted_peak / GIB:.2f} GiB" in line(planned, "memory")
 
 
-def test_the_plan_is_one_line_of_facts() -> None:
+def test_the_plan_is_one_line_of_facts():
     planned = plan_for("2xH200", config="configs/multi_gpu_config.yaml")
     assert "batch=4 x 2 x accum=4 = 32" in report.plan_line(planned)
     selective = replace(planned.plan.layout, checkpointed_layers=5)
@@ -134,140 +124,102 @@ def test_the_plan_is_one_line_of_facts() -> None:
 
 # What it says
 
-
-@pytest.mark.parametrize(
-    ("arguments", "weights"),
-    [
-        (("1xH200", LLAMA_8B, "tuning.mode=qlora"), "NF4, double quantised"),
-        (
-            (
-                "1xH200",
-                LLAMA_8B,
-                "tuning.mode=qlora",
-                "tuning.bnb_4bit_use_double_quant=false",
-                "tuning.bnb_4bit_quant_type=fp4",
-            ),
-            "FP4",
-        ),
-        (("1xH200", LLAMA_8B), "bfloat16"),
-        (("1xT4", QWEN), "float16"),
-        (("1xH200", QWEN, "tuning.mode=full"), "float32"),
-        (("1xH200", QWEN, "tuning.mode=full", "model.dtype=bfloat16"), "bfloat16"),
-    ],
-)
-def test_weights_are_named_as_they_are_held(arguments: tuple[str, ...], weights: str) -> None:
-    shown = lines(plan_for(*arguments))
-    assert any(row.startswith(f"weights ({weights})") for row in shown)
-
-
-def test_deepspeed_holds_all_weights_in_the_type_of_its_products() -> None:
-    full = plan_for("2xH200", QWEN, "tuning.mode=full", use_deepspeed=True)
-    expected = "computes in bfloat16; weights in bfloat16; optimizer adamw_torch_fused"
-    assert line(full, "precision") == expected
-    zero = plan_for("2xH200", LLAMA_8B, use_deepspeed=True)
-    assert "adapters in bfloat16" in line(zero, "precision")
-    assert "adapters in float32" in line(plan_for("2xH200", LLAMA_8B), "precision")
-
-
-def test_the_arithmetic_of_the_batch_is_shown() -> None:
-    gemma = plan_for("2xH200", config="configs/multi_gpu_config.yaml")
-    assert line(gemma, "batch").startswith("4 x 2 GPUs x 4 = 32 rows a step")
-    one_gpu = plan_for("1xH200", "train.batch_size=2")
-    assert line(one_gpu, "batch").startswith("2 x 1 GPU x 16 = 32 rows")
-    on_cpu = plan_for(CPU, "train.batch_size=2")
-    assert line(on_cpu, "batch").startswith("2 x 1 process x 16 = 32 rows")
+FULL = f"{QWEN} tuning.mode=full"
+FP4 = "tuning.bnb_4bit_use_double_quant=false tuning.bnb_4bit_quant_type=fp4"
+MIXTURE = "model.name=Qwen/Qwen3-30B-A3B"
+# GPUs, none for a CPU; settings, or a config; the label of a line; what the line must have
+SHOWN = [
+    ("1xH200", f"{LLAMA_8B} tuning.mode=qlora", "weights (NF4, double", ""),
+    ("1xH200", f"{LLAMA_8B} tuning.mode=qlora {FP4}", "weights (FP4)", ""),
+    ("1xH200", LLAMA_8B, "weights (bfloat16)", ""),
+    ("1xT4", QWEN, "weights (float16)", ""),
+    ("1xH200", FULL, "weights (float32)", ""),
+    ("1xH200", f"{FULL} model.dtype=bfloat16", "weights (bfloat16)", ""),
+    ("2xH200", f"{FULL} deepspeed", "precision", "weights in bfloat16"),
+    ("2xH200", f"{LLAMA_8B} deepspeed", "precision", "adapters in bfloat16"),
+    ("2xH200", LLAMA_8B, "precision", "adapters in float32"),
+    ("2xH200", "multi_gpu_config", "batch", "4 x 2 GPUs x 4 = 32 rows"),
+    ("1xH200", "train.batch_size=2", "batch", "2 x 1 GPU x 16 = 32 rows"),
+    (CPU, "train.batch_size=2", "batch", "2 x 1 process x 16 = 32 rows"),
+    ("2xH200", "", "on", "2 x NVIDIA H200, DDP"),
+    ("2xH200", "deepspeed", "on", "2 x NVIDIA H200, DeepSpeed ZeRO-2"),
+    ("1x4090", "", "on", "1 x NVIDIA GeForce RTX 4090"),
+    (CPU, "", "on", "CPU"),
+    ("1x24GiB", "", "speed", "not known: GPU of 24 GiB"),
+    ("1x24GiB", "", "run", "38 steps: 1 epoch of 1,200 rows and 65,000 tokens (counted)"),
+    (CPU, "", "speed", "not known on a CPU"),
+    ("1xH200", "train.bf16=false", "speed", "not known in float32"),
+    ("1xH200", LLAMA_8B, "checkpointing", "none"),
+    ("1xH200", LLAMA_8B, "packing", "more memory"),
+    ("1xH200", "train.packing=false", "packing", "off"),
+    ("1x4GiB", LLAMA_8B, "longest row", "1,024 tokens"),
+    ("1xH200", MIXTURE, "plan", "3.35 billion active for a token, 8 of 128 experts"),
+    ("1xH200", MIXTURE, "plan", "on all linear layers and experts"),
+    ("1xH200", f"{MIXTURE} tuning.lora.experts=none", "plan", "none on experts"),
+    ("1xH200", f"{MIXTURE} tuning.lora.experts=shared", "plan", "one adapter for all experts"),
+]
 
 
-def test_where_it_runs_is_named() -> None:
-    assert line(plan_for("2xH200"), "on") == "2 x NVIDIA H200, DDP"
-    zero = plan_for("2xH200", use_deepspeed=True)
-    assert line(zero, "on") == "2 x NVIDIA H200, DeepSpeed ZeRO-2"
-    assert line(plan_for("1x4090"), "on") == "1 x NVIDIA GeForce RTX 4090, one process"
-    assert line(plan_for(CPU), "on") == "1 x a process on the CPU, one process"
+@pytest.mark.parametrize("gpus, asked, label, words", SHOWN)
+def test_a_line_has_the_figures_of_the_plan(gpus, asked, label, words):
+    *settings, last = asked.split() or [""]
+    options = {"use_deepspeed": last == "deepspeed"}
+    if "=" in last:
+        settings.append(last)
+    elif last not in ("", "deepspeed"):
+        options["config"] = f"configs/{last}.yaml"
+    assert words in line(plan_for(gpus, *settings, **options), label)
 
 
-def test_speed_and_hours_are_told_where_they_are_known() -> None:
+def test_speed_hours_and_the_longest_row_are_told_where_they_are_known():
     planned = plan_for("2xH200", LLAMA_8B)
     total = planned.plan.speed.tokens_per_second
-    expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} a GPU) where rows are full, MFU "
+    expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} a GPU)"
     assert line(planned, "speed").startswith(expected)
-    work = (
-        r"38 steps: 1 epoch of 1,200 rows and 65,000 tokens \(counted\); [\d.]+ s of training, "
-        r"0\.\d\d GPU-hours, [\d,]+ tokens/s on these rows"
-    )
+    work = r"38 steps: .* [\d.]+ s of training, 0\.\d\d GPU-hours, [\d,]+ tokens/s"
     assert re.match(work, line(planned, "run"))
-
-
-def test_where_the_speed_is_not_known_the_text_says_why() -> None:
-    unknown = plan_for("1x24GiB")
-    expected = "not known: GPU of 24 GiB is no card whose data sheet is known here"
-    assert line(unknown, "speed") == expected
-    work = "38 steps: 1 epoch of 1,200 rows and 65,000 tokens (counted)"
-    assert line(unknown, "run") == work
-    assert line(plan_for(CPU), "speed") == "not known on a CPU"
-    assert line(plan_for("1xH200", "train.bf16=false"), "speed") == "not known in float32"
+    pattern = r"[\d,]+ tokens .* [\d,]+ tokens/s; [\d,]+ .* offloaded to \d+ GiB"
+    assert re.match(pattern, line(planned, "longest row"))
     a10g = Gpu(0, "NVIDIA A10G", 20 * GIB, 20 * GIB, (8, 6))
     rtx = Gpu(1, "NVIDIA GeForce RTX 3090", 20 * GIB, 20 * GIB, (8, 6))
     assert plan_for(Hardware("cuda", (a10g, rtx), 8, GIB)).plan.speed is None
 
 
-def test_what_is_computed_again_is_told() -> None:
-    roomy = plan_for("1xH200", LLAMA_8B)
-    assert line(roomy, "checkpointing") == "none: no layer is computed twice"
+def test_layers_that_are_recomputed_are_counted():
     settings = ("tuning.mode=qlora", "train.batch_size=4", "model.max_seq_len=2048")
     some = plan_for("1x4090", LLAMA_8B, *settings)
     layers = some.plan.layout.checkpointed_layers
     assert 0 < layers < 32
-    expected = f"the first {layers} of 32 layers are computed again in the backward pass"
-    assert line(some, "checkpointing") == expected
+    assert f"first {layers} of 32 layers" in line(some, "checkpointing")
 
 
-def test_packing_says_where_micro_batches_may_need_more_memory_than_planned() -> None:
-    for settings, grows in (((), True), (("train.batch_size=4",), False)):
-        planned = plan_for("1xH200", LLAMA_8B, *settings)
-        assert line(planned, "packing").endswith("ones that need more memory") == grows
-    assert line(plan_for(CPU), "packing").endswith("fewer micro-batches")
-
-
-def test_packing_that_is_off_is_told_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert line(plan_for("1xH200", "train.packing=false"), "packing") == "off"
+def test_packing_that_is_off_is_told_and_why(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Unsloth is installed
     gemma = plan_for("1xH200", "model.name=google/gemma-3-4b-it", "tuning.backend=unsloth")
-    expected = "off: nobody has looked whether gemma3_text keeps packed documents apart"
-    assert line(gemma, "packing").startswith(expected)
+    assert re.match("off: .* gemma3_text ", line(gemma, "packing"))
 
 
-def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would() -> None:
+def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would():
     planned = plan_for("1x24GiB", LLAMA_8B, "train.batch_size=32")
     assert not planned.plan.fits
     assert line(planned, "memory").startswith("does NOT fit, by ")
-    plain = Change("TRAIN_BATCH_SIZE=1 TRAIN_GRAD_ACCUM=32", "", 20 * GIB, None)
     costly = Change("TUNING_MODE=qlora", "4-bit weights", 9 * GIB, 0.97)
-    changed = replace(planned, plan=replace(planned.plan, changes=(plain, costly)))
-    shown = lines(changed)
-    start = shown.index("it fits, by estimate, with")
-    assert shown[start + 1 : start + 3] == [
-        "  TRAIN_BATCH_SIZE=1 TRAIN_GRAD_ACCUM=32  (20.00 GiB)",
-        "  TUNING_MODE=qlora  (9.00 GiB, 0.97 x the speed; 4-bit weights)",
+    changed = replace(planned, plan=replace(planned.plan, changes=(costly,)))
+    assert "  TUNING_MODE=qlora  (9.00 GiB, 0.97 x the speed; 4-bit weights)" in lines(changed)
+    assert facts_of(changed)["changes"] == [
+        {
+            "words": "TUNING_MODE=qlora",
+            "costs": "4-bit weights",
+            "predicted_peak": 9 * GIB,
+            "relative_speed": 0.97,
+        }
     ]
-    assert facts_of(changed)["changes"][1] == {
-        "words": "TUNING_MODE=qlora",
-        "costs": "4-bit weights",
-        "predicted_peak": 9 * GIB,
-        "relative_speed": 0.97,
-    }
-
-
-def test_a_plan_that_fits_has_no_changes() -> None:
-    plan = plan_for("1xH200").plan
-    assert plan.fits
-    assert not plan.changes
 
 
 # Commands
 
 
-def test_the_command_that_is_shown_is_the_command_that_runs() -> None:
+def test_the_command_that_is_shown_is_the_command_that_runs():
     planned = plan_for("2xH200")
     command = command_of(planned)
     make_words = ["make", "train-distributed", "NUM_GPUS=2", "DATA_SYSTEM_PROMPT='be brief'"]
@@ -285,7 +237,7 @@ def test_the_command_that_is_shown_is_the_command_that_runs() -> None:
     assert as_bash_reads(runs) == [*env, *command.argv]
 
 
-def test_the_plan_of_the_command_line_loads_no_heavy_library() -> None:
+def test_the_plan_of_the_command_line_loads_no_heavy_library():
     code = """
 import sys
 from sft_play.commands import call as calls
@@ -312,7 +264,7 @@ def facts_of(planned: PlannedRun, counted: Counted | None = COUNTED) -> dict[str
     return json.loads(as_text(report.plan_json(planned.plan, command_of(planned), work)))
 
 
-def test_json_has_plain_numbers_of_speed_and_work() -> None:
+def test_json_has_plain_numbers_of_speed_and_work():
     planned = plan_for("2xH200", LLAMA_8B)
     facts = facts_of(planned)
     assert facts["speed"]["tokens_per_second"] == planned.plan.speed.tokens_per_second
@@ -322,7 +274,7 @@ def test_json_has_plain_numbers_of_speed_and_work() -> None:
     assert (unknown["speed"], unknown["workload"]) == (None, None)
 
 
-def test_json_has_the_names_that_scripts_rely_on() -> None:
+def test_json_has_the_names_that_scripts_rely_on():
     facts = facts_of(plan_for("2xH200"))
     names = {
         "world_size",
@@ -338,7 +290,7 @@ def test_json_has_the_names_that_scripts_rely_on() -> None:
     assert facts_of(plan_for(CPU))["backend_of_collectives"] == "gloo"
 
 
-def test_json_has_the_components_of_the_peak_and_of_every_phase() -> None:
+def test_json_has_the_components_of_the_peak_and_of_every_phase():
     facts = facts_of(plan_for("2xH200", LLAMA_8B))
     peak = facts["memory"].pop("predicted_peak")
     assert peak == sum(facts["memory"].values())
@@ -346,17 +298,3 @@ def test_json_has_the_components_of_the_peak_and_of_every_phase() -> None:
     for phase in facts["phases"].values():
         total = phase.pop("total")
         assert total == sum(phase.values())
-
-
-def test_the_longest_row_is_named_with_and_without_offloading() -> None:
-    model = "model.name=meta-llama/Llama-3.1-8B-Instruct"
-    shown = line(plan_for("1xH200", model, "tuning.mode=lora"), "longest row")
-    pattern = (
-        r"[\d,]+ tokens fit, one row at a time, at [\d,]+ tokens/s; [\d,]+ at [\d,]+ tokens/s, "
-        r"with activations offloaded to \d+ GiB of "
-    )
-    assert re.match(pattern, shown)
-    on_cpu = line(plan_for(CPU, config="tiny"), "longest row")
-    assert "offloaded" not in on_cpu
-    small = line(plan_for("1x4GiB", model, "tuning.mode=lora"), "longest row")
-    assert small == "not one of 1,024 tokens fits"

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from plan_examples import CPU, plan_for
+from test_plan_report import lines
+from test_plan_run_plan import assert_agree
 
 from sft_play.config.loader import PROJECT_ROOT
-from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan import report
 from sft_play.plan.cards import parse
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.memory import GIB
-from sft_play.plan.ranks import precision
 
 CONFIGS = sorted(path.name for path in (PROJECT_ROOT / "configs").glob("*.yaml"))
 LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
@@ -29,7 +31,7 @@ def json_file(path: Path, value: Any) -> dict[str, str]:
 # Configs that ship
 
 
-def test_gemma_27b_on_two_h200_trains_4_x_2_x_4() -> None:
+def test_gemma_27b_on_two_h200_trains_4_x_2_x_4():
     plan = plan_for("2xH200", config="configs/multi_gpu_config.yaml").plan
     layout = plan.layout
     assert (layout.batch_size, layout.world_size, layout.grad_accum) == (4, 2, 4)
@@ -40,16 +42,14 @@ def test_gemma_27b_on_two_h200_trains_4_x_2_x_4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "model", "batch_size", "grad_accum", "rows"),
+    "gpus, model, batch_size, grad_accum, rows",
     [
         ("2x4090", "Qwen/Qwen2.5-14B-Instruct", 4, 4, 32),
         ("2xH100", "google/gemma-3-27b-it", 8, 4, 64),
         ("4xH200", "meta-llama/Llama-3.1-70B-Instruct", 16, 2, 128),
     ],
 )
-def test_a_batch_of_the_guides_fits_on_their_hardware(
-    gpus: str, model: str, batch_size: int, grad_accum: int, rows: int
-) -> None:
+def test_a_batch_of_the_guides_fits_on_their_hardware(gpus, model, batch_size, grad_accum, rows):
     batch = (f"train.batch_size={batch_size}", f"train.grad_accum={grad_accum}")
     words = (f"model.name={model}", "model.max_seq_len=2048", "tuning.mode=qlora", *batch)
     plan = plan_for(gpus, *words).plan
@@ -57,7 +57,7 @@ def test_a_batch_of_the_guides_fits_on_their_hardware(
     assert plan.layout.rows_per_step == rows
 
 
-def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation() -> None:
+def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation():
     settings = ("train.batch_size=1", "train.grad_accum=64", "model.max_seq_len=1024")
     plan = plan_for("2xH200", *settings, config="run_bnb", use_deepspeed=True).plan
     assert plan.layout.rows_per_step == plan.deepspeed.settings["train_batch_size"] == 128
@@ -66,10 +66,9 @@ def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation() -> None:
 
 @pytest.mark.parametrize("gpus", ["1x24GiB", "2xH200", "2x4090", "8xA100-80", "1xV100-16"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_shipped_config_plans_or_says_why_not(config: str, gpus: str) -> None:
+def test_every_shipped_config_plans_or_says_why_not(config, gpus):
     if config == "run_unsloth.yaml":
-        message = r"^tuning.backend=unsloth: unsloth is not installed"
-        with pytest.raises(EnvironmentFault, match=message):
+        with pytest.raises(EnvironmentFault, match="make install-unsloth"):
             plan_for(gpus, config=f"configs/{config}")
         return
     planned = plan_for(gpus, config=f"configs/{config}")
@@ -79,35 +78,30 @@ def test_every_shipped_config_plans_or_says_why_not(config: str, gpus: str) -> N
     assert layout.rows_per_step == planned.config.train.effective_batch_size
     assert plan.fits == (plan.memory.predicted_peak <= plan.budget_bytes)
     assert plan.fits == (plan.shortage is None)
+    assert_agree(planned)
+    shown = lines(planned)
+    longest_word = max(len(word) for row in shown for word in row.split())
+    assert max(map(len, shown)) <= max(report.LINE_WIDTH, report.LABEL_WIDTH + longest_word + 2)
     if plan.fits:
         assert plan.changes == ()
     elif plan.is_batch_explicit:
-        expected = f"train.batch_size={layout.batch_size} is estimated to need "
-        assert plan.shortage.startswith(expected)
+        assert plan.shortage.startswith(f"train.batch_size={layout.batch_size} ")
     else:
-        assert plan.shortage.startswith("train.batch_size=auto: even 1 row of ")
-
-
-@pytest.mark.parametrize("config", ["tiny", "run_bnb", "base"])
-def test_the_configs_on_the_shipped_model_plan_on_a_cpu(config: str) -> None:
-    planned = plan_for(CPU, config=config)
-    ranks = planned.plan.ranks
-    assert (ranks.world_size, ranks.strategy, ranks.device) == (1, "single", "cpu")
-    assert precision(planned.config) == "float32"
+        assert plan.shortage.startswith("train.batch_size=auto: ")
 
 
 # Memory
 
 
-def test_a_budget_is_what_is_free_less_a_reserve() -> None:
+def test_a_budget_is_what_is_free_less_a_reserve():
     h200 = parse("1xH200").gpus[0]
     assert plan_for("2xH200").plan.budget_bytes == int(h200.free_bytes * 0.92)
     on_cpu = plan_for(CPU, environ={"NUM_GPUS": "4", "DEVICE": "cpu"})
     assert on_cpu.plan.budget_bytes == int(16 * GIB * 0.92)
 
 
-@pytest.mark.parametrize(("distributed", "free_gib"), [(True, 20), (False, 70)])
-def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed: bool, free_gib: int) -> None:
+@pytest.mark.parametrize("distributed, free_gib", [(True, 20), (False, 70)])
+def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed, free_gib):
     first = Gpu(0, "a", 80 * GIB, 70 * GIB, (8, 0))
     second = Gpu(1, "b", 80 * GIB, 20 * GIB, (8, 0))
     host = Hardware("cuda", (first, second), 8, 64 * GIB)
@@ -116,39 +110,33 @@ def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed: bool, free_gib:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "device"),
-    [
-        ("1x24GiB", "a GPU has 22.08 GiB to give"),
-        (
-            Hardware("cpu", (), 8, 24 * GIB),
-            "this host for each process has 22.08 GiB to give",
-        ),
-    ],
+    "hardware, device", [("1x24GiB", "a GPU"), (Hardware("cpu", (), 8, 24 * GIB), "this host")]
 )
-def test_what_does_not_fit_names_the_device(hardware: Any, device: str) -> None:
+def test_what_does_not_fit_names_the_device(hardware, device):
     plan = plan_for(hardware, LLAMA_70B).plan
     assert not plan.fits
-    assert plan.shortage.endswith(device)
+    assert device in plan.shortage and "22.08 GiB" in plan.shortage
 
 
-def test_a_plan_notes_what_others_hold_of_each_gpu() -> None:
+def test_a_plan_notes_what_others_hold_of_each_gpu():
     gpus = tuple(
         replace(gpu, free_bytes=gpu.total_bytes - (gpu.index + 1) * GIB)
         for gpu in parse("4xH200").gpus
     )
     host = Hardware("cuda", gpus, 8, 64 * GIB)
     every = plan_for(host).plan
-    assert every.gpu == "NVIDIA H200"
+    assert set(every.gpu_names) == {every.gpu} == {"NVIDIA H200"} and every.card is not None
     assert every.used_before_bytes == (GIB, 2 * GIB, 3 * GIB, 4 * GIB)
     assert plan_for(host, distributed=False).plan.used_before_bytes == (GIB,)
     on_cpu = plan_for(CPU, environ={"NUM_GPUS": "2", "DEVICE": "cpu"}).plan
     assert (on_cpu.gpu, on_cpu.used_before_bytes) == (None, (0, 0))
+    assert (on_cpu.card, on_cpu.speed) == (None, None)
 
 
 # The resolved config
 
 
-def test_a_resolved_config_holds_numbers_and_absolute_paths() -> None:
+def test_a_resolved_config_holds_numbers_and_absolute_paths():
     planned = plan_for("2xH200", "train.resume_from=outputs/x")
     config = planned.config
     settings = {**config.train.model_dump(), **config.data.model_dump()}
@@ -169,27 +157,23 @@ def test_a_resolved_config_holds_numbers_and_absolute_paths() -> None:
     assert plan_for(CPU).config.train.dataloader_pin_memory is False
 
 
-def test_a_probe_is_planned_on_a_gpu_alone() -> None:
+def test_a_probe_is_planned_on_a_gpu_alone():
     assert plan_for("1xH200").config.train.probe is True
     assert plan_for(CPU).config.train.probe is False
     assert plan_for("1xH200", "train.probe=false").config.train.probe is False
 
 
-def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values() -> None:
+def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values():
     (warning,) = plan_for("3xH200").plan.warnings
-    assert "train.effective_batch_size=32 (configs/base.yaml:" in warning
-    expected = (
-        "becomes 33: train.batch_size=11 x world=3 x train.grad_accum=1; "
-        "TRAIN_EFFECTIVE_BATCH_SIZE=33 says so"
-    )
-    assert expected in warning
+    for words in ("size=32 (configs/base.yaml:", "33", "size=11", "TRAIN_EFFECTIVE_BATCH_SIZE=33"):
+        assert words in warning
     assert plan_for("3xH200", "train.effective_batch_size=33").plan.warnings == ()
     explicit = plan_for("3xH200", "train.batch_size=2", "train.grad_accum=1")
     assert explicit.plan.warnings == ()
 
 
 @pytest.mark.parametrize(
-    ("environ", "settings", "seconds"),
+    "environ, settings, seconds",
     [
         ({}, (), 1800),
         ({"NCCL_TIMEOUT": "1"}, (), 1),
@@ -198,124 +182,29 @@ def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values() -> No
         ({"NCCL_TIMEOUT": ""}, (), 1800),
     ],
 )
-def test_nccl_timeout_is_read_where_the_config_says_nothing(
-    environ: dict[str, str], settings: tuple[str, ...], seconds: int
-) -> None:
+def test_nccl_timeout_is_read_where_the_config_says_nothing(environ, settings, seconds):
     planned = plan_for("2xH200", *settings, environ=environ)
     assert planned.config.train.ddp_timeout == seconds
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "1.5", "²"])
-def test_an_nccl_timeout_that_is_no_number_is_refused(text: str) -> None:
-    message = f"NCCL_TIMEOUT={text}: write whole seconds, such as NCCL_TIMEOUT=1800"
-    with pytest.raises(ConfigError, match=message):
-        plan_for("2xH200", environ={"NCCL_TIMEOUT": text})
 
 
 # What is refused
 
 
-@pytest.mark.parametrize("name", ["train", "val", "test"])
-def test_a_data_file_that_is_not_there_is_refused_before_a_run_is_made(
-    name: str, tmp_path: Path
-) -> None:
-    missing = tmp_path / "a.jsonl"
-    with pytest.raises(DataError) as error:
-        plan_for(CPU, f"data.{name}_path={missing}")
-    assert str(error.value) == (
-        f"data.{name}_path={missing} (--set data.{name}_path): no such file; "
-        f"set DATA_{name.upper()}_PATH to a data file, a folder of them, or a hub data set id; "
-        "for some of its rows write [{path: a.jsonl, rows: 500}]"
-    )
-
-
-@pytest.mark.parametrize("misspelt", ["rows/trian.jsonl", "rosw/train.jsonl"])
-def test_a_data_file_that_is_misspelt_is_named_with_the_nearest(
-    misspelt: str, tmp_path: Path
-) -> None:
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "train.jsonl").touch()
-    with pytest.raises(DataError, match=r"did you mean \S*/rows/train.jsonl\? Else set"):
-        plan_for(CPU, f"data.train_path={tmp_path / misspelt}")
-
-
-def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    missing = "unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb"
-    with pytest.raises(EnvironmentFault, match=missing):
+    with pytest.raises(EnvironmentFault, match=r"make install-unsloth.* TUNING_BACKEND=bnb"):
         plan_for("1xH200", "tuning.backend=unsloth")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     planned = plan_for("1xH200", "tuning.backend=unsloth")
     assert planned.config.tuning.backend == "unsloth"
-    under_zero = (
-        "unsloth does not run under DeepSpeed; use make train-distributed, "
-        "or set TUNING_BACKEND=bnb"
-    )
-    with pytest.raises(ConfigError, match=under_zero):
+    with pytest.raises(ConfigError, match=r"train-distributed.* TUNING_BACKEND=bnb"):
         plan_for("2xH200", "tuning.backend=unsloth", use_deepspeed=True)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (
-            "tuning.mode=qlora",
-            r"ZeRO-3 with tuning.mode=qlora aborts on a CPU; "
-            r"set TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp",
-        ),
-        (
-            "tuning.backend=unsloth",
-            "Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb",
-        ),
-    ],
-)
-def test_what_does_not_run_under_zero_3_on_a_cpu_is_refused(setting: str, message: str) -> None:
-    environ = {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}
-    with pytest.raises(SftPlayError, match=message):
-        plan_for(CPU, setting, environ=environ, use_deepspeed=True)
-
-
-@pytest.mark.parametrize(("gpus", "capability"), [("2xA100-80", "8.0"), ("1xV100-16", "7.0")])
-def test_a_float8_base_is_refused_on_gpus_before_ada(gpus: str, capability: str) -> None:
-    message = rf"^tuning.base_dtype=float8 .* has capability {capability}, and float8 .* need 8.9"
-    with pytest.raises(EnvironmentFault, match=message):
-        plan_for(gpus, "tuning.base_dtype=float8")
-
-
-@pytest.mark.parametrize("hardware", ["2xH200", "1x4090", CPU], ids=str)
-def test_a_float8_base_is_planned_where_its_products_run(hardware: Any) -> None:
-    assert plan_for(hardware, "tuning.base_dtype=float8").config.tuning.base_dtype == "float8"
-
-
-def test_a_float8_base_is_refused_under_deepspeed() -> None:
-    message = r"DeepSpeed converts all weights to one type; train with make train-distributed"
-    with pytest.raises(ConfigError, match=message):
-        plan_for("2xH200", "tuning.base_dtype=float8", use_deepspeed=True)
-
-
-@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "sgd"])
-def test_offload_with_an_optimizer_that_would_be_swapped_is_refused(
-    optim: str, tmp_path: Path
-) -> None:
-    setting = f"train.optim={optim}"
-    environ = json_file(tmp_path / "a.json", OFFLOAD)
-    with pytest.raises(ConfigError) as error:
-        plan_for("2xH200", setting, environ=environ, use_deepspeed=True)
-    assert str(error.value) == (
-        f"train.optim={optim} (--set train.optim): with offload_optimizer DeepSpeed computes AdamW "
-        "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the DeepSpeed "
-        "JSON"
-    )
-    without = plan_for("2xH200", setting, use_deepspeed=True)
-    assert without.config.train.optim == optim
 
 
 # DeepSpeed
 
 
-def test_a_deepspeed_plan_has_numbers_for_every_auto() -> None:
+def test_a_deepspeed_plan_has_numbers_for_every_auto():
     plan = plan_for("2xH200", use_deepspeed=True).plan
     settings = plan.deepspeed.settings
     assert plan.zero_stage == 2
@@ -332,30 +221,28 @@ def test_a_deepspeed_plan_has_numbers_for_every_auto() -> None:
     [OFFLOAD, {"zero_optimization": {"stage": 2, "cpu_offload": True}}],
     ids=["offload_optimizer", "cpu_offload"],
 )
-def test_offload_with_adamw_is_planned_and_needs_less(
-    deepspeed: dict[str, Any], optim: str, tmp_path: Path
-) -> None:
+def test_offload_with_adamw_is_planned_and_needs_less(deepspeed, optim, tmp_path):
     environ = json_file(tmp_path / "a.json", deepspeed)
     planned = plan_for("2xH200", f"train.optim={optim}", environ=environ, use_deepspeed=True)
     assert planned.plan.memory.phases["optimizer"].optimizer == 0
 
 
 @pytest.mark.parametrize(
-    ("gpus", "zero_stage", "fits"),
+    "gpus, zero_stage, fits",
     [
         ("4xA100-80", 2, True),
         ("8xA100-40", 3, True),
         ("4x4090", 2, False),  # where neither fits, the first is shown
     ],
 )
-def test_the_first_zero_stage_that_fits_is_taken(gpus: str, zero_stage: int, fits: bool) -> None:
+def test_the_first_zero_stage_that_fits_is_taken(gpus, zero_stage, fits):
     model = "model.name=Qwen/Qwen2.5-32B-Instruct"
     plan = plan_for(gpus, model, use_deepspeed=True).plan
     assert (plan.zero_stage, plan.fits) == (zero_stage, fits)
 
 
-@pytest.mark.parametrize(("tokens", "is_said"), [(1024, False), (1088, True)])
-def test_rows_beyond_the_positions_of_the_model_are_said(tokens: int, is_said: bool) -> None:
+@pytest.mark.parametrize("tokens, is_said", [(1024, False), (1088, True)])
+def test_rows_beyond_the_positions_of_the_model_are_said(tokens, is_said):
     warnings = plan_for(CPU, f"model.max_seq_len={tokens}", config="tiny").plan.warnings
     said = [warning for warning in warnings if "the 1024 tokens of the model's config" in warning]
     assert bool(said) is is_said
@@ -364,21 +251,16 @@ def test_rows_beyond_the_positions_of_the_model_are_said(tokens: int, is_said: b
 
 
 @pytest.mark.parametrize("event", ["save", "eval"])
-def test_a_number_of_steps_that_no_strategy_reads_is_named(event: str) -> None:
+def test_a_number_of_steps_that_no_strategy_reads_is_named(event):
     steps = f"train.{event}_steps=2"
     strategy = f"train.{event}_strategy"
     warnings = plan_for(CPU, steps, f"{strategy}=epoch").plan.warnings
-    sentence = (
-        f"{steps} (--set train.{event}_steps) has no effect: {strategy}=epoch (--set {strategy}); "
-        f"set TRAIN_{event.upper()}_STRATEGY=steps"
-    )
-    assert sentence in warnings
+    (sentence,) = (warning for warning in warnings if steps in warning)
+    assert f"{strategy}=epoch (--set" in sentence
+    assert f"TRAIN_{event.upper()}_STRATEGY=steps" in sentence
     assert not plan_for(CPU, steps, f"{strategy}=steps").plan.warnings
     assert not plan_for(CPU, f"{strategy}=epoch").plan.warnings
 
 
-def test_a_misspelt_layer_is_refused_before_rows_are_read() -> None:
-    setting = "tuning.lora.target_modules=[q_proj,{},lm_head]"
-    with pytest.raises(ConfigError, match=r"no linear layer vv_proj; did you mean v_proj\?"):
-        plan_for("1xH200", setting.format("vv_proj"))
-    plan_for("1xH200", setting.format("layers.0.self_attn.v_proj"))
+def test_an_adapted_layer_may_be_named_in_full():
+    plan_for("1xH200", "tuning.lora.target_modules=[q_proj,layers.0.self_attn.v_proj,lm_head]")

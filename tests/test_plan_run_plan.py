@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 from plan_examples import CPU, plan_for
 
-from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.batch import choose
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import Point, ProbeReport, request_of_started_run
-from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
-from sft_play.plan.step import Layout
+from sft_play.plan.run_plan import PlannedRun, read_plan
 from sft_play.runs.folder import RunFolder
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
-CONFIGS = sorted(
-    path.name
-    for path in (PROJECT_ROOT / "configs").glob("*.yaml")
-    if path.name != "run_unsloth.yaml"
-)
 
 
 def packed_run() -> PlannedRun:
@@ -69,12 +62,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+def test_a_run_is_read_as_it_was_written(name, tmp_path):
     planned = RUNS[name]()
     folder = RunFolder(tmp_path)
     planned.write(folder)
     assert read_plan(folder) == planned.plan
     assert PlannedRun.read(folder) == planned
+    assert_agree(planned)
     # and what is written again is the same text
     before = (tmp_path / "plan.json").read_text()
     read_plan(folder)
@@ -87,58 +81,42 @@ def written_plan(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "plan.json").read_text())
 
 
-def refusal(tmp_path: Path, text: str) -> str:
-    """Return the error of a folder with this plan.json."""
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(EnvironmentFault) as error:
-        read_plan(RunFolder(tmp_path))
-    message = str(error.value)
-    assert message.startswith(f"{path}: cannot be read (")
-    assert message.endswith("it was edited, or written by another version: train anew")
-    return message
-
-
 @pytest.mark.parametrize(
-    ("place", "value"),
+    "place, value",
     [
         ("layout.batch_size", "four"),
         ("step.model.layers", None),
         ("ranks.strategy", "pipeline"),
         ("packing", "sometimes"),
         ("memory.phases", 7),
+        ("layout", ...),
+        ("budget_bytes", ...),
+        ("the file", ""),
+        ("the file", "{"),
+        ("the file", "[]"),
+        ("the file", "null"),
+        ("ranks", '{"strategy": "single", "device": "cpu", "world_size": 1, "choice": {}}'),
     ],
 )
-def test_a_plan_of_another_version_is_refused_with_its_file_and_field(
-    place: str, value: Any, tmp_path: Path
-) -> None:
+def test_a_plan_of_another_version_is_refused_with_its_file_and_field(place, value, tmp_path):
+    """A value is wrong, or lacks (...), or the text of the file is another."""
+    path = tmp_path / "plan.json"
     facts = written_plan(tmp_path)
     *parents, name = place.split(".")
     section = facts
     for parent in parents:
         section = section[parent]
-    section[name] = value
-    assert f"({place}: " in refusal(tmp_path, json.dumps(facts))
+    if value is ...:
+        del section[name]
+    else:
+        section[name] = value
+    path.write_text(value if place in ("the file", "ranks") else json.dumps(facts))
+    with pytest.raises(EnvironmentFault) as error:
+        read_plan(RunFolder(tmp_path))
+    assert f"{path}: " in str(error.value) and f"({place}: " in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["layout", "step", "budget_bytes"])
-def test_a_plan_that_lacks_a_field_is_refused_with_the_field(name: str, tmp_path: Path) -> None:
-    facts = written_plan(tmp_path)
-    del facts[name]
-    assert f"({name}: " in refusal(tmp_path, json.dumps(facts))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
-def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
-    assert "(the file: " in refusal(tmp_path, text)
-
-
-def test_the_plan_json_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    earlier = {"strategy": "single", "device": "cpu", "world_size": 1, "choice": {}}
-    assert "(ranks: " in refusal(tmp_path, json.dumps(earlier))
-
-
-def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_plan_is_no_run(tmp_path):
     with pytest.raises(EnvironmentFault, match=r"plan\.json"):
         read_plan(RunFolder(tmp_path))
 
@@ -162,19 +140,6 @@ def assert_agree(planned: PlannedRun) -> None:
     assert layout.checkpointed_layers <= plan.step.model.layers
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_config_and_plan_agree_as_they_are_read(name: str, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    RUNS[name]().write(folder)
-    assert_agree(PlannedRun.read(folder))
-
-
-@pytest.mark.parametrize("gpus", ["1x24GiB", "2xH200", "2x4090", "8xA100-80", "1xV100-16"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_config_and_plan_agree_for_every_shipped_config(config: str, gpus: str) -> None:
-    assert_agree(plan_for(gpus, config=f"configs/{config}"))
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -186,7 +151,7 @@ def test_config_and_plan_agree_for_every_shipped_config(config: str, gpus: str) 
     ],
     ids=str,
 )
-def test_config_and_plan_agree_on_explicit_settings(settings: tuple[str, ...]) -> None:
+def test_config_and_plan_agree_on_explicit_settings(settings):
     assert_agree(plan_for("2xH200", LLAMA_8B, *settings))
 
 
@@ -194,15 +159,15 @@ def test_config_and_plan_agree_on_explicit_settings(settings: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("layers", "name"), [(0, "none"), (1, "selective"), (31, "selective"), (32, "full")]
+    "layers, name", [(0, "none"), (1, "selective"), (31, "selective"), (32, "full")]
 )
-def test_what_is_computed_again_has_a_name(layers: int, name: str) -> None:
+def test_what_is_computed_again_has_a_name(layers, name):
     plan = plan_for("1xH200", LLAMA_8B).plan
     layout = replace(plan.layout, checkpointed_layers=layers)
     assert replace(plan, layout=layout).checkpointing == name
 
 
-def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory() -> None:
+def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory():
     plan = plan_for("1xH200", LLAMA_8B).plan
     assert (plan.layout.batch_size, plan.layout.micro_batches) == (4, 8)
     packed = plan.packed(fullest_step=9)
@@ -214,7 +179,7 @@ def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory() ->
     assert packed.deepspeed is None
 
 
-def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers() -> None:
+def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers():
     plan = plan_for("2xH200", LLAMA_8B, use_deepspeed=True).plan
     settings = plan.packed(fullest_step=5).deepspeed.settings
     micro_batch = settings["train_micro_batch_size_per_gpu"]
@@ -224,7 +189,7 @@ def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers() ->
 
 
 @pytest.mark.parametrize("use_deepspeed", [False, True])
-def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) -> None:
+def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed):
     planned = plan_for("2xH200", LLAMA_8B, use_deepspeed=use_deepspeed)
     before = planned.plan.packed(fullest_step=16)
     assert (before.layout.batch_size, before.layout.micro_batches) == (4, 2)
@@ -241,7 +206,7 @@ def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) ->
         assert settings["train_batch_size"] == 8 * 2
 
 
-def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more() -> None:
+def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more():
     planned = plan_for("1xH200", LLAMA_8B)
     probed = probed_run()  # 2 x 16, 3 layers recomputed
     again = planned.as_before(probed.plan)
@@ -258,7 +223,7 @@ def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more
     assert asked.as_before(probed.plan) == asked
 
 
-def test_what_was_asked_for_is_kept_packed() -> None:
+def test_what_was_asked_for_is_kept_packed():
     for asked in ("train.batch_size=2", "train.grad_accum=4"):
         planned = plan_for("1xH200", LLAMA_8B, asked)
         packed = planned.packed(fullest_step=9, step_tokens=12_600)
@@ -266,12 +231,12 @@ def test_what_was_asked_for_is_kept_packed() -> None:
         assert packed.plan.layout == planned.plan.layout.packed(9)
 
 
-def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches() -> None:
+def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches():
     plan = plan_for("1xH200", LLAMA_8B).packed(fullest_step=9, step_tokens=12_600).plan
     assert plan.layout.micro_batches == 1
     request = request_of_started_run(plan.request, plan.layout)
 
-    def peak_bytes(layout: Layout) -> int:
+    def peak_bytes(layout):
         return step_bytes(plan.step, layout).predicted_peak
 
     assert choose(request, peak_bytes, plan.budget_bytes) == plan.layout
@@ -279,21 +244,10 @@ def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches()
     assert choose(request, peak_bytes, tight).micro_batches == 2, "where it finds less memory"
 
 
-def test_micro_batches_whose_activations_wait_on_the_host_stay_as_small() -> None:
+def test_micro_batches_whose_activations_wait_on_the_host_stay_as_small():
     settings = (LLAMA_8B, "train.activation_offloading=true", "train.gradient_checkpointing=true")
     planned = plan_for("1xH200", *settings)
     packed = planned.packed(fullest_step=9, step_tokens=12_600)
     assert packed.plan.layout == planned.plan.layout.packed(9)
     without = plan_for("1xH200", LLAMA_8B, settings[-1]).packed(9, 12_600)
     assert without.plan.layout.micro_batches < packed.plan.layout.micro_batches
-
-
-def test_a_plan_knows_its_gpu_and_what_others_hold_of_it() -> None:
-    plan = plan_for("2xH200").plan
-    assert plan.gpu == "NVIDIA H200"
-    assert plan.gpu_names == ("NVIDIA H200", "NVIDIA H200")
-    assert plan.card is not None
-    assert len(plan.used_before_bytes) == 2
-    on_cpu: RunPlan = plan_for(CPU).plan
-    assert (on_cpu.gpu, on_cpu.card, on_cpu.speed) == (None, None, None)
-    assert on_cpu.used_before_bytes == (0,)

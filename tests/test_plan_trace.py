@@ -3,13 +3,13 @@
 import functools
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from marks import long
 from test_fast_install import MODELS, SMALL
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,7 +31,6 @@ from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import (
     OPTIMIZERS,
-    MeasuredStep,
     StepMeter,
     StepSetup,
     measure_step,
@@ -63,7 +62,7 @@ def folder_of(tmp_path_factory):
     """A function that returns the folder of a tiny model of an architecture, its sliding window longer than its rows."""
     folders: dict[str, Path] = {}
 
-    def folder(name: str) -> Path:
+    def folder(name):
         if name not in folders:
             model_type, settings = MODELS[name]
             config = AutoConfig.for_model(model_type, **{**SIZES, **settings, "sliding_window": 64})
@@ -107,16 +106,14 @@ MODES_AND_NAMES = [
     *(("lora", name) for name in ("llama", "gemma2", "qwen3")),
     ("qlora", "llama"),
     ("full", "gemma3"),
-    *(pytest.param("lora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
-    *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
-    *(pytest.param("full", name, marks=pytest.mark.long) for name in ARCHITECTURES),
+    *(long("lora", name) for name in ARCHITECTURES),
+    *(long("qlora", name) for name in ARCHITECTURES),
+    *(long("full", name) for name in ARCHITECTURES),
 ]
 
 
 @pytest.mark.long
-def test_a_trace_does_not_count_what_is_offloaded(
-    folder_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_does_not_count_what_is_offloaded(folder_of, monkeypatch):
     monkeypatch.setattr(checkpointing, "LayerOffloading", lambda: LayerOffloading(min_bytes=1))
     monkeypatch.setattr(checkpointing, "IN_FLIGHT", 0)
     kept = []
@@ -129,15 +126,13 @@ def test_a_trace_does_not_count_what_is_offloaded(
 
 
 @pytest.fixture(scope="module")
-def traced(folder_of) -> Callable[[str, str], MeasuredStep]:
+def traced(folder_of):
     """A function that returns the traced step of an architecture in a mode, the same one to every test."""
     return functools.cache(lambda name, mode: trace_step(step_for(folder_of(name), mode)))
 
 
-@pytest.mark.parametrize(("mode", "name"), MODES_AND_NAMES)
-def test_a_step_without_data_has_the_bytes_of_the_real_one(
-    name: str, mode: str, folder_of, traced
-) -> None:
+@pytest.mark.parametrize("mode, name", MODES_AND_NAMES)
+def test_a_step_without_data_has_the_bytes_of_the_real_one(name, mode, folder_of, traced):
     step = step_for(folder_of(name), mode)
     assert traced(name, mode) == measure_step(loaded(step), step)
 
@@ -160,18 +155,14 @@ STEPS = {
 
 
 @pytest.mark.parametrize("changes", STEPS.values(), ids=STEPS)
-def test_however_a_step_is_computed_its_trace_has_its_bytes(
-    changes: dict[str, Any], folder_of
-) -> None:
+def test_however_a_step_is_computed_its_trace_has_its_bytes(changes, folder_of):
     step = step_for(folder_of("llama"), **changes)
     model = loaded(step)
     assert trace_step(step) == measure_step(model, step)
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
-    mode: str, folder_of, traced
-) -> None:
+def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode, folder_of, traced):
     model = loaded(step_for(folder_of("llama"), mode))
     tensors = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
@@ -195,21 +186,21 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
 
 
 @pytest.mark.parametrize(
-    ("optim", "mode"),
+    "optim, mode",
     [
         *(("adamw_torch", mode) for mode in ("lora", "full")),
         *(("adamw_8bit", mode) for mode in ("lora", "full")),
         ("sgd", "lora"),
         # fused and paged ones have the state of those
         *(
-            pytest.param(optim, "lora", marks=pytest.mark.long)
+            long(optim, "lora")
             for optim in sorted({*OPTIMIZERS} - {"adamw_torch", "adamw_8bit", "sgd"})
         ),
     ],
 )
 def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
-    optim: str, mode: str, plan_run, build_trainer
-) -> None:
+    optim, mode, plan_run, build_trainer
+):
     settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
     folder = plan_run({**settings, "train.fast_path": False})  # kernels train the same weights
     trainer, _ = build_trainer(folder)
@@ -231,7 +222,7 @@ def saved_bytes(model: torch.nn.Module) -> int:
     }
     saved: list[Tensor] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         saved.append(tensor.detach())
         return tensor
 
@@ -242,17 +233,10 @@ def saved_bytes(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma3",
-        pytest.param("llama", marks=pytest.mark.long),
-        pytest.param("qwen3", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name", ["gemma3", long("llama"), long("qwen3")])
 def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
-    name: str, mode: str, folder_of, traced
-) -> None:
+    name, mode, folder_of, traced
+):
     step = step_for(folder_of(name), mode)
     real = saved_bytes(loaded(step))
     model = build_on_meta(step.config, step.compute_dtype)
@@ -266,7 +250,7 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
 
 
 @pytest.mark.long
-def test_activations_are_linear_in_the_rows(folder_of, traced) -> None:
+def test_activations_are_linear_in_the_rows(folder_of, traced):
     one, four = (trace_step(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 5))
     two = traced("llama", "lora")  # of three rows
     row = two.activations - one.activations
@@ -296,13 +280,11 @@ def cut(name: str, layers: int, folder: Path) -> Path:
     "name",
     [
         "meta-llama/Llama-3.2-1B-Instruct",
-        pytest.param("meta-llama/Llama-3.1-8B-Instruct", marks=pytest.mark.long),  # as 14B, no bias
+        long("meta-llama/Llama-3.1-8B-Instruct"),  # as 14B, no bias
         "Qwen/Qwen2.5-14B-Instruct",
     ],
 )
-def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
-    name: str, mode: str
-) -> None:
+def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(name, mode):
     run = planned(
         f"model.name={name}", f"tuning.mode={mode}", "train.bf16=false", "train.batch_size=1"
     )  # no copies by autocast
@@ -313,8 +295,8 @@ def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
     assert run.plan.memory.phases["load"].adapters == adapters
 
 
-@pytest.mark.parametrize("layers", [4, pytest.param(16, marks=pytest.mark.long)])
-def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [4, long(16)])
+def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers, tmp_path):
     folder = cut("meta-llama/Llama-3.2-1B-Instruct", layers, tmp_path)
     run = planned(f"model.name={folder}", "train.batch_size=4", "train.grad_accum=2")
     exact = trace_step(setup_of(run)).phases(run.plan.memory)
@@ -325,13 +307,9 @@ def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers: int, tmp_
     assert exact.peak_phase == "backward"
 
 
-def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path: Path) -> None:
+def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path):
     folder = cut("meta-llama/Llama-3.1-8B-Instruct", 2, tmp_path)  # one layer holds at a time
-    run = planned(
-        f"model.name={folder}",
-        "train.batch_size=4",
-        "train.predict_with_generate=false",
-    )
+    run = planned(f"model.name={folder}", "train.batch_size=4", "train.predict_with_generate=false")
     step, phase = setup_of(run), run.plan.memory.phases["evaluation"]
     model = build_on_meta(step.config, step.compute_dtype)
     with (
@@ -356,7 +334,7 @@ def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
+def closed_and_exact(folder_of):
     """The bytes of a run by the closed form, and by a trace."""
     run = planned(
         f"model.name={folder_of('llama')}",
@@ -367,7 +345,7 @@ def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
     return run.plan.memory, trace_step(setup_of(run)).phases(run.plan.memory)
 
 
-def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_and_exact) -> None:
+def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_and_exact):
     closed, exact = closed_and_exact
     lines = trace_lines(exact, closed)
     assert [line.split()[0] for line in lines[-len(memory.PHASES) :]] == list(memory.PHASES)
@@ -376,18 +354,7 @@ def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_
     assert weights[1:] == [f"{exact.peak.weights / 2**30:.3f}", f"{difference:+.2f}", "%"]
 
 
-def test_phases_are_the_sums_of_their_parts(closed_and_exact) -> None:
-    _, exact = closed_and_exact
-    for name, phase in exact.phases.items():
-        assert all(value >= 0 for value in phase.components().values()), name
-    assert (
-        exact.phases["load"].total
-        < exact.phases["forward"].total
-        <= exact.phases[exact.peak_phase].total
-    )
-
-
-def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
+def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch):
     monkeypatch.chdir(PROJECT_ROOT)
     words = [
         "plan",
@@ -412,7 +379,7 @@ def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
     assert traced["phases"]["load"]["weights"] == traced["weights"] + traced["buffers"]
 
 
-def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
+def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of):
     run = planned(
         f"model.name={folder_of('llama')}",
         "tuning.mode=full",
@@ -435,7 +402,7 @@ def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
     )
 
 
-def test_unsloth_cannot_be_traced(folder_of) -> None:
+def test_unsloth_cannot_be_traced(folder_of):
     run = planned(f"model.name={folder_of('llama')}")
     unsloth = run.config.tuning.model_copy(update={"backend": "unsloth"})
     with pytest.raises(ConfigError, match="EXACT=1 cannot trace"):
@@ -446,8 +413,8 @@ def test_unsloth_cannot_be_traced(folder_of) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "layers"), itertools.product(["lora", "qlora", "full"], [0, 2]))
-def test_a_gpu_allocates_what_was_traced(mode: str, layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode, layers", itertools.product(["lora", "qlora", "full"], [0, 2]))
+def test_a_gpu_allocates_what_was_traced(mode, layers, tmp_path):
     sizes = {
         "vocab_size": 32000,
         "hidden_size": 1024,

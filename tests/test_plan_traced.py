@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from plan_examples import EMPTY, EXAMPLE
 from tiny_models import tiny_config, tiny_model
 
@@ -57,7 +58,7 @@ def traced_step(kept: int = 1000) -> TracedStep:
 # By hand
 
 
-def test_growth_is_by_rows_tokens_and_pairs() -> None:
+def test_growth_is_by_rows_tokens_and_pairs():
     growth = Growth(fixed=5.0e6, by_token=300.0, by_pair=2.0)
     found = Growth.through({size: round(growth.at(*size)) for size in SIZES})
     assert found.fixed == pytest.approx(5.0e6)
@@ -66,10 +67,10 @@ def test_growth_is_by_rows_tokens_and_pairs() -> None:
     assert growth.at(3, 10) == 5.0e6 + 3 * (300 * 10 + 2 * 100)
 
 
-def test_a_traced_step_by_hand() -> None:
+def test_a_traced_step_by_hand():
     example = EXAMPLE.changed(traced=traced_step(), batch_size=2, max_seq_len=100)
 
-    def working(phase: str, checkpointed_layers: int) -> tuple[int, int]:
+    def working(phase, checkpointed_layers):
         bytes_of = example.changed(checkpointed_layers=checkpointed_layers).memory.phases[phase]
         return bytes_of.activations // 200, bytes_of.logits // 200
 
@@ -85,7 +86,7 @@ def test_a_traced_step_by_hand() -> None:
     ]
 
 
-def test_more_checkpointed_layers_never_need_more_bytes() -> None:
+def test_more_checkpointed_layers_never_need_more_bytes():
     example = EXAMPLE.changed(traced=traced_step(10**7), batch_size=4, max_seq_len=2048)
     peaks = []
     for count in range(LAYERS + 1):
@@ -94,7 +95,7 @@ def test_more_checkpointed_layers_never_need_more_bytes() -> None:
     assert peaks[0] > peaks[-1]
 
 
-def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin() -> None:
+def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin():
     example = EXAMPLE.changed(
         traced=traced_step(), batch_size=1, max_seq_len=100, mode="full", grad_accum=1
     )
@@ -104,7 +105,7 @@ def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin()
 
 
 @pytest.mark.parametrize(
-    ("layers", "depths"),
+    "layers, depths",
     [
         ("aaaaaaaa", (3, 2)),
         ("dababababab", (5, 3)),
@@ -113,7 +114,7 @@ def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin()
         ("aa", (2,)),
     ],
 )
-def test_a_deep_model_is_cut_to_whole_periods(layers: str, depths: tuple[int, ...]) -> None:
+def test_a_deep_model_is_cut_to_whole_periods(layers, depths):
     assert trace.cut_depths(layers) == depths
 
 
@@ -137,16 +138,8 @@ def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "smollm3",
-        "qwen3_moe",
-        "gpt_oss",
-        "olmo2",
-    ],
-)
-def test_a_traced_step_has_the_bytes_of_a_real_one(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["smollm3", "qwen3_moe", "gpt_oss", "olmo2"])
+def test_a_traced_step_has_the_bytes_of_a_real_one(model_type, tmp_path):
     tiny_model(model_type).save_pretrained(tmp_path)
     setup = setup_of(tmp_path)
     model = load_model(setup.config, Process.alone(torch.device("cpu"), setup.compute_dtype))
@@ -155,15 +148,9 @@ def test_a_traced_step_has_the_bytes_of_a_real_one(model_type: str, tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("olmo2", {}),
-        ("qwen3_moe", {"mlp_only_layers": []}),
-    ],
+    "model_type, changes", [("olmo2", {}), ("qwen3_moe", {"mlp_only_layers": []})]
 )
-def test_a_cut_model_has_the_bytes_of_the_whole_one(
-    model_type: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_path):
     folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)
     traced = TracedStep.of(trace.trace_points(setup_of(folder)))
     for layers in (0, 7):
@@ -185,11 +172,11 @@ def plan_of(folder: Path, *settings: str) -> PlannedRun:
 
 
 @pytest.fixture
-def answers(monkeypatch) -> list[dict[str, Any]]:
+def answers(monkeypatch):
     """The requests of tracers; counts are made in this process, traces are the one by hand."""
     requests: list[dict[str, Any]] = []
 
-    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+    def ask(module, request, environ):
         if module == "sft_play.models.structure":
             return structure.answer(request)
         requests.append(request)
@@ -209,7 +196,7 @@ def answers(monkeypatch) -> list[dict[str, Any]]:
     return requests
 
 
-def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path) -> None:
+def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path):
     folder = folder_of("olmo2", tmp_path)
     runs = [plan_of(folder), plan_of(folder, "train.batch_size=2"), plan_of(folder)]
     assert len(answers) == 1
@@ -221,7 +208,7 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
     assert [request["settings"]["tuning"]["mode"] for request in answers] == ["lora", "qlora"]
 
 
-def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -> None:
+def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path):
     folder = folder_of("qwen3_moe", tmp_path)
     for mode in ("lora", "qlora"):  # which were measured
         assert "roughly" not in describe_speed(plan_of(folder, f"tuning.mode={mode}").plan)
@@ -231,22 +218,10 @@ def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -
     assert len(rate.rstrip("0")) <= 2, "a number that nobody measured has two digits"
 
 
-def test_the_plan_says_whether_experts_get_adapters(answers, tmp_path) -> None:
-    folder = folder_of("qwen3_moe", tmp_path)
-    assert "on all linear layers and experts" in report._what(plan_of(folder))
-    without = plan_of(folder, "tuning.lora.experts=none")
-    assert "on all linear layers, none on experts," in report._what(without)
-    shared = plan_of(folder, "tuning.lora.experts=shared")
-    assert "and experts, one adapter for all experts of a layer," in report._what(shared)
-    sizes = [planned.plan.step.adapter_weights for planned in (without, shared, plan_of(folder))]
-    of_experts = (sizes[2] - sizes[0]) // (sizes[1] - sizes[0])
-    assert of_experts == shared.plan.step.model.counts.experts > 1
-
-
-def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch) -> None:
+def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch):
     counted = counting._ask
 
-    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+    def ask(module, request, environ):
         if module == "sft_play.models.structure":
             return counted(module, request, environ)
         return {"refused": "ValueError: its code reads values"}
@@ -257,7 +232,7 @@ def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch
     assert any("could not be traced (ValueError: its code reads" in word for word in plan.warnings)
 
 
-def test_a_model_like_llama_has_the_closed_form(answers, tmp_path) -> None:
+def test_a_model_like_llama_has_the_closed_form(answers, tmp_path):
     plan = plan_of(folder_of("llama", tmp_path)).plan
     assert plan.step.memory_source == "closed form"
     assert not answers
@@ -274,13 +249,13 @@ def plan_of_known(name: str, *settings: str) -> PlannedRun:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"),
+    "name, word",
     [
         ("Qwen/Qwen3-30B-A3B", "lora"),
         *(("allenai/olmo-2-0425-1b-instruct", word) for word in counting.KNOWN_TUNINGS),
     ],
 )
-def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, answers) -> None:
+def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, answers):
     tuning = counting.KNOWN_TUNINGS[word]
     settings = (f"tuning.mode={tuning.mode}", f"tuning.base_dtype={tuning.base_dtype}")
     plan = plan_of_known(name, *settings, "tuning.lora.alpha=7").plan
@@ -289,30 +264,30 @@ def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, ans
 
 
 @pytest.mark.parametrize("setting", ["tuning.lora.r=4", "model.dtype=float32"])
-def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_path) -> None:
+def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_path):
     plan_of_known("allenai/OLMo-2-0425-1B", setting, f"data.cache_dir={tmp_path}")
     assert len(answers) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "word"),
+    "name, word",
     [
         ("allenai/OLMo-2-0425-1B", "lora"),
         *(
-            pytest.param(name, word, marks=pytest.mark.long)
+            long(name, word)
             for name, traces in json.loads(counting.KNOWN_TRACES.read_text()).items()
             for word in traces
             if (name, word) != ("allenai/OLMo-2-0425-1B", "lora")
         ),
     ],
 )
-def test_the_trace_that_ships_is_the_one_of_this_code(name: str, word: str) -> None:
+def test_the_trace_that_ships_is_the_one_of_this_code(name, word):
     """Where it differs: python -m tools.known_models traces."""
     shipped = json.loads(counting.KNOWN_TRACES.read_text())[name][word]
     assert known_trace(name, word) == shipped
 
 
-def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine() -> None:
+def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine():
     known = json.loads(KNOWN.read_text())
     structures = {
         name: structure_from_json(known[name]["structure"])
@@ -330,7 +305,7 @@ def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine() -> None
     [{"layers_to_transform": [6]}, {"target_modules": ["layers.5.mlp.up_proj", "q_proj"]}],
     ids=str,
 )
-def test_layers_with_other_adapters_are_no_period(lora: dict[str, Any]) -> None:
+def test_layers_with_other_adapters_are_no_period(lora):
     config = Config.model_validate({"tuning": {"lora": lora}})
     signatures = trace.layer_signatures(tiny_model("olmo2", num_hidden_layers=8), config)
     assert trace.cut_depths(signatures) == (8,)

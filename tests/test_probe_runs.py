@@ -1,14 +1,10 @@
 """A probe does not change a run, to the bit; ranks with different free memory choose the same."""
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from fake_gpu import FakeGpu, use_fake_memory
-from rank_processes import run_two_workers
+from marks import long
+from rank_processes import run_two_workers, train_on_two
 from run_files import plan_json, run_json
 from safetensors.torch import load_file
 from torch import nn
@@ -21,8 +17,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import worker
 from sft_play.training.dry_run import DryRun, digest, step_without_change
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 STEPS = {
     "train.max_steps": None,
     "train.epochs": 2,
@@ -43,7 +37,6 @@ FREE = {
     "train.effective_batch_size": 8,
     "train.packing": False,
 }
-SECONDS = 240
 
 
 def trained(folder: RunFolder) -> dict[str, torch.Tensor]:
@@ -68,12 +61,12 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     "changes",
     [
         {"tuning.mode": "lora", "tuning.lora.trainable_tokens": "<|user|>"},
-        pytest.param({"tuning.mode": "qlora"}, marks=pytest.mark.long),
+        long({"tuning.mode": "qlora"}),
         {"tuning.mode": "full"},
     ],
     ids=["lora", "qlora", "full"],
 )
-def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, changes) -> None:
+def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, changes):
     probed, plain = (
         plan_run({**SAME, **changes, "train.grad_accum": 4, "train.probe": is_probed})
         for is_probed in (True, False)
@@ -88,7 +81,7 @@ def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, changes) -> 
     assert plan_json(probed)["probe"] == facts and "probe" not in run_json(plain)
 
 
-def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker) -> None:
+def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker):
     settings = {
         **SAME,
         "train.grad_accum": 4,
@@ -107,7 +100,7 @@ def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker) -> 
 
 
 @pytest.fixture
-def trainer(plan_run, build_trainer) -> Any:
+def trainer(plan_run, build_trainer):
     trainer, _ = build_trainer(plan_run({"tuning.mode": "full", "train.weight_decay": 0.1}))
     trainer.create_optimizer()
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
@@ -115,7 +108,7 @@ def trainer(plan_run, build_trainer) -> Any:
     return trainer
 
 
-def test_a_rehearsal_leaves_nothing_behind(trainer) -> None:
+def test_a_rehearsal_leaves_nothing_behind(trainer):
     with torch.no_grad():
         first = next(trainer.model.parameters())
         first.view(-1)[::3] = -0.0  # a negative zero survives as itself
@@ -145,7 +138,7 @@ def test_a_rehearsal_leaves_nothing_behind(trainer) -> None:
     )
 
 
-def test_a_weight_that_changed_is_an_error(trainer) -> None:
+def test_a_weight_that_changed_is_an_error(trainer):
     changing = DryRun(trainer, FakeGpu(9), steps_optimizer=True)
     with (
         pytest.raises(
@@ -158,7 +151,7 @@ def test_a_weight_that_changed_is_an_error(trainer) -> None:
         trainer.model.get_input_embeddings().weight[0, 0] += 1e-7
 
 
-def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer) -> None:
+def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer):
     gpu, before = FakeGpu(0.6), digest(trainer.model)
     handle = gpu.count_forward_passes()
     try:
@@ -174,7 +167,7 @@ def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer) 
     )
 
 
-def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, monkeypatch) -> None:
+def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, monkeypatch):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     shape = LlamaConfig(
         vocab_size=97,
@@ -209,9 +202,7 @@ def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, mo
         lambda groups: torch.optim.SGD(groups, lr=0.1),
     ],
 )
-def test_an_optimizer_that_steps_without_change_changes_no_bit(
-    make: Callable[..., torch.optim.Optimizer],
-) -> None:
+def test_an_optimizer_that_steps_without_change_changes_no_bit(make):
     weight = nn.Parameter(torch.tensor([0.0, -0.0, 1.0, -1e-40, 3e38, torch.finfo().tiny]))
     weight.grad = torch.full_like(weight, float("nan"))
     before = weight.detach().view(torch.int32).clone()
@@ -227,11 +218,11 @@ def test_an_optimizer_that_steps_without_change_changes_no_bit(
 
 
 @pytest.fixture
-def on_fake(monkeypatch) -> Iterator[Callable[..., FakeGpu]]:
+def on_fake(monkeypatch):
     """A function that lets the runs of this process find such a GPU; returns it."""
     handles = []
 
-    def install(*args: Any, **kwargs: Any) -> FakeGpu:
+    def install(*args, **kwargs):
         gpu = FakeGpu(*args, **kwargs)
         handles.append(gpu.count_forward_passes())
         monkeypatch.setattr(worker, "MemoryMeter", gpu.of_process)
@@ -256,9 +247,7 @@ def step_of(folder: RunFolder) -> tuple[int, int, int]:
     return step
 
 
-def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
-    plan_run, run_worker, on_fake
-) -> None:
+def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(plan_run, run_worker, on_fake):
     plain = plan_run({**FREE, "train.probe": False})
     assert step_of_plan(plain) == (8, 1, 0) and run_worker(plain) == 0
     folder, gpu = plan_run(FREE), on_fake(1.7)
@@ -282,14 +271,13 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-def test_a_step_that_is_tried_as_planned_corrects_the_plan(plan_run, strategy: str) -> None:
+def test_a_step_that_is_tried_as_planned_corrects_the_plan(plan_run, strategy):
     """The ranks divide the weights: rank 1 takes 2 GiB more beside its step, which both count."""
     settings = {**FREE, "train.strategy": strategy, "train.batch_size": 2, "tuning.mode": "lora"}
     folder = plan_run(settings, num_gpus=2)
     layout = read_plan(folder).layout
     memory = {"allocatable": [100.0, 100.0], "fixed": [0.5, 2.5]}
-    exits = run_two_workers(folder, use_fake_memory, memory)
-    assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    train_on_two(folder, use_fake_memory, memory)
     report = run_json(folder)
     after = report["probe"]["predicted_after"]
     assert not report["probe"]["changed"] and read_plan(folder).layout == layout
@@ -307,7 +295,7 @@ def step_of_plan(folder: RunFolder) -> tuple[int, int, int]:
 @pytest.mark.long
 def test_the_second_run_measures_nothing_and_chooses_the_same(
     plan_run, run_worker, on_fake, tmp_path
-) -> None:
+):
     folders = [plan_run({**FREE, "data.cache_dir": tmp_path}) for _ in range(2)]
     on_fake(1.7)
     for folder in folders:
@@ -325,7 +313,7 @@ def test_the_second_run_measures_nothing_and_chooses_the_same(
 
 def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(
     plan_run, run_worker, on_fake
-) -> None:
+):
     gpu, folder = on_fake(1.7, cliff=512), plan_run(FREE)
     assert run_worker(folder) == 0
     assert (
@@ -333,7 +321,7 @@ def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(
     )  # 2 rows were expected to take 1.5 and take 2.5 GiB, 1.6 with a layer checkpointed
 
 
-def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake) -> None:
+def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake):
     plain, folder = (
         plan_run({**FREE, "model.max_seq_len": 64, "train.packing": True, "train.probe": is_probed})
         for is_probed in (False, True)
@@ -353,7 +341,7 @@ def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake) 
 
 def test_a_packed_run_needs_room_for_what_its_fullest_step_takes_and_no_more(
     plan_run, run_worker, on_fake
-) -> None:
+):
     folder = plan_run({**FREE, "train.packing": True})
     before = read_plan(folder).layout
     assert (before.sequences, before.micro_batches) == (1, 1), (
@@ -365,7 +353,7 @@ def test_a_packed_run_needs_room_for_what_its_fullest_step_takes_and_no_more(
     assert read_plan(folder).layout.sequences == 1
 
 
-def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker, on_fake) -> None:
+def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker, on_fake):
     settings = {**FREE, "train.batch_size": 4, "train.gradient_checkpointing": False}
     folder = plan_run(settings)
     on_fake(2.52)  # it takes 2.5: more than the fragmentation leaves, and it runs
@@ -383,9 +371,7 @@ def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker
     assert report["cause"].startswith(cause) and "TRAIN_BATCH_SIZE=" in report["cause"]
 
 
-def test_where_one_row_does_not_fit_the_run_ends_before_training(
-    plan_run, run_worker, on_fake
-) -> None:
+def test_where_one_row_does_not_fit_the_run_ends_before_training(plan_run, run_worker, on_fake):
     folder = plan_run({**FREE, "model.max_seq_len": 1024})
     on_fake(0.62)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
@@ -405,16 +391,12 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
     return report["exit_class"]
 
 
-ENGINES = [
-    ("ddp", "lora"),
-    pytest.param(2, "lora", marks=pytest.mark.long),
-    pytest.param(3, "full", marks=pytest.mark.long),
-]
+ENGINES = [("ddp", "lora"), long(2, "lora"), long(3, "full")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "mode"), ENGINES)
-def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> None:
+@pytest.mark.parametrize("engine, mode", ENGINES)
+def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode):
     changes, path = (
         {**SAME, "tuning.mode": mode, "train.grad_accum": 2},
         None if engine == "ddp" else f"configs/deepspeed_zero{engine}.json",
@@ -430,7 +412,7 @@ def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("memory", "step"),
+    "memory, step",
     [
         ({"allocatable": [2.6, 1.7]}, (2, 2, 0)),  # 4 rows would fit on the first rank
         (
@@ -441,9 +423,7 @@ def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> Non
     ids=["unequal", "one-runs-out"],
 )
 @pytest.mark.long
-def test_ranks_of_unlike_memory_choose_alike(
-    plan_run, memory: dict[str, list[float]], step: tuple[int, int, int]
-) -> None:
+def test_ranks_of_unlike_memory_choose_alike(plan_run, memory, step):
     folder = plan_run(FREE, num_gpus=2)
     assert step_of_plan(folder) == (4, 1, 0)
     assert run_on(folder, **memory) == 0
@@ -460,7 +440,7 @@ def test_ranks_of_unlike_memory_choose_alike(
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_both_ranks_end_as_out_of_memory(plan_run) -> None:
+def test_where_nothing_fits_both_ranks_end_as_out_of_memory(plan_run):
     folder = plan_run(FREE, num_gpus=2)
     assert run_on(folder, allocatable=[2.6, 0.51]) == ExitClass.OUT_OF_MEMORY
     for rank in (0, 1):

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from marks import long
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,7 +34,7 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(
     assert len(set(counts)) == 6
     labelled = sum(counts)
 
-    def gradients(cuts: list[list[dict]]) -> list[torch.Tensor]:
+    def gradients(cuts):
         trainer.model.zero_grad()
         for part in cuts:
             batch = collate(part)
@@ -86,27 +87,6 @@ def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(
     assert losses_of(folder) == pytest.approx([nats / tokens], rel=1e-6)  # float32 logits
 
 
-@pytest.mark.parametrize("cut", [(4, 1), (1, 4)])
-def test_a_step_may_be_cut_into_micro_batches_in_any_way(plan_run, run_worker, cut, losses_of):
-    curves = []
-    for batch_size, grad_accum in ((2, 2), cut):
-        folder = plan_run(
-            {**EPOCHS, "train.batch_size": batch_size, "train.grad_accum": grad_accum}
-        )
-        assert run_worker(folder) == 0
-        curves.append(losses_of(folder))
-    assert len(curves[0]) == 6
-    assert curves[1] == pytest.approx(
-        curves[0], abs=1e-5
-    )  # six Adam steps on gradients that differ in the last bits
-
-
-def test_padding_and_fillers_are_not_counted_as_tokens_of_the_throughput(plan_run, build_trainer):
-    trainer, data = build_trainer(plan_run({**EPOCHS, "train.epochs": 1}))
-    trainer.train()
-    assert int(trainer.throughput.tokens) == data.train.lengths.sum()
-
-
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
 def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     folder = finished(mode)
@@ -145,10 +125,7 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     assert {"torch", "transformers", "peft"} <= report["versions"].keys()
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param("linear", marks=pytest.mark.long), "cosine", "constant", "inverse_sqrt"],
-)
+@pytest.mark.parametrize("schedule", [long("linear"), "cosine", "constant", "inverse_sqrt"])
 def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
     folder = plan_run({**changes, "train.predict_with_generate": False})
@@ -158,20 +135,6 @@ def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     begun = [1.0] * 4 if schedule == "constant" else [0.25, 0.5, 0.75, 1.0]
     assert rates[:4] == pytest.approx([0.01 * share for share in begun])
     assert rates[4] == pytest.approx(0.01) and rates[5] <= rates[4]
-
-
-@pytest.mark.parametrize("schedule", [pytest.param("linear", marks=pytest.mark.long), "cosine"])
-def test_a_run_of_one_step_trains(plan_run, run_worker, schedule):
-    folder = plan_run(
-        {
-            "train.lr_scheduler_type": schedule,
-            "train.warmup_steps": 0.03,
-            "train.max_steps": 1,
-        }
-    )
-    assert run_worker(folder) == 0
-    scores = run_json(folder)["metrics"]
-    assert scores["after"]["eval_loss"] < scores["before"]["eval_loss"]
 
 
 def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, losses_of):
@@ -210,10 +173,7 @@ def test_tensorboard_has_sample_answers_and_settings_with_scores(finished):
     assert scores == {"test/loss", "test/rougeL"} <= set(events.Tags()["scalars"])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "steps"),
-    [("steps", [2, 4, 6]), pytest.param("epoch", [3, 6], marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("strategy, steps", [("steps", [2, 4, 6]), long("epoch", [3, 6])])
 def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     plan_run, run_worker, strategy, steps, losses_of
 ):
@@ -232,45 +192,15 @@ def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     assert [step for step in range(1, 7) if f"step {step}/6 eval_loss=" in log] == steps
 
 
-def test_a_loss_that_is_no_number_ends_the_run_as_diverged(plan_run, run_worker):
-    folder = plan_run({"train.learning_rate": 1e30})
-    assert run_worker(folder) == ExitClass.DIVERGED
-    report = run_json(folder)
-    assert (report["status"], report["exit_class"]) == ("failed", 14)
-    assert report["cause"].startswith(
-        "loss=nan at step 2: the run has diverged; try TRAIN_LEARNING_RATE=1e+29"
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [
-        ("no", "lora"),
-        ("steps", "full"),
-        pytest.param("no", "full", marks=pytest.mark.long),
-        pytest.param("steps", "lora", marks=pytest.mark.long),
-    ],
-)
 def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pass(
-    plan_run, run_worker, mode, strategy
+    plan_run, run_worker
 ):
-    folder = plan_run(
-        {
-            "tuning.mode": mode,
-            "train.learning_rate": 1e30,
-            "train.logging_steps": 10,
-            "train.save_strategy": strategy,
-            "train.save_steps": 1,
-        }
-    )
+    settings = {"tuning.mode": "full", "train.learning_rate": 1e30, "train.logging_steps": 10}
+    folder = plan_run(settings | {"train.save_strategy": "steps", "train.save_steps": 1})
     assert run_worker(folder) == ExitClass.DIVERGED
-    assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 14)
     for stamped in folder.path.rglob("stamp.json"):
-        tensors = [
-            tensor
-            for file in stamped.parent.glob("*.safetensors")
-            for tensor in load_file(file).values()
-        ]
+        files = list(stamped.parent.glob("*.safetensors"))
+        tensors = [tensor for file in files for tensor in load_file(file).values()]
         assert tensors and all(torch.isfinite(tensor).all() for tensor in tensors), stamped
 
 

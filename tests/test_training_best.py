@@ -29,7 +29,7 @@ HISTORY = [
 ]
 
 
-@pytest.mark.parametrize(("metric", "step", "since"), [("eval_loss", 2, 1), ("eval_rougeL", 2, 2)])
+@pytest.mark.parametrize("metric, step, since", [("eval_loss", 2, 1), ("eval_rougeL", 2, 2)])
 def test_the_best_step_is_the_first_with_the_best_score(metric, step, since):
     assert best_step(HISTORY, metric) == step
     assert evaluations_since_best(HISTORY, metric) == since
@@ -144,7 +144,7 @@ def timed():
     speed.in_training.clock = lambda: now[0]
     state = TrainerState(global_step=5, max_steps=100)
 
-    def evaluate_after(seconds: float, evaluation: float) -> bool:
+    def evaluate_after(seconds, evaluation):
         """Train for so long; evaluate unless it is left out, and return whether it was not."""
         control = TrainerControl(should_evaluate=True)
         speed.on_step_begin(None, state, control)

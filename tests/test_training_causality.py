@@ -18,24 +18,24 @@ def bert(is_decoder: bool) -> BertLMHeadModel:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gpt_oss", "mamba2"])
-def test_a_causal_model_passes_and_keeps_its_mode(model_type: str) -> None:
+def test_a_causal_model_passes_and_keeps_its_mode(model_type):
     model = tiny_model(model_type)
     check_causality(model, TINY.vocabulary, CPU)
     assert model.training
 
 
-def test_an_encoder_is_refused_even_with_weights_that_hardly_mix_tokens() -> None:
+def test_an_encoder_is_refused_even_with_weights_that_hardly_mix_tokens():
     with pytest.raises(ConfigError, match="BertLMHeadModel sees tokens that come later"):
         check_causality(bert(is_decoder=False), TINY.vocabulary, CPU)
     check_causality(bert(is_decoder=True), TINY.vocabulary, CPU)
 
 
-def test_a_model_that_looks_ahead_in_training_alone_is_refused() -> None:
+def test_a_model_that_looks_ahead_in_training_alone_is_refused():
     model = bert(is_decoder=True)
     draw_weights(model)
     encoder = model.bert
 
-    def mixing(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    def mixing(module, args, output):
         return output + output.mean(1, keepdim=True) if module.training else output
 
     encoder.embeddings.register_forward_hook(mixing)
@@ -43,7 +43,7 @@ def test_a_model_that_looks_ahead_in_training_alone_is_refused() -> None:
         check_causality(model, TINY.vocabulary, CPU)
 
 
-def test_dropout_is_no_look_ahead() -> None:
+def test_dropout_is_no_look_ahead():
     model = bert(is_decoder=True)
     model.bert.embeddings.dropout.p = 0.5
     check_causality(model.train(), TINY.vocabulary, CPU)

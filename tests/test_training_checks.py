@@ -27,7 +27,7 @@ def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(
     good = load_file(file)
     name = sorted(good)[-1]
 
-    def saved_with(changes: dict[str, torch.Tensor | None]) -> None:
+    def saved_with(changes):
         tensors = {
             key: value.clone() for key, value in {**good, **changes}.items() if value is not None
         }

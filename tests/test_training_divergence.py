@@ -7,17 +7,14 @@ import shutil
 import pytest
 import torch
 from faults.numbers import poison
+from marks import long
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import DivergedError, ExitClass
 from sft_play.monitor.watch import run_table
-from sft_play.process import Process
 from sft_play.training.best import LossWatch
-from sft_play.training.guards import GradientWatch, module_of, watched, with_gradient
 from sft_play.training.trainer import SftTrainer
-
-UNIFORM = math.log(32_000)  # 10.4
 
 
 def seen(losses: list[float], before: float = math.inf, steps: int = 5) -> LossWatch:
@@ -51,31 +48,36 @@ def test_losses_that_are_no_divergence(losses):
     assert watch.lowest == min(10.4, *losses)
 
 
-def test_a_loss_that_stays_at_a_guess_has_diverged_and_says_since_when():
-    with pytest.raises(DivergedError, match=r"loss=10.2 since step 15, and it was 1.8: as bad as"):
-        seen([2.0, 1.8, 10.3, 10.4, 10.2])
-
-
-def test_a_random_model_that_gets_much_worse_has_diverged():
-    with pytest.raises(DivergedError, match="since step 10"):
-        seen([10.4, 15.0, 14.0, 13.0])
-
-
-def test_the_loss_before_training_counts_and_so_does_the_end_of_a_short_run():
-    watch = seen([11.0, 12.0], before=1.5)
-    with pytest.raises(DivergedError, match=r"loss=11.5 at the end, step 10, and it was 1.5"):
-        watch.conclude(10)
-
-
-def test_held_out_rows_that_are_guessed_at_the_end_are_divergence_whatever_the_last_steps_say():
-    watch = seen([1.2, 17.0, 6.7, 5.9, 6.2], before=0.1)
-    watch.conclude(6, after=3.0)
-    with pytest.raises(DivergedError, match=r"loss=10.37 at the end, step 6, and it was 0.1"):
-        watch.conclude(6, after=10.37)
+@pytest.mark.parametrize(
+    "losses, words",
+    [
+        ([2.0, 1.8, 10.3, 10.4, 10.2], "loss=10.2 since step 15, and it was 1.8"),
+        ([10.4, 15.0, 14.0, 13.0], "since step 10"),  # a random model that gets much worse
+    ],
+)
+def test_a_loss_that_stays_at_a_guess_has_diverged_and_says_since_when(losses, words):
+    with pytest.raises(DivergedError, match=words):
+        seen(losses)
 
 
 @pytest.mark.parametrize(
-    ("losses", "after"), [([12.4, 7.4], 6.8), ([11.3, 11.2, 9.2], 11.1)], ids=["steep", "by-heart"]
+    "losses, before, after, words",
+    [
+        ([11.0, 12.0], 1.5, None, "loss=11.5 at the end, step 10, and it was 1.5"),
+        # held-out rows are guessed, whatever the last steps say
+        ([1.2, 17.0, 6.7, 5.9, 6.2], 0.1, 10.37, "loss=10.37 at the end, step 10, and it was 0.1"),
+    ],
+)
+def test_a_run_that_ends_with_a_guess_has_diverged(losses, before, after, words):
+    watch = seen(losses, before)
+    if after is not None:
+        watch.conclude(10, after=3.0)
+    with pytest.raises(DivergedError, match=words):
+        watch.conclude(10, after) if after else watch.conclude(10)
+
+
+@pytest.mark.parametrize(
+    "losses, after", [([12.4, 7.4], 6.8), ([11.3, 11.2, 9.2], 11.1)], ids=["steep", "by-heart"]
 )
 def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_say_so(
     losses, after
@@ -86,7 +88,7 @@ def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_s
         watch.conclude(10, after=12.7)
 
 
-@pytest.mark.parametrize(("steps", "end"), [(30, "since step"), (6, "at the end, step 6")])
+@pytest.mark.parametrize("steps, end", [(30, "since step"), (6, "at the end, step 6")])
 def test_a_run_that_forgets_all_it_knew_is_diverged_and_not_done(
     plan_run, run_worker, taught_base, steps, end
 ):
@@ -117,11 +119,8 @@ def test_an_adapter_that_does_not_learn_stops_the_run_and_is_named(plan_run, run
     folder = plan_run(DEAF | {"model.name": deaf_base, "train.save_strategy": "epoch"})
     assert run_worker(folder) == ExitClass.DIVERGED
     report = run_json(folder)
-    assert report["cause"] == (
-        "model.layers.1.self_attn.q_proj: to be trained, and no gradient has reached it in 10 "
-        "steps; leave it out of TUNING_LORA_TARGET_MODULES, or set TRAIN_ON_UNTRAINED=warn to go "
-        "on without it"
-    )
+    for words in ("model.layers.1.self_attn.q_proj", "10 ", "TRAIN_ON_UNTRAINED=warn"):
+        assert words in report["cause"]
     assert report["global_step"] == 9
 
 
@@ -132,30 +131,6 @@ def test_an_adapter_that_does_not_learn_is_only_named_where_that_is_asked(
     assert run_worker(folder) == 0
     log = (folder.logs / "rank-0.log").read_text()
     assert "warning: model.layers.1.self_attn.q_proj: to be trained, and no gradient" in log
-
-
-def test_tensors_wait_for_their_first_gradient():
-    model = torch.nn.ModuleDict(
-        {"lora_A": torch.nn.Linear(2, 2), "lora_B": torch.nn.Linear(2, 2, bias=False)}
-    )
-    model["frozen"] = torch.nn.Linear(2, 2).requires_grad_(False)
-    waiting = watched(model)
-    assert list(waiting) == ["lora_B.weight"]
-    assert with_gradient(waiting) == []
-    waiting["lora_B.weight"].grad = torch.zeros(2, 2)
-    assert with_gradient(waiting) == []
-    waiting["lora_B.weight"].grad[1, 1] = math.nan
-    assert with_gradient(waiting) == ["lora_B.weight"]
-    assert module_of("base_model.model.a.base_layer.q.lora_B.default.weight") == "a.q"
-
-
-def test_a_run_looks_at_gradients_no_longer_than_it_must(plan_run, build_trainer):
-    trainer, _ = build_trainer(plan_run({"train.max_steps": 30}))
-    trainer.gradients = GradientWatch(Process.alone(torch.device("cpu")))
-    looked = []
-    trainer.gradients.look, look = lambda of: looked.append(look(of)), trainer.gradients.look
-    trainer.train()
-    assert len(looked) == 30 and trainer.gradients._has_judged
 
 
 # Divergence after a checkpoint that is published instead
@@ -177,7 +152,7 @@ BEST = {
 def rate_jumps(monkeypatch):
     """From a step on the learning rate is 1, with which a model forgets all it knew."""
 
-    def at(step: int) -> None:
+    def at(step):
         compute = SftTrainer.compute_loss
 
         def jumping(self, *arguments, **options):
@@ -191,13 +166,7 @@ def rate_jumps(monkeypatch):
     return at
 
 
-@pytest.mark.parametrize(
-    ("steps", "found"),
-    [
-        (40, "since step"),
-        pytest.param(9, "at the end, step 9", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("steps, found", [(40, "since step"), long(9, "at the end, step 9")])
 def test_a_tail_that_diverges_ends_training_and_the_best_weights_are_published(
     plan_run, run_worker, rate_jumps, steps, found
 ):
@@ -277,15 +246,12 @@ def test_a_run_whose_weights_stay_as_they_were_does_not_end_green(plan_run, run_
     assert not (folder.path / "adapter").exists() and not (folder.path / "model").exists()
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_said(plan_run, run_worker):
-    folder = plan_run(
-        {
-            "train.lr_scheduler_type": "linear",
-            "train.warmup_steps": 1000,
-            "train.epochs": 0.05,
-            "train.max_steps": None,
-        }
-    )
+def test_a_run_of_one_step_trains_and_says_that_its_warm_up_is_longer(plan_run, run_worker):
+    schedule = {"train.lr_scheduler_type": "linear", "train.warmup_steps": 1000}
+    folder = plan_run({**schedule, "train.epochs": 0.05, "train.max_steps": None})
     assert run_worker(folder) == 0
-    log = (folder.logs / "rank-0.log").read_text()
-    assert re.search(r"warning: train.warmup_steps=1000 of \d+ steps: the run ends at \d+ %", log)
+    report = run_json(folder)
+    assert report["global_step"] == 1
+    scores = report["metrics"]
+    assert scores["after"]["eval_loss"] < scores["before"]["eval_loss"]
+    assert "train.warmup_steps=1000" in (folder.logs / "rank-0.log").read_text()

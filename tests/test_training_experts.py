@@ -35,7 +35,7 @@ def take_step(model: torch.nn.Module, ids: torch.Tensor) -> None:
     optimizer.step()
 
 
-def test_experts_that_no_token_reached_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_that_no_token_reached_are_named(caplog):
     model = adapted("gpt_oss")
     use = ExpertUse(model)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_experts_that_no_token_reached_are_named(caplog: pytest.LogCaptureFixtur
     assert "no gradient" not in caplog.text  # the same experts are not named twice
 
 
-def test_an_adapter_that_no_gradient_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_that_no_gradient_reached_is_named(caplog):
     model = adapted("llama")
     assert untrained_adapters(model, CPU) == {}  # no step was taken
     layer = model.get_decoder().layers[1]
@@ -70,7 +70,7 @@ def test_an_adapter_that_no_gradient_reached_is_named(caplog: pytest.LogCaptureF
     assert "adapters that no gradient reached: model.layers.1.mlp.gate_proj" in caplog.text
 
 
-def test_a_dense_model_whose_adapters_were_trained_has_no_report() -> None:
+def test_a_dense_model_whose_adapters_were_trained_has_no_report():
     model = adapted("llama")
     take_step(model, ONE_TOKEN)
     assert experts_report(ExpertUse(model), model, CPU) is None
@@ -80,7 +80,7 @@ def config_of(coefficient: float | str) -> Config:
     return Config.model_validate({"train": {"router_aux_loss_coef": coefficient}})
 
 
-def test_the_load_balancing_loss_is_that_of_transformers_and_weighs_by_share() -> None:
+def test_the_load_balancing_loss_is_that_of_transformers_and_weighs_by_share():
     ids = torch.arange(3, 43)[None]
     model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     expected = model(input_ids=ids, labels=ids)
@@ -98,7 +98,7 @@ def test_the_load_balancing_loss_is_that_of_transformers_and_weighs_by_share() -
     assert balance.mean_since_log(CPU) is None
 
 
-def test_the_load_balancing_loss_is_off_unless_config_or_setting_has_it() -> None:
+def test_the_load_balancing_loss_is_off_unless_config_or_setting_has_it():
     model = tiny_model("mixtral")
     assert router_loss_of(model, config_of("auto")) is None
     assert router_loss_of(model, config_of(0)) is None
@@ -109,7 +109,7 @@ def test_the_load_balancing_loss_is_off_unless_config_or_setting_has_it() -> Non
     assert router_loss_of(tiny_model("llama"), config_of("auto")) is None
 
 
-def test_evaluations_leave_the_load_balancing_loss_alone() -> None:
+def test_evaluations_leave_the_load_balancing_loss_alone():
     model = tiny_model("mixtral")
     balance = RouterLoss(model, 1.0)
     model(input_ids=ONE_TOKEN, **balance.inputs())
@@ -120,7 +120,7 @@ def test_evaluations_leave_the_load_balancing_loss_alone() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-def test_a_run_reports_its_experts_and_its_balance(base_of, plan_run, run_worker, mode) -> None:
+def test_a_run_reports_its_experts_and_its_balance(base_of, plan_run, run_worker, mode):
     settings = {
         "model.name": base_of("mixtral", mode),
         "tuning.mode": mode,

@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def float8_run(plan_run, run_worker, taught_base) -> RunFolder:
+def float8_run(plan_run, run_worker, taught_base):
     """A finished run of three steps, not to change."""
     folder = plan_run({**SETTINGS, "model.name": taught_base, "train.reopen_saved": True})
     assert run_worker(folder) == 0, run_json(folder)["cause"]

@@ -5,11 +5,11 @@ The counters of a GPU are tested in test_gpu_memory.py.
 
 import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from rank_processes import run_two, run_two_workers
 from run_files import run_json
 from torch import distributed
@@ -22,8 +22,6 @@ from sft_play.process import Process
 from sft_play.training.memory import MemoryMeter, Peaks, components
 from sft_play.training.trainer import SftTrainer
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 CPU = torch.device("cpu")
 ALONE = Process(0, 0, 1, CPU)
 
@@ -165,19 +163,6 @@ def test_what_lies_elsewhere_is_not_counted(tiny_base):
     assert set(components(model, step_of(model), torch.device("meta")).values()) == {0}
 
 
-def test_flattened_parameters_are_the_storage_that_they_share():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    flat = torch.zeros(1000)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data = flat[number * 64 : number * 64 + parameter.numel()].view(parameter.shape)
-    assert components(model, None, CPU) == {
-        "weights": 4000,
-        "adapters": 0,
-        "gradients": 0,
-        "optimizer": 0,
-    }
-
-
 # Several ranks
 
 
@@ -186,10 +171,10 @@ def be_one_rank(folder: Path) -> None:
     rank = distributed.get_rank()
 
     class Planted(MemoryMeter):
-        def phase_peaks(self) -> dict[str, int]:
+        def phase_peaks(self):
             return {"forward": 10 + rank, **({"save": 7} if rank == 0 else {})}
 
-        def reserved_peak_bytes(self) -> int:
+        def reserved_peak_bytes(self):
             return 10**12 - rank
 
     memory = Planted(Process(rank, rank, 2, CPU))
@@ -232,14 +217,7 @@ def note_phases(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "mode"),
-    [
-        pytest.param(2, "lora", marks=pytest.mark.long),
-        (2, "full"),
-        pytest.param(3, "full", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("stage, mode", [long(2, "lora"), (2, "full"), long(3, "full")])
 def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):
     settings = {
         "tuning.mode": mode,

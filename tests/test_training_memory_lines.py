@@ -69,8 +69,3 @@ def test_processes_on_a_cpu_share_the_memory_of_their_host():
         "Training on 2 processes in parallel (ddp): 2000 tokens/s, 1000 a process",
     ]
     assert lines_after_training(report(CPU, device="cpu"))[2] == "Peak resident memory = 6.0 GB."
-
-
-def test_the_memory_of_each_rank_comes_back_from_run_json():
-    written = report(T4, OTHER)
-    assert RunReport.from_json(written.to_json()) == written

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from faults.numbers import poison
-from rank_processes import run_two_workers
+from marks import long
+from rank_processes import train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
 
@@ -37,15 +38,7 @@ def test_the_gradients_of_a_loss_that_is_not_finite_are_nan_and_others_keep_thei
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize(
-    "optim",
-    [
-        "adamw_torch_fused",
-        pytest.param("adamw_torch", marks=pytest.mark.long),
-        "adamw_8bit",
-        "sgd",
-    ],
-)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", long("adamw_torch"), "adamw_8bit", "sgd"])
 def test_a_skipped_step_changes_neither_weights_nor_optimizer(
     plan_run, run_worker, poisoned, optim, caplog
 ):
@@ -125,14 +118,14 @@ def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_tr
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"),
+    "strategy, mode",
     [
         ("ddp", "lora"),
-        pytest.param("zero2", "lora", marks=pytest.mark.long),
-        pytest.param("zero3", "lora", marks=pytest.mark.long),
-        pytest.param("fsdp", "lora", marks=pytest.mark.long),
-        pytest.param("fsdp", "full", marks=pytest.mark.long),
-        pytest.param("ep", "lora", marks=pytest.mark.long),
+        long("zero2", "lora"),
+        long("zero3", "lora"),
+        long("fsdp", "lora"),
+        long("fsdp", "full"),
+        long("ep", "lora"),
     ],
 )
 @pytest.mark.slow
@@ -150,8 +143,7 @@ def test_a_bad_row_of_one_rank_is_skipped_by_both(plan_run, tiny_base, base_of, 
         },
         num_gpus=2,
     )
-    codes = run_two_workers(folder, poison, {3}, math.nan, 1)
-    assert codes == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    train_on_two(folder, poison, {3}, math.nan, 1)
     assert run_json(folder)["skipped_steps"] == [3]
     paths = [folder.checkpoints / f"checkpoint-{step}" for step in (2, 3, 4)]
     name = "model.safetensors" if mode == "full" else "adapter_model.safetensors"

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from rank_processes import run_two_workers
+from rank_processes import train_on_two
 from tiny_models import MODEL_TYPES, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -125,15 +125,15 @@ def record_steps(patch: pytest.MonkeyPatch) -> list[TakenStep]:
     taken: list[TakenStep] = []
     clip, rate_of = SftTrainer.clip_gradients, SftTrainer._get_learning_rate
 
-    def state(trainer: SftTrainer, of_gradient: bool) -> dict[str, Tensor]:
+    def state(trainer, of_gradient):
         named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
         return {name: (p.grad if of_gradient else p).detach().clone() for name, p in named}
 
-    def clip_gradients(trainer: SftTrainer) -> Any:
+    def clip_gradients(trainer):
         taken.append(TakenStep(state(trainer, False), state(trainer, True)))
         return clip(trainer)
 
-    def learning_rate(trainer: SftTrainer) -> float:
+    def learning_rate(trainer):
         rate = rate_of(trainer)
         if taken and not taken[-1].after:
             taken[-1].after, taken[-1].rate = state(trainer, False), rate
@@ -150,7 +150,7 @@ def save_steps(folder: Path) -> None:
     taken = record_steps(pytest.MonkeyPatch())
     train = SftTrainer.train
 
-    def train_and_end(trainer: SftTrainer, **options: Any) -> None:
+    def train_and_end(trainer, **options):
         train(trainer, **options)
         torch.save(taken, folder / f"steps-{trainer.process.rank}.pt")
         os._exit(0)
@@ -210,8 +210,7 @@ class Workshop:
         return taken
 
     def taken_by_two(self, folder: RunFolder) -> list[TakenStep]:
-        exits = run_two_workers(folder, save_steps, folder.path)
-        assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+        train_on_two(folder, save_steps, folder.path)
         one, two = (
             torch.load(folder.path / f"steps-{rank}.pt", weights_only=False) for rank in (0, 1)
         )
@@ -232,7 +231,7 @@ def gradients_by_row(
         by_step += steps(len(rows), layout.rows_per_step, config.train.order_seed, epoch)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
-    def gradient(step: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(step, weights):
         model.load_state_dict(weights, strict=False)
         model.zero_grad()
         samples = [rows[index] for index in by_step[step]]
@@ -264,7 +263,7 @@ def difference(
 
 
 @pytest.fixture
-def workshop(plan_run, build_trainer, base_of) -> Workshop:
+def workshop(plan_run, build_trainer, base_of):
     """Qwen2 has biases and norms; with these sizes its matrices have 4,096 numbers."""
     return Workshop(plan_run, build_trainer, base_of("qwen2", "qlora"))
 

@@ -116,7 +116,7 @@ def hang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "exit_class", "said"),
+    "prepare, exit_class, said",
     [
         (have_another_peft, 13, f"rank 1 on {HOST}: version of peft is 0.1.0, and "),
         (add_wrongly, 13, "rank 1: 1 of 4096 elements of a sum over 2 ranks are wrong"),
@@ -157,7 +157,7 @@ def context_of(fits: bool = True, probe: bool = False, explicit: bool = True) ->
     return SimpleNamespace(plan=plan, config=config)
 
 
-def test_a_gpu_that_another_program_took_is_named() -> None:
+def test_a_gpu_that_another_program_took_is_named():
     ranks = [facts(0, 80), facts(1, 80), facts(2, 20), facts(3, 80)]
     with pytest.raises(EnvironmentFault, match=r"rank 2 on host-1: its GPU has 20.0 GiB free, and"):
         refuse_little_memory(ranks, context_of())
@@ -166,23 +166,23 @@ def test_a_gpu_that_another_program_took_is_named() -> None:
     refuse_little_memory([facts(0, 59)], context_of())
 
 
-def test_each_machine_is_one_line() -> None:
+def test_each_machine_is_one_line():
     ranks = [facts(0, 80), facts(1, 79), facts(2, 80), facts(3, 80, has_main_folder=False)]
     ranks[2] = replace(ranks[2], has_main_folder=False)
-    assert machine_lines(ranks, Collectives(4, 20e9, 270e9)) == [
-        "machine 0 host=host-0 ranks=2 device=NVIDIA H200 free=79.0GiB disk=1024.0GiB",
-        "machine 1 host=host-1 ranks=2 device=NVIDIA H200 free=80.0GiB disk=1024.0GiB of its own",
-        "links ranks=4 all_reduce 20 GB/s, slow: GPUs of this kind reach 270; make doctor shows "
-        "how they are linked, NCCL_DEBUG=INFO what NCCL uses",
-    ]
+    lines = machine_lines(ranks, Collectives(4, 20e9, 270e9))
+    assert (
+        lines[0] == "machine 0 host=host-0 ranks=2 device=NVIDIA H200 free=79.0GiB disk=1024.0GiB"
+    )
+    assert lines[1].startswith("machine 1 host=host-1") and lines[1].endswith("of its own")
+    assert "20 GB/s" in lines[2] and "270" in lines[2]
 
 
-def test_what_a_run_writes_is_its_weights_and_the_checkpoints_that_are_kept() -> None:
+def test_what_a_run_writes_is_its_weights_and_the_checkpoints_that_are_kept():
     step = replace(EXAMPLE.step, mode="lora", optim="adamw_torch")
     one = checkpoint_bytes(step)
     assert one == step.adapter_weights * 12  # float32, and two moments
 
-    def checkpoints(**settings) -> int:
+    def checkpoints(**settings):
         train = TrainSection(effective_batch_size=8, epochs=2, **settings)
         beside = run_bytes(step, train, samples=80) - step.adapter_weights * 4 - (50 << 20)
         assert beside % one == 0

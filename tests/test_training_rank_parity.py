@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from faults.processes import spoil_one_weight
-from rank_processes import run_two_workers
+from marks import long
+from rank_processes import run_two_workers, train_on_two
 from run_files import run_json
 
 from sft_play.runs import seal
@@ -82,12 +83,7 @@ def check_rows_once_an_epoch(folders: list[Path], rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "packing"),
-    [
-        ("ddp", True),
-        pytest.param("ddp", False, marks=pytest.mark.long),
-        pytest.param("zero2", True, marks=pytest.mark.long),
-    ],
+    "engine, packing", [("ddp", True), long("ddp", False), long("zero2", True)]
 )
 def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
     """Parameters and optimizer of both ranks and every loss; inside an epoch, with dropout."""
@@ -98,14 +94,13 @@ def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
         "tuning.lora.dropout": 0.1,
     }
 
-    def trained(changes: dict[str, object]) -> RunFolder:
+    def trained(changes):
         folder = plan_run(
             {**settings, **changes},
             num_gpus=2,
             deepspeed_config=ZERO2 if engine == "zero2" else None,
         )
-        exits = run_two_workers(folder, save_last_state, folder.path)
-        assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+        train_on_two(folder, save_last_state, folder.path)
         return folder
 
     whole = trained({"train.save_strategy": "steps", "train.save_steps": 3})

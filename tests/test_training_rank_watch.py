@@ -24,7 +24,7 @@ def be_watched(folder: Path, is_hanging: bool) -> None:
     torch.distributed.init_process_group("gloo")
     rank = peers.rank()
 
-    def give_up(cause: str) -> None:
+    def give_up(cause):
         (folder / f"{rank}.cause").write_text(cause)
         os._exit(17)
 
@@ -41,7 +41,7 @@ def start(tmp_path):
     """A function that starts two ranks which watch each other; what is left is killed in the end."""
     started: list[BaseProcess] = []
 
-    def two(is_hanging: bool = False) -> list[BaseProcess]:
+    def two(is_hanging=False):
         port = free_port()
         for rank in (0, 1):
             started.append(start_rank(be_watched, (tmp_path, is_hanging), rank, port))

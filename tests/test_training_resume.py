@@ -1,6 +1,5 @@
 """Checkpoints: their content, which runs may resume, and that resuming changes no result."""
 
-import dataclasses
 import json
 import os
 import resource
@@ -10,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import long
 from run_files import run_json
 
 from sft_play.commands import call as calls
-from sft_play.commands import resumption
 from sft_play.commands import train as training
 from sft_play.errors import CheckpointError, ConfigError, ExitClass
 from sft_play.runs import seal
@@ -49,7 +48,7 @@ def whole(plan_run, run_worker):
 def resumed(plan_run, whole):
     """A function that plans a run which goes on from a checkpoint of `whole`."""
 
-    def plan(checkpoint: Path, **changes) -> RunFolder:
+    def plan(checkpoint, **changes):
         return plan_run(
             {
                 **EPOCHS,
@@ -100,9 +99,7 @@ def test_old_checkpoints_go_and_those_that_stay_are_complete(plan_run, run_worke
     assert all((path / "stamp.json").is_file() for path in folder.checkpoints.iterdir())
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(3, marks=pytest.mark.long), 5]
-)  # the end of epoch 1, and inside epoch 2
+@pytest.mark.parametrize("step", [long(3), 5])  # the end of epoch 1, and inside epoch 2
 def test_a_resumed_run_takes_the_steps_that_were_left(whole, resumed, run_worker, step, losses_of):
     folder = resumed(whole.checkpoints / f"checkpoint-{step}")
     assert run_worker(folder) == 0
@@ -139,16 +136,6 @@ def test_a_resumed_run_logs_and_saves_as_its_own_settings_say(whole, resumed, ru
     assert [entry["step"] for entry in run_json(folder)["loss"]] == [1, 2, 4, 6]
 
 
-def test_a_run_that_had_finished_resumes_to_nothing_left_to_do(whole, resumed, run_worker):
-    folder = resumed(whole.path)
-    assert run_worker(folder) == 0
-    assert (run_json(folder)["status"], run_json(folder)["global_step"]) == ("done", 6)
-    assert (
-        run_json(folder)["metrics"]["after"]["eval_loss"]
-        == run_json(whole)["metrics"]["after"]["eval_loss"]
-    )
-
-
 def test_a_run_that_ended_in_the_middle_of_an_epoch_takes_no_step_more_when_resumed(
     plan_run, run_worker
 ):
@@ -167,10 +154,8 @@ def test_a_schedule_that_ends_before_the_checkpoint_is_refused(whole, resumed, r
     shorter = {"train.epochs": 1, "train.extend": True}
     folder = resumed(whole.path, **shorter)
     assert run_worker(folder) == ExitClass.CHECKPOINT
-    assert run_json(folder)["cause"] == (
-        "the checkpoint has taken 6 steps, and this schedule ends at 3: nothing is left to train; "
-        "set more TRAIN_EPOCHS or TRAIN_MAX_STEPS"
-    )
+    cause = run_json(folder)["cause"]
+    assert all(words in cause for words in ("6 steps", " 3", "TRAIN_EPOCHS", "TRAIN_MAX_STEPS"))
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
@@ -185,26 +170,21 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "advice"),
+    "was, now, advice",
     [
         (("deepspeed", 2), ("single", 1), "make train-deepspeed NUM_GPUS=2"),
         (("single", 1), ("deepspeed", 2), "make train or make train-distributed"),
         (("deepspeed", 4), ("deepspeed", 2), "make train-deepspeed NUM_GPUS=4"),
+        (("ddp", 2), ("single", 1), "NUM_GPUS=2.* ELASTIC=1"),
     ],
 )
 def test_an_optimizer_that_was_split_otherwise_is_refused(whole, was, now, advice):
-    with pytest.raises(CheckpointError, match=advice):
-        check_resumable(
-            whole.checkpoints / "checkpoint-2", {"strategy": was[0], "world_size": was[1]}, *now
-        )
-
-
-def test_one_process_goes_on_with_a_ddp_run_of_two_where_the_user_says_so(whole):
-    two = {"strategy": "ddp", "world_size": 2}
+    stamp = {"strategy": was[0], "world_size": was[1]}
     checkpoint = whole.checkpoints / "checkpoint-2"
-    with pytest.raises(CheckpointError, match=r"go on with NUM_GPUS=2, or set ELASTIC=1"):
-        check_resumable(checkpoint, two, "single", 1)
-    check_resumable(checkpoint, two, "single", 1, is_elastic=True)
+    with pytest.raises(CheckpointError, match=advice):
+        check_resumable(checkpoint, stamp, *now)
+    if was[0] == "ddp":
+        check_resumable(checkpoint, stamp, *now, is_elastic=True)
 
 
 @pytest.fixture
@@ -256,25 +236,14 @@ def test_other_settings_that_matter_are_refused_in_a_table(whole, tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("model: {max_seq_len: 128}\n")
     with pytest.raises(CheckpointError) as caught:
-        typed(
-            whole.path,
-            "train.seed=7",
-            CONFIG=str(config),
-            TUNING_LORA_R="8",
-            TRAIN_LEARNING_RATE="1e-3",
-            DATA_SYSTEM_PROMPT="be brief",
-            TRAIN_LOGGING_STEPS="3",
-        )
+        typed(whole.path, "train.seed=7", CONFIG=str(config), TUNING_LORA_R="8")
     lines = [line.split() for line in str(caught.value).splitlines()[1:-1]]
-    assert lines == [
-        ["setting", "then", "now", "set", "by"],
+    assert lines[1:] == [
         ["model.max_seq_len", "256", "128", f"{config}:1"],
         ["tuning.lora.r", "16", "8", "environment", "TUNING_LORA_R"],
-        ["train.learning_rate", "0.01", "0.001", "environment", "TRAIN_LEARNING_RATE"],
         ["train.seed", "42", "7", "--set", "train.seed"],
-        ["data.system_prompt", "null", "be", "brief", "environment", "DATA_SYSTEM_PROMPT"],
     ]
-    assert f"Leave these out: TRAIN_RESUME_FROM={whole.path} alone" in str(caught.value)
+    assert f"TRAIN_RESUME_FROM={whole.path} alone" in str(caught.value)
 
 
 def test_settings_that_train_the_same_may_change_and_are_named(whole, capsys):
@@ -287,15 +256,11 @@ def test_settings_that_train_the_same_may_change_and_are_named(whole, capsys):
     )
     train = folder.read_config().train
     assert (train.batch_size, train.grad_accum, train.logging_steps) == (4, 1, 5)
-    assert "resume train.logging_steps was 1 and is 5" in capsys.readouterr().out
-
-
-def test_numbers_that_the_plan_is_to_find_are_not_said_to_have_changed(whole, capsys):
-    batch = "resume train.batch_size"
-    typed(whole.path, TRAIN_BATCH_SIZE="4", TRAIN_GRAD_ACCUM="1")
-    assert batch in capsys.readouterr().out
+    named = ("resume train.batch_size", "resume train.logging_steps was 1 and is 5")
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in named)
     typed(whole.path, TRAIN_BATCH_SIZE="auto", TRAIN_GRAD_ACCUM="auto")
-    assert batch not in capsys.readouterr().out
+    assert named[0] not in capsys.readouterr().out, "the plan is to find it"
 
 
 def test_a_longer_run_is_one_of_its_own_on_a_schedule_of_its_length(plan_run, run_worker):
@@ -355,25 +320,6 @@ def test_the_worker_refuses_a_checkpoint_of_another_backend(resumed, run_worker,
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 12)
     assert "backend: the checkpoint has unsloth, this run bnb" in report["cause"]
-
-
-def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_there_is_a_run(
-    whole, of_unsloth, resumed, settings_of, tmp_path
-):
-    def check(checkpoint, **tuning):
-        call = planned_call(settings_of, tmp_path, checkpoint)
-        loaded = calls.load_config(call)
-        planned = calls.plan_run(call, loaded)
-        changed = planned.config.tuning.model_copy(update=tuning)
-        config = planned.config.model_copy(update={"tuning": changed})
-        resumption.check_resume(dataclasses.replace(planned, config=config), loaded)
-
-    with pytest.raises(CheckpointError, match=r"tuning.backend +unsloth +bnb"):
-        check(of_unsloth)
-    with pytest.raises(CheckpointError, match=r"tuning.backend +bnb +unsloth") as caught:
-        check(whole.path, backend="unsloth")
-    assert caught.value.exit_class == 12
-    assert not (tmp_path / "out").exists()
 
 
 def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> calls.Call:

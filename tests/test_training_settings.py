@@ -31,38 +31,41 @@ def arguments_of(plan_run):
     return arguments
 
 
-# setting: a value that is not the default, and what becomes of it in TrainingArguments
-MAPPED = {
+# settings that transformers calls the same: a value that is not the default
+SAME = {
+    "learning_rate": 0.125,
+    "lr_scheduler_type": "polynomial",
+    "warmup_steps": 0.25,
+    "weight_decay": 0.5,
+    "max_grad_norm": 0.75,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-06,
+    "max_steps": 11,
+    "seed": 5,
+    "data_seed": 6,
+    "bf16": True,
+    "fp16": True,
+    "ddp_find_unused_parameters": True,
+    "ddp_broadcast_buffers": True,
+    "ddp_bucket_cap_mb": 3,
+    "ddp_timeout": 77,
+    "dataloader_num_workers": 2,
+    "dataloader_pin_memory": True,
+    "eval_strategy": "epoch",
+    "eval_do_concat_batches": True,
+    "eval_accumulation_steps": 4,
+    "save_strategy": "steps",
+    "save_total_limit": 9,
+    "logging_steps": 13,
+}
+# what becomes of others in TrainingArguments
+MAPPED = {name: (value, {name: value}) for name, value in SAME.items()} | {
     "batch_size": (3, {"per_device_train_batch_size": 3}),
     "grad_accum": (5, {"gradient_accumulation_steps": 5}),
     "eval_batch_size": (7, {"per_device_eval_batch_size": 7}),
-    "learning_rate": (0.125, {"learning_rate": 0.125}),
-    "lr_scheduler_type": ("polynomial", {"lr_scheduler_type": "polynomial"}),
-    "warmup_steps": (0.25, {"warmup_steps": 0.25}),
-    "weight_decay": (0.5, {"weight_decay": 0.5}),
-    "max_grad_norm": (0.75, {"max_grad_norm": 0.75}),
     "optim": ("adamw_8bit", {"optim": "adamw_bnb_8bit"}),
-    "adam_beta1": (0.8, {"adam_beta1": 0.8}),
-    "adam_beta2": (0.95, {"adam_beta2": 0.95}),
-    "adam_epsilon": (1e-6, {"adam_epsilon": 1e-6}),
     "epochs": (2.5, {"num_train_epochs": 2.5}),
-    "max_steps": (11, {"max_steps": 11}),
-    "seed": (5, {"seed": 5}),
-    "data_seed": (6, {"data_seed": 6}),
-    "bf16": (True, {"bf16": True}),
-    "fp16": (True, {"fp16": True}),
-    "ddp_find_unused_parameters": (True, {"ddp_find_unused_parameters": True}),
-    "ddp_broadcast_buffers": (True, {"ddp_broadcast_buffers": True}),
-    "ddp_bucket_cap_mb": (3, {"ddp_bucket_cap_mb": 3}),
-    "ddp_timeout": (77, {"ddp_timeout": 77}),
-    "dataloader_num_workers": (2, {"dataloader_num_workers": 2}),
-    "dataloader_pin_memory": (True, {"dataloader_pin_memory": True}),
-    "eval_strategy": ("epoch", {"eval_strategy": "epoch"}),
-    "eval_do_concat_batches": (True, {"eval_do_concat_batches": True}),
-    "eval_accumulation_steps": (4, {"eval_accumulation_steps": 4}),
-    "save_strategy": ("steps", {"save_strategy": "steps"}),
-    "save_total_limit": (9, {"save_total_limit": 9}),
-    "logging_steps": (13, {"logging_steps": 13}),
 }
 # settings that transformers has no name for, or a narrower one, and who takes care of them
 ELSEWHERE = {

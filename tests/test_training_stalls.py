@@ -5,16 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from rank_processes import run_two
-from test_packed_training import (
-    ALONE,
-    CPU,
-    documents,
-    llama,
-    losses_of,
-    trainer_of,
-)
-from torch.distributed import GradBucket
+from test_packed_training import ALONE, CPU, documents, llama, losses_of, trainer_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
@@ -46,10 +39,8 @@ def fused_trainer(
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
-@pytest.mark.parametrize(("batch", "packed"), [(2, False), (1, True)])
-def test_runs_have_the_same_losses_with_the_fused_loss(
-    tmp_path: Path, is_full: bool, batch: int, packed: bool
-) -> None:
+@pytest.mark.parametrize("batch, packed", [(2, False), (1, True)])
+def test_runs_have_the_same_losses_with_the_fused_loss(tmp_path, is_full, batch, packed):
     plain = losses_of(trainer_of(tmp_path, batch, packed, model=llama(is_lora=not is_full)))
     fused = losses_of(fused_trainer(tmp_path, batch, packed, is_full=is_full))
     assert len(fused) == STEPS and fused[0] - fused[-1] > 0.01
@@ -59,9 +50,7 @@ def test_runs_have_the_same_losses_with_the_fused_loss(
 
 
 @pytest.mark.parametrize("collate", [PadCollator(0), PackCollator(0, max_seq_len=64)])
-def test_a_batch_brings_what_would_be_counted_on_the_gpu(
-    collate: PadCollator | PackCollator,
-) -> None:
+def test_a_batch_brings_what_would_be_counted_on_the_gpu(collate):
     rows = TrainRows(documents(4))
     batch = collate_for_step(collate, [rows[0], rows[~1], rows[2]])
     positions, targets = batch[LOSS_POSITIONS], batch[LOSS_TARGETS]
@@ -78,7 +67,7 @@ def test_a_batch_brings_what_would_be_counted_on_the_gpu(
     )
 
 
-def test_a_first_token_is_never_predicted() -> None:
+def test_a_first_token_is_never_predicted():
     positions, targets = labelled(torch.tensor([[3, IGNORE_INDEX], [4, 5]]))
     assert (positions.tolist(), targets.tolist()) == ([2], [5])
 
@@ -91,7 +80,7 @@ def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
     )
     sent: list[int] = []
 
-    def count(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def count(state, bucket):
         sent.append(trainer.state.global_step)
         return allreduce_hook(None, bucket)
 
@@ -114,10 +103,10 @@ def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
-@pytest.mark.parametrize("looks_for_unused", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("looks_for_unused", [False, long(True)])
 def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
-    tmp_path: Path, is_full: bool, looks_for_unused: bool
-) -> None:
+    tmp_path, is_full, looks_for_unused
+):
     one = losses_of(trainer_of(tmp_path, 2, packed=False, model=llama(is_lora=not is_full)))
     options = {"is_full": is_full, "ddp_find_unused_parameters": looks_for_unused}
     assert run_two(be_one_rank, tmp_path, options) == [0, 0]
@@ -128,6 +117,6 @@ def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
     assert first["total"] == second["total"] == 2 * 10**12 + 1, "whole numbers beyond float32"
 
 
-def test_one_rank_asks_nobody() -> None:
+def test_one_rank_asks_nobody():
     assert not torch.distributed.is_initialized()
     assert ALONE.sum(7) == 7

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from newer_models import known_newer_types, newer_fields
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -74,6 +75,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
 }
 
+SCALES = {  # of Granite
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}
+
 DENSE = (
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2"),
     *("gemma3", "gemma4", "phi", "phi3", "smollm3", "granite", "olmo2", "olmo3", "glm4"),
@@ -131,6 +139,16 @@ def tiny_model(
     return model.to(dtype).train()
 
 
+def with_adapters(model: nn.Module, **options: Any) -> PeftModel:
+    """Return a model with LoRA; B is not zero, which would give A no gradient."""
+    chosen = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    adapted = get_peft_model(model, LoraConfig(**chosen))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted.train()
+
+
 @torch.no_grad()
 def draw_weights(model: nn.Module) -> None:
     """Draw all weights, away from the values that would hide a mistake.
@@ -176,12 +194,6 @@ def _fields_of(model_type: str, sizes: Sizes) -> dict[str, Any]:
 
 def _dense_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
     window = {"sliding_window": sizes.window, "layer_types": SLIDING_AND_FULL}
-    scales = {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-    }
     return {
         "llama": {},
         "mistral": {"sliding_window": sizes.window},
@@ -227,7 +239,7 @@ def _dense_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
         "phi": {"num_key_value_heads": 4, "hidden_size": 4 * sizes.head},
         "phi3": {"sliding_window": sizes.window, "hidden_size": 4 * sizes.head},
         "smollm3": {"no_rope_layers": [1, 0]},
-        "granite": {**scales, "hidden_size": 4 * sizes.head},
+        "granite": {**SCALES, "hidden_size": 4 * sizes.head},
         "olmo2": {},
         "olmo3": window,
         "glm4": {"attention_bias": True},
@@ -272,12 +284,9 @@ def _expert_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "use_qk_norm": True,
         },
         "granitemoe": {
+            **SCALES,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
         },
         "ernie4_5_moe": {
             "moe_intermediate_size": sizes.expert,
@@ -344,10 +353,7 @@ def _hybrid_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": sizes.expert,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
+            **SCALES,
         },
         "nemotron_h": {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],

@@ -51,11 +51,11 @@ def fill(folder: Path, free: int) -> None:
 def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
     """Return an injection: the disk is full, but for some bytes, when step 3 is saved."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         save = SftTrainer.save_checkpoint
         with disk(bench.folder / "small", 1200) as small:
 
-            def filled(self: SftTrainer, *args: object) -> None:
+            def filled(self, *args):
                 if self.state.global_step == 3:
                     bench.inject_now()
                     fill(small, free)
@@ -159,7 +159,7 @@ def plain(name: str, value: object) -> str:
 def read_only(setting: str) -> Callable[[Bench], Outcome]:
     """Return an injection: a folder that the run is to write lies on a read-only disk."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         with disk(bench.folder / "still", 1) as still:
             make_read_only(still)
             return called(bench, {setting: still / "x"})
@@ -199,11 +199,11 @@ def closed_while_training(
 ) -> Callable[[Bench], Outcome]:
     """Return an injection: while a run is at step 3, a folder of it can be written no more."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         compute = SftTrainer.compute_loss
         with contextlib.ExitStack() as stack:
 
-            def closed(self: SftTrainer, *args: object, **kwargs: object) -> object:
+            def closed(self, *args, **kwargs):
                 if self.state.global_step == 2:
                     bench.inject_now()
                     stack.enter_context(how(which(bench)))
@@ -218,10 +218,10 @@ def closed_while_training(
 def removed(which: Callable[[Bench], Path], step: int = 2) -> Callable[[Bench], Outcome]:
     """Return an injection: a folder is removed while the run is at a step."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         compute = SftTrainer.compute_loss
 
-        def gone(self: SftTrainer, *args: object, **kwargs: object) -> object:
+        def gone(self, *args, **kwargs):
             if self.state.global_step == step:
                 bench.inject_now()
                 shutil.rmtree(which(bench), ignore_errors=True)
@@ -236,7 +236,7 @@ def removed(which: Callable[[Bench], Path], step: int = 2) -> Callable[[Bench], 
 def removed_before(setting: str) -> Callable[[Bench], Outcome]:
     """Return an injection: what a setting names is removed between the plan and the worker."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         path = bench.folder / "mine"
         if setting == "data.cache_dir":
             path.mkdir()

@@ -41,7 +41,7 @@ def flip(path: Path, position: int | None = None, mask: int | None = None) -> No
 def resumed(damage: Damage) -> Callable[[Bench], Outcome]:
     """Return an injection: the run is to go on, after its checkpoints were damaged."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         run = bench.copy()
         damage(run.checkpoints)
         bench.inject_now()
@@ -73,7 +73,7 @@ def flipped(name: str) -> Fault:
 
 
 def swap(name: str) -> Damage:
-    def damage(folder: Path) -> None:
+    def damage(folder):
         shutil.copy(folder / "checkpoint-1" / name, folder / NEWEST / name)
 
     return damage
@@ -195,7 +195,7 @@ def leftovers(bench: Bench) -> Outcome:
 def jumped(years: int) -> Callable[[Bench], Outcome]:
     """Return an injection: the clock jumps between two saves, then old checkpoints are removed."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         run = bench.copy()
         for step in (1, 2, 3):
             path = run.checkpoints / f"checkpoint-{step}"
@@ -249,7 +249,7 @@ def without_a_fact(bench: Bench) -> Outcome:
 def weights(damage: Damage) -> Callable[[Bench], Outcome]:
     """Return an injection: trained weights are damaged, and are to be used."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         run = bench.copy()
         damage(run.weights("lora"))
         return refused(lambda: checked_weights(run, run.read_config()))
@@ -370,7 +370,7 @@ def fill_cache(folder: Path) -> None:
 def cached(damage: Damage) -> Callable[[Bench], Outcome]:
     """Return an injection: tokenised rows are damaged, and a run asks for them again."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         root = bench.folder / "cache"
         entry = cache.get_or_build(root, "key", fill_cache)
         whole = {path.name: path.read_bytes() for path in entry.iterdir()}
@@ -410,10 +410,7 @@ CACHE = (
         "trained.bin has SHA-256",
     ),
     of_cache(
-        "cache-huge-id",
-        "a token id of 2^31 - 1 stands in the rows",
-        huge_id,
-        "ids.bin has SHA-256",
+        "cache-huge-id", "a token id of 2^31 - 1 stands in the rows", huge_id, "ids.bin has SHA-256"
     ),
     of_cache(
         "cache-cut",

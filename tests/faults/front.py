@@ -40,7 +40,7 @@ PAYLOADS = (
 def config_of(text: str) -> Callable[[Bench], Outcome]:
     """Return an injection: a config file with a text."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         path = bench.folder / "a.yaml"
         path.write_text(text)
         return command_line(bench, ["config"], {"CONFIG": str(path)})
@@ -51,7 +51,7 @@ def config_of(text: str) -> Callable[[Bench], Outcome]:
 def of_environment(**variables: str) -> Callable[[Bench], Outcome]:
     """Return an injection: variables that make hands on."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         environ = {"CONFIG": "tests/fixtures/empty.yaml", **variables}
         return command_line(bench, ["plan"], environ)
 
@@ -61,7 +61,7 @@ def of_environment(**variables: str) -> Callable[[Bench], Outcome]:
 def resumed_with(changes: dict[str, object]) -> Callable[[Bench], Outcome]:
     """Return an injection: a run goes on from a checkpoint, with something changed."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         run = bench.copy()
         words = {**QUIET, "train.max_steps": 3, "train.resume_from": run.path, **changes}
         return called(bench, words)

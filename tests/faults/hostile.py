@@ -34,7 +34,7 @@ def of_command(
 ) -> Callable[[Bench], Outcome]:
     """Return an injection: a command meets a damaged copy of the tiny model."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         folder = bench.folder / "base"
         shutil.rmtree(folder, ignore_errors=True)
         damage(copied(folder))
@@ -69,7 +69,7 @@ class Pickled:
 def pickled(name: str) -> Callable[[Bench], Outcome]:
     """Return an injection: a file is another pickle, and the checkpoint sealed again; it goes on."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         run = bench.copy()
         shutil.rmtree(run.checkpoints / "checkpoint-3")
         checkpoint, ran = run.checkpoints / "checkpoint-2", bench.folder / "ran"

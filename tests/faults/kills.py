@@ -38,7 +38,7 @@ def on_a_slow_disk() -> None:
     """Make a rank wait for each file that is brought to the disk."""
     sync = os.fsync
 
-    def slowly(descriptor: int) -> None:
+    def slowly(descriptor):
         time.sleep(0.05)
         sync(descriptor)
 

@@ -25,7 +25,7 @@ def poison(steps: set[int], value: float = math.nan, rank: int = 0) -> None:
     compute = SftTrainer.compute_loss
     seen: set[int] = set()
 
-    def poisoned(self: SftTrainer, *args: object, **kwargs: object) -> torch.Tensor:
+    def poisoned(self, *args, **kwargs):
         loss = compute(self, *args, **kwargs)
         step = self.state.global_step + 1
         if step in steps - seen and self.process.rank == rank:
@@ -41,7 +41,7 @@ def poisoned(
 ) -> Callable[[Bench], Outcome]:
     """Return an injection: the losses of some steps are not finite."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         with patch.object(SftTrainer, "compute_loss", SftTrainer.compute_loss):
             poison(steps, value)
             return bench.run(changes)
@@ -74,7 +74,7 @@ def spoil_parameter(bench: Bench) -> Outcome:
     """A weight becomes NaN between the step and its save, as memory that fails does."""
     save = SftTrainer.save_checkpoint
 
-    def spoiled(self: SftTrainer, *args: object) -> None:
+    def spoiled(self, *args):
         if self.state.global_step == 3:
             trained = next(p for p in self.model.parameters() if p.requires_grad)
             trained.data.view(-1)[7] = math.nan
@@ -88,7 +88,7 @@ def spoil_moment(bench: Bench) -> Outcome:
     """A moment of the optimizer becomes infinite between the step and its save."""
     save = SftTrainer.save_checkpoint
 
-    def spoiled(self: SftTrainer, *args: object) -> None:
+    def spoiled(self, *args):
         if self.state.global_step == 3:
             state = next(iter(self.optimizer.optimizer.state.values()))
             state["exp_avg_sq"].view(-1)[7] = math.inf
@@ -131,7 +131,7 @@ def wrongly_written(bench: Bench) -> Outcome:
     """A bit of the weights flips on its way to the disk at the end of the run."""
     save = SftTrainer.save_model
 
-    def spoiled(self: SftTrainer, output_dir: str) -> None:
+    def spoiled(self, output_dir):
         save(self, output_dir)
         if not Path(output_dir).name.startswith("checkpoint-"):  # at the end of the run
             path = Path(output_dir) / "adapter_model.safetensors"

@@ -71,7 +71,7 @@ def set_the_clock_in_step_3(stat: Path) -> None:
     unshare_mounts()
     compute_loss = SftTrainer.compute_loss
 
-    def later(self: SftTrainer, *arguments: Any, **options: Any) -> Any:
+    def later(self, *arguments, **options):
         if self.state.global_step == 2 and not stat.exists():
             lines = Path("/proc/stat").read_text().splitlines()
             moved = [

@@ -12,16 +12,7 @@ import psutil
 import torch
 from rank_processes import wait_for
 
-from faults.bench import (
-    LONG,
-    QUIET,
-    SECONDS,
-    Bench,
-    Fault,
-    Guard,
-    Outcome,
-    newest,
-)
+from faults.bench import LONG, QUIET, SECONDS, Bench, Fault, Guard, Outcome, newest
 from faults.files import nothing
 from faults.numbers import poison
 from sft_play.errors import DataError, ExitClass
@@ -52,7 +43,7 @@ def fail_in_step_3(rank: int, fault: Callable[[], None]) -> None:
     """Make the forward pass of step 3 fail on one rank."""
     compute_loss = SftTrainer.compute_loss
 
-    def fail(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+    def fail(self, *arguments, **options):
         if self.state.global_step == 2 and self.args.process_index == rank:
             fault()
         return compute_loss(self, *arguments, **options)
@@ -66,7 +57,7 @@ def spoil_one_weight() -> None:
 
     look = worker.look_at_weights
 
-    def spoil(context: Any, trainer: SftTrainer, *others: Any) -> None:
+    def spoil(context, trainer, *others):
         if context.process.rank == 1:
             trained = [p for p in trainer.model.parameters() if p.requires_grad]
             trained[-1].data.flatten()[0] += 1e-6
@@ -93,7 +84,7 @@ def take_long_for_step_3() -> None:
     """Make the forward pass of step 3 take longer than a user waits."""
     compute_loss = SftTrainer.compute_loss
 
-    def slowly(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+    def slowly(self, *arguments, **options):
         if self.state.global_step == 2:
             time.sleep(2 * REPEAT_SECONDS)
         return compute_loss(self, *arguments, **options)
@@ -104,7 +95,7 @@ def take_long_for_step_3() -> None:
 def hang_in_the_loader(path: Path) -> None:
     """Make the process that loads batches hang with the first one, and name itself in a file."""
 
-    def hang(*_: Any) -> None:
+    def hang(*_):
         path.write_text(str(os.getpid()))
         time.sleep(10 * SECONDS)
 
@@ -118,7 +109,7 @@ def hang_in_the_loader(path: Path) -> None:
 def hanging_loader(number: int) -> Callable[[Bench], Outcome]:
     """Return an injection: a rank gets a signal while the process that loads its batches hangs."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         path = bench.folder / "loader"
         folder = bench.plan({**MANY, "train.dataloader_num_workers": 1})
         (rank,) = bench.start(folder, 1, hang_in_the_loader, path)
@@ -154,7 +145,7 @@ def signalled(
 ) -> Callable[[Bench], Outcome]:
     """Return an injection: ranks get a signal once the log has a text, as often as there are waits."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         settings = {**(TWO if ranks > 1 else MANY), **changes}
         folder = bench.plan(settings, num_gpus=ranks, deepspeed_config=deepspeed)
         started = bench.start(folder, ranks, prepare)
@@ -179,7 +170,7 @@ def signalled(
 def failing(prepare: Callable[..., None], *words: Any) -> Callable[[Bench], Outcome]:
     """Return an injection: something happens to one of two ranks, and both end with one class."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         changes = {**TWO, "train.max_steps": 5}
         folder = bench.plan(changes, num_gpus=2)
         codes = bench.ends(bench.start(folder, 2, prepare, *words))
@@ -239,13 +230,7 @@ ROWS = (
     stops(signal.SIGINT, "Ctrl-C while it trains"),
     stops(signal.SIGHUP, "the terminal or the ssh is closed", prepare=be_on_a_terminal),
     stops(signal.SIGUSR1, "a batch system says that time is up"),
-    stops(
-        signal.SIGTERM,
-        "SIGTERM to one of two ranks",
-        name="one-rank",
-        ranks=2,
-        to=(1,),
-    ),
+    stops(signal.SIGTERM, "SIGTERM to one of two ranks", name="one-rank", ranks=2, to=(1,)),
     Fault(
         "sigterm-early",
         "SIGTERM before the first step",

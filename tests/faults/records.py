@@ -22,7 +22,7 @@ LINE = b'{"text": "a"}\n'
 def arrow(column: pa.Array) -> Callable[[Path], object]:
     """Return what writes an Arrow file of one compressed column."""
 
-    def fill(path: Path) -> None:
+    def fill(path):
         table = pa.table({"text": column})
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with pa.ipc.new_file(path, table.schema, options=options) as file:
@@ -60,7 +60,7 @@ def cut_while_read(bench: Bench) -> Outcome:
     with pa.ipc.new_file(path, table.schema) as file:
         file.write_table(table, max_chunksize=1000)
 
-    def read_on() -> None:
+    def read_on():
         for chunk in read_chunks(path):
             os.truncate(path, path.stat().st_size // 10)
             chunk.records.to_pylist()

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -35,7 +34,7 @@ OLD_ENDS = re.compile(r"(?:\s|</?s>)+$")
 def read(name: str, fill: Callable[[Path], object]) -> Callable[[Bench], Outcome]:
     """Return an injection: a data file is read to its end."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         path = bench.folder / name
         fill(path)
         bench.inject_now()
@@ -72,7 +71,7 @@ def tiny_rows(path: Path) -> None:
 def read_sheet_of(rows: str, shared: str = "x") -> Callable[[Bench], Outcome]:
     """Return an injection: a workbook is read."""
 
-    def inject(bench: Bench) -> Outcome:
+    def inject(bench):
         return read("a.xlsx", lambda path: write_workbook(path, rows, shared=shared))(bench)
 
     return inject
@@ -93,7 +92,7 @@ def tokenised(
 
     function = getattr(tokenize, moment)
 
-    def with_fault(*words: Any) -> Any:
+    def with_fault(*words):
         meanwhile(path)
         return function(*words)
 
