@@ -8,7 +8,10 @@ class loads: a head that drafts tokens (MTP) would be lost.
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +181,8 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
     """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
 
     They are those of towers that were frozen, and those that the model's class does not load; of a
-    quantised base they are the numbers that it stores. Without safetensors files of the base here,
+    quantised base they are the numbers that it stores. All tensors get the names of the base's
+    files: transformers saves some models under others. Without safetensors files of the base here,
     and where the model is in 4 bits, what transformers saved stays.
     """
     base = base_tensors(config)
@@ -189,17 +193,27 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
         towers = tuple(f"{name}." for name in towers_of(model))
     loaded = loaded_names(model, base)
     kept = {name for name, own in loaded.items() if own is None or own.startswith(towers)}
-    if not kept:
-        return
     saved = files_in(folder)
     replaced = {loaded[name] for name in kept}
     trained = loaded_names(model, saved)
+    renamed = names_in_base(trained, loaded)
+    tensors = tensors_in(saved)
+    turned = {
+        name
+        for name, tensor in tensors.items()
+        if is_turned(tensor, base.get(renamed.get(name, name)))
+    }
+    if not (kept or renamed or turned):
+        return
     staging = folder / "complete"
     staging.mkdir()
     writer = ShardWriter(staging)
-    for name, tensor in tensors_in(saved).items():
+    for name, in_file in tensors.items():
         if trained[name] is None or trained[name] not in replaced:
-            writer.add(name, tensor[...])
+            tensor = in_file[...]
+            if name in turned:
+                tensor = tensor.transpose(1, 2).contiguous()
+            writer.add(renamed.get(name, name), tensor)
     for name, in_file in base.items():
         if name in kept:
             tensor = in_file[...]
@@ -211,6 +225,43 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
         rename(path, folder / path.name)
     staging.rmdir()
     logger.info("model: %d tensors are the base's own, as they were", len(kept))
+
+
+def is_turned(saved: InFile | Stored, base: InFile | Stored | None) -> bool:
+    """Return whether experts are stored with inputs and outputs exchanged, as in no base file.
+
+    transformers turns those of Qwen3-VL-MoE when it loads them, and not when it saves them.
+    """
+    if base is None:
+        return False
+    found, wanted = tuple(saved.get_shape()), tuple(base.get_shape())
+    return len(found) == 3 and found != wanted and (found[0], found[2], found[1]) == wanted
+
+
+def names_in_base(
+    saved: Mapping[str, str | None], base: Mapping[str, str | None]
+) -> dict[str, str]:
+    """Return the base's name of each saved tensor that has another one there.
+
+    Both map names in files to the model's tensors. Of several pieces of one tensor, such as
+    experts, those whose names end alike belong together.
+    """
+    by_tensor: dict[str, list[str]] = defaultdict(list)
+    for name, own in base.items():
+        if own is not None and name not in saved:
+            by_tensor[own].append(name)
+    found: dict[str, str] = {}
+    for name, own in saved.items():
+        candidates = by_tensor.get(own or "", [])
+        if name not in base and candidates:
+            found[name] = max(candidates, key=partial(_equal_ending, name))
+    return found
+
+
+def _equal_ending(name: str, other: str) -> int:
+    """Return how many of the last words of two dotted names are equal."""
+    pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str | None]:

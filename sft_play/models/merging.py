@@ -295,14 +295,16 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
 
 def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a parameter as transformers saves it: under another name, or in pieces."""
-    if getattr(model, "_weight_conversions", None) is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    twin: PreTrainedModel | None = vars(model).get("plain_twin")
+    if twin is None:  # conversions ask it for parameters, by their names without adapters
+        twin = vars(model)["plain_twin"] = empty_twin(model)
+        conversions = get_model_conversion_mapping(twin, add_legacy=False)
         kept = [entry for entry in conversions if not isinstance(entry, PrefixChange)]
-        model._weight_conversions = kept
-    if not model._weight_conversions:
+        twin._weight_conversions = kept
+    if not twin._weight_conversions:
         return {name: tensor}
     try:
-        return revert_weight_conversion(model, {name: tensor})
+        return revert_weight_conversion(twin, {name: tensor})
     except (RuntimeError, ValueError, KeyError, IndexError):
         return {}  # it is saved together with others
 
