@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sft_play.plan.launch import free_port
+from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -222,7 +223,9 @@ def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pa
         assert sum(values(f"step/{part}_seconds")[step] for part in parts) < 1.1 * seconds[step]
     assert {f"process/{rank}/rss_gib" for rank in ranks} <= set(events.Tags()["scalars"])
     has_communication = "step/communication_seconds" in events.Tags()["scalars"]
-    assert has_communication == (engine == "ddp")
+    lines = metrics.read(folder.metrics).lines
+    has_waits = any("step/communication_seconds" in line.values for line in lines)
+    assert has_communication == has_waits == (engine == "ddp")
 
 
 @pytest.mark.long

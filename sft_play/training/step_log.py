@@ -13,6 +13,7 @@ from sft_play.runs.metrics import GpuSample
 from sft_play.training.callbacks import Throughput, Work
 from sft_play.training.memory import MemoryMeter
 
+WAITED = "step/communication_seconds"  # for gradients of other ranks
 STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
 
 
@@ -65,7 +66,7 @@ class StepLog:
         self._token_share += token_share
 
     def collect(self, step: int, model: torch.nn.Module) -> dict[str, float]:
-        """Return speed and time of a step over all ranks; keep the rest in `by_rank` and `gpus`.
+        """Return speed and waiting of a step over all ranks; keep the rest in `by_rank` and `gpus`.
 
         Every rank must call it, once it has the loss of `step`.
         """
@@ -85,14 +86,16 @@ class StepLog:
         self._token_share = 0.0
         ranks = self.process.gather(own)
         self.gpus = tuple(sample for rank in ranks for sample in rank.gpus)
+        parts = mean_seconds(ranks)
         self.by_rank = {
             **losses_by_rank(ranks, steps),
-            **mean_seconds(ranks),
+            **parts,
             **gpu_values(ranks, self.process.device.type),
             "time/evaluation_seconds": self.throughput.evaluations.seconds,
             "time/save_seconds": self.throughput.save_seconds,
         }
-        return self._speed([rank.work for rank in ranks if rank.work is not None])
+        waited = {name: parts[name] for name in (WAITED,) if name in parts}
+        return waited | self._speed([rank.work for rank in ranks if rank.work is not None])
 
     def _speed(self, works: Sequence[Work]) -> dict[str, float]:
         """Return the speed of all ranks, {} for the first step."""
