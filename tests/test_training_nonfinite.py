@@ -105,6 +105,16 @@ def test_too_many_skipped_steps_stop_the_run(plan_run, run_worker, poisoned):
     assert "loss=nan at step 3: 3 steps were not finite, and train.max_skipped_steps=2" in cause
 
 
+def test_skipped_steps_count_across_a_resumed_run(plan_run, run_worker, poisoned):
+    poisoned({1, 2, 3})
+    settings = SKIP | EVERY_STEP | {"train.max_skipped_steps": 2}
+    first = plan_run(settings | {"train.stop_after": 2})
+    assert run_worker(first) == ExitClass.STOPPED
+    resumed = plan_run(settings | {"train.resume_from": first.checkpoints / "checkpoint-2"})
+    assert run_worker(resumed) == ExitClass.DIVERGED
+    assert "at step 3: 3 steps were not finite" in run_json(resumed)["cause"]
+
+
 def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_trainer):
     folder = plan_run({"train.max_steps": None, "train.epochs": 2})
     trainer, data = build_trainer(folder)
