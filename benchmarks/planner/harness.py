@@ -1,6 +1,6 @@
-"""A loaded model in the trainer of a run, whose steps are timed within a limit of memory.
+"""A loaded model in the trainer of a run, whose steps are timed within a memory limit.
 
-Import it only after the launcher's environment is set: it loads torch.
+Import it only after the environment of the launcher is set: it loads torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -37,26 +37,19 @@ from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
 
-TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
+TIMED_SECONDS = 0.5  # least time that a combination is timed, after one warm-up step
 T = TypeVar("T")
 
 
-class Timing(NamedTuple):
-    """Seconds of one micro-batch and the peak memory; None without a GPU."""
-
-    seconds: float
-    peak_bytes: int | None
-
-
 class Card:
-    """The device's memory, which can be limited: by the allocator on a GPU, else by the kernel."""
+    """The memory of the device. It is limited by the allocator on a GPU, else by the kernel."""
 
     def __init__(self, process: Process, used_before_bytes: int):
         self.is_gpu = process.device.type == "cuda"
         self.memory = MemoryMeter(process, used_before_bytes)
 
     def limit(self, limit_bytes: int) -> None:
-        """Let this process take no more than `limit_bytes` in all."""
+        """Limit this process to `limit_bytes` in total."""
         if self.is_gpu:
             total = torch.cuda.mem_get_info()[1]
             fraction = (limit_bytes - self.memory.context_bytes()) / total
@@ -68,7 +61,7 @@ class Card:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def lift_limit(self) -> None:
-        """Let this process take all memory again."""
+        """Remove the limit."""
         if self.is_gpu:
             torch.cuda.set_per_process_memory_fraction(1.0)
             return
@@ -76,7 +69,7 @@ class Card:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def reset(self) -> None:
-        """Free what nobody uses, and reset the peak."""
+        """Free unused memory, and reset the peak."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -126,9 +119,9 @@ class Harness:
         self.max_grad_norm = config.train.max_grad_norm
 
     def probed(self, planned: PlannedRun, limit_bytes: int | None) -> ProbeResult | None:
-        """Return what the probe of a run chooses within `limit_bytes` (None: the whole card).
+        """Return what the probe of a run chooses within `limit_bytes` (None: no limit).
 
-        None where it finds no room. Call it before `warm_up`: a run probes before it trains.
+        None if nothing fits. Call it before `warm_up`: a run probes before it trains.
         """
         self.card.reset()
         if limit_bytes is not None:
@@ -141,7 +134,7 @@ class Harness:
             self.card.lift_limit()
 
     def warm_up(self, steps: int) -> float:
-        """Take optimizer steps; return the seconds of the fastest, with clipping."""
+        """Run optimizer steps; return the seconds of the fastest, including clipping."""
         self.micro_steps(self.batch(1, self.trainer.data_collator.max_seq_len), 1)
         return min(self._optimizer_step() for _ in range(steps))
 
@@ -178,21 +171,24 @@ class Harness:
         self.card.wait()
         return time.perf_counter() - started
 
-    def time(self, rows: int, width: int, layers: int) -> Timing | None:
-        """Time a micro-batch with `layers` checkpointed; None where memory does not suffice."""
+    def time(self, rows: int, width: int, layers: int) -> tuple[float, int | None] | None:
+        """Return the seconds and the peak bytes of a micro-batch with `layers` checkpointed.
+
+        None if memory runs out.
+        """
         batch = self.batch(rows, width)
 
-        def run() -> Timing:
+        def run() -> tuple[float, int | None]:
             self.micro_steps(batch, 1)  # warms up
             seconds = self.micro_steps(batch, 1)
             if seconds < TIMED_SECONDS:
                 seconds = self.micro_steps(batch, int(TIMED_SECONDS / seconds) + 1)
-            return Timing(seconds, self.card.peak_bytes())
+            return seconds, self.card.peak_bytes()
 
         return self._unless_out_of_memory(run, layers)
 
     def fits(self, rows: int, width: int, layers: int, limit_bytes: int | None) -> bool:
-        """Return whether a micro-batch fits into `limit_bytes` (None: the whole card)."""
+        """Return whether a micro-batch fits into `limit_bytes` (None: no limit)."""
         batch = self.batch(rows, width)
 
         def run() -> bool:
@@ -204,7 +200,7 @@ class Harness:
         return bool(self._unless_out_of_memory(run, layers))
 
     def _unless_out_of_memory(self, run: Callable[[], T], layers: int) -> T | None:
-        """Return what `run` returns, None where memory does not suffice.
+        """Return what `run` returns, None if memory runs out.
 
         Before and after it, only the state of a run is in memory: weights, gradients, optimizer.
         """
