@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import ROOT
@@ -50,17 +50,15 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     return parser
 
 
-def parse(
-    parser: argparse.ArgumentParser, known_works: Collection[str] = WORKLOADS
-) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Return the options. Exits if a name or a number is not possible."""
     args = parser.parse_args()
-    for given, known in ((args.works, known_works), (args.arms, ARMS)):
+    for given, known in ((args.works, WORKLOADS), (args.arms, ARMS)):
         unknown = [name for name in given if name not in known]
         if unknown:
             parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
     for name in args.works:
-        every = WORKLOADS[name].warm_up if name in WORKLOADS else 0
+        every = WORKLOADS[name].warm_up
         if args.steps < 0 or (every and args.steps % every):
             parser.error(
                 f"STEPS={args.steps}: {name} logs a loss every {every} steps; write a multiple of "

@@ -95,8 +95,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     """Yield the cells of each format: the shares of the plain run's gain."""
     seconds = {}
     for kind in (PLAIN, *args.kinds):
-        more = {"tuning__mode": args.mode, "train__deliver_as": kind}
-        seconds[kind] = quality.train(args, folder, kind, **more).seconds["train"]
+        more = {"tuning.mode": args.mode, "train.deliver_as": kind}
+        seconds[kind] = quality.train(args, folder, kind, more).seconds["train"]
     for kind in args.kinds:
         after = score_files(folder / PLAIN, kind)
         delivered = score_files(folder / kind, kind)

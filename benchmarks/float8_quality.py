@@ -12,7 +12,6 @@ python -m benchmarks.float8_quality --model FOLDER --rows data/gsm8k --kl-rows 6
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from sft_play.data.store import Sample
 
 BASES = {
-    "own": {"tuning__mode": "lora", "tuning__base_dtype": "auto"},
-    "float8": {"tuning__mode": "lora", "tuning__base_dtype": "float8"},
-    "nf4": {"tuning__mode": "qlora", "tuning__base_dtype": "auto"},
+    "own": {"tuning.mode": "lora", "tuning.base_dtype": "auto"},
+    "float8": {"tuning.mode": "lora", "tuning.base_dtype": "float8"},
+    "nf4": {"tuning.mode": "qlora", "tuning.base_dtype": "auto"},
 }
 HEAD = ["base", "KL at start", "share of NF4's", "same most likely token", "training loss"]
 HEAD += ["held-out loss", "beside the own base's"]
@@ -42,11 +41,13 @@ CURVE_POINTS = 20
 MAX_KL_SHARE = 0.2  # of NF4's KL: the limit for a float8 base
 
 
-def config_of(args: argparse.Namespace, base: str, **more: object) -> Config:
+def config_of(args: argparse.Namespace, base: str, cache: str | None = None) -> Config:
     """Return the config of a run over a base."""
     from sft_play.config.loader import load
 
-    settings = quality.model_settings(args, **BASES[base], **more)
+    settings = quality.model_settings(args) | BASES[base]
+    if cache:
+        settings["data.cache_dir"] = cache
     return load(None, None, [f"{name}={value}" for name, value in settings.items()]).config
 
 
@@ -56,7 +57,7 @@ def held_out(args: argparse.Namespace) -> list[Sample]:
     from sft_play.data.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as cache:
-        config = config_of(args, "own", data__cache_dir=cache)
+        config = config_of(args, "own", cache)
         split = build_run_data(config, load_tokenizer(config)).test
         return [split[index] for index in range(min(args.kl_rows, len(split)))]
 
@@ -117,15 +118,14 @@ def curves(args: argparse.Namespace) -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds if args.steps else 0):
             for base, settings in BASES.items():
-                more = {
-                    "train__seed": seed,
-                    "train__reopen_saved": "false",
-                    "train__logging_steps": max(1, args.steps // CURVE_POINTS),
+                more = settings | {
+                    "train.seed": seed,
+                    "train.reopen_saved": "false",
+                    "train.logging_steps": max(1, args.steps // CURVE_POINTS),
                 }
-                report = quality.train(args, Path(folder), f"{base}-{seed}", **settings, **more)
+                report = quality.train(args, Path(folder), f"{base}-{seed}", more)
                 scores = report.metrics
                 figures = {when: scores[when]["eval_loss"] for when in ("before", "after")}
-                print(f"{base} seed {seed}: {figures['after']:.4f}", file=sys.stderr)
                 yield make_result(args, f"seed-{seed}", base, losses=report.loss, figures=figures)
 
 

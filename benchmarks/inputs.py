@@ -240,12 +240,8 @@ def ragged_rows(
 
     The answer has three fifths of the words.
     """
-    rng = random.Random(1)
-    lengths = []
-    for _ in range(rows):
-        tokens = round(rng.lognormvariate(math.log(median), sigma))
-        lengths.append(min(most, max(least, tokens)))
-    _write_rows(path, lengths, 0.6)
+    rng, count = random.Random(1), WordCount(median, sigma, most)
+    _write_rows(path, [max(least, count.draw(rng)) for _ in range(rows)], 0.6)
 
 
 def _write_rows(

@@ -18,17 +18,8 @@ from sft_play.plan.cards import CARDS, MEASURED_FLOPS, key_of
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "trl",
-    "unsloth",
-    "liger-kernel",
-    "bitsandbytes",
-    "xformers",
-    "flash-attn",
-)
+    "torch transformers peft accelerate trl unsloth liger-kernel bitsandbytes xformers flash-attn"
+).split()
 
 
 @dataclass(frozen=True)

@@ -89,14 +89,12 @@ def make_dataset(job: Job) -> Dataset:
     if job.arm.is_best:
         order.sort(key=lambda row: (row // size, -samples.lengths[row]))
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    if not job.arm.packs:
-        columns["attention_mask"] = []
     for index in order:
-        row = samples.row(index)
-        columns["input_ids"].append(row.ids.tolist())
-        columns["labels"].append(np.where(row.labelled, row.ids, -100).tolist())
+        ids, labelled = samples.row(index)
+        columns["input_ids"].append(ids.tolist())
+        columns["labels"].append(np.where(labelled, ids, -100).tolist())
         if not job.arm.packs:
-            columns["attention_mask"].append([1] * len(row.ids))
+            columns.setdefault("attention_mask", []).append([1] * len(ids))
     return Dataset.from_dict(columns)
 
 

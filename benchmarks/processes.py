@@ -14,20 +14,9 @@ from typing import NamedTuple
 
 SETTING_PREFIXES = ("MODEL_", "TUNING_", "TRAIN_", "DATA_")
 MAKE_VARIABLES = (
-    "MAKEFLAGS",
-    "MAKELEVEL",
-    "MFLAGS",
-    "MAKEOVERRIDES",
-    "WORKS",
-    "ARMS",
-    "GPUS",
-    "STRATEGIES",
-    "STEPS",
-    "SECONDS",
-    "CONFIG",
-    "RUN",
-    "EXACT",
-)
+    "MAKEFLAGS MAKELEVEL MFLAGS MAKEOVERRIDES WORKS ARMS GPUS STRATEGIES STEPS SECONDS "
+    "CONFIG RUN EXACT"
+).split()
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -53,7 +42,8 @@ class Ended(NamedTuple):
         """Why it wrote no report."""
         if self.status is None:
             return f"not done within {self.limit:.0f} s"
-        return f"ended with {self.status}: {last_words(self.log)}"
+        words = self.log.read_text(encoding="utf-8", errors="replace").split()
+        return f"ended with {self.status}: {' '.join(words[-60:])}"
 
 
 def run_limited(
@@ -81,14 +71,6 @@ def run_limited(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return Ended(status, seconds, started, time.time(), log)
-
-
-def last_words(log: Path) -> str:
-    """Return the last 60 words of a log."""
-    if not log.exists():
-        return "no log"
-    words = log.read_text(encoding="utf-8", errors="replace").split()
-    return " ".join(words[-60:])
 
 
 def fresh_folder(folder: Path) -> Path:

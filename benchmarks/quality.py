@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import ours
@@ -25,15 +26,16 @@ def make_parser(description: str | None, **defaults: object) -> argparse.Argumen
     return parser
 
 
-def model_settings(args: argparse.Namespace, **more: object) -> dict[str, object]:
-    """Return the settings of the model and its rows; `more` has them as section__field."""
+def model_settings(args: argparse.Namespace) -> dict[str, object]:
+    """Return the settings of the model and its rows."""
     parts = {f"data.{part}_path": args.rows / f"{part}.jsonl" for part in ("train", "val", "test")}
-    found = {"model.name": args.model, "model.max_seq_len": args.length, **parts}
-    return found | {name.replace("__", "."): value for name, value in more.items()}
+    return {"model.name": args.model, "model.max_seq_len": args.length, **parts}
 
 
-def train(args: argparse.Namespace, folder: Path, name: str, **more: object) -> RunReport:
-    """Train in `folder`, and return the report of the run."""
+def train(
+    args: argparse.Namespace, folder: Path, name: str, more: Mapping[str, object]
+) -> RunReport:
+    """Train in `folder` with more settings, and return the report of the run."""
     settings = {
         "data.cache_dir": folder / "cache",
         "train.max_steps": args.steps,
@@ -41,4 +43,4 @@ def train(args: argparse.Namespace, folder: Path, name: str, **more: object) -> 
         "train.effective_batch_size": args.batch,
         "train.learning_rate": args.rate,
     }
-    return ours.train(model_settings(args, **more) | settings, folder, name)
+    return ours.train({**model_settings(args), **settings, **more}, folder, name)

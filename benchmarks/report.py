@@ -73,14 +73,6 @@ class Row(NamedTuple):
         return f"{settings['batch_size']} x {self.result.gpus} x {settings['micro_batches']}"
 
     @property
-    def reserved(self) -> str | None:
-        """GiB of torch's allocator, if memory is limited of each GPU."""
-        gibs = self.result.figure("reserved_gib")
-        if gibs and self.workload.follows_config:
-            return ", ".join(f"{gib:.2f}" for gib in gibs)
-        return self.result.peak_gib and f"{self.result.peak_gib:.1f}"
-
-    @property
     def loss(self) -> str | None:
         """The first and the last loss of a workload without a reference."""
         losses = [logged.loss for logged in self.result.losses]
@@ -142,7 +134,7 @@ COLUMNS = (
     Column("rows/s", "rows_per_second", ".1f"),
     Column("speed-up", "speedup", ".2f", needs_gpus=True),
     Column("of linear", "of_linear", ".1%", needs_gpus=True),
-    Column("GiB reserved", "reserved"),
+    Column("GiB reserved", "peak_gib", ".2f"),
     Column("GiB of the process", "process_gib", ".2f"),
     Column("GiB planned", "planned_gib", ".2f"),
     Column("MFU", "mfu", ".1%"),
@@ -158,9 +150,7 @@ COLUMNS = (
 def markdown(results: Results) -> str:
     """Return the page: the machine, a table for each workload, and the commands."""
     machine = results.machine
-    used = max((result.gpus for result in results.results), default=1)
-    gpus = results.gpus if used <= results.gpus else 0
-    lines = [HEADS.get(results.kind, ""), describe_machine(machine, gpus)]
+    lines = [HEADS.get(results.kind, ""), describe_machine(machine, results.gpus)]
     if results.kind in HEADS:
         lines.append("Models have random weights.")
     if any(result.figure("mfu") for result in results.results):
@@ -326,15 +316,9 @@ def _draw_panel(panel, name: str, rows: Sequence[Row]) -> None:
     places = range(len(rows))
     bars = panel.barh(places, speeds, color=colors)
     panel.bar_label(bars, labels, padding=3, size=8)
-    panel.set_yticks(places, [_name_bar(row) for row in rows])
+    names = [f"{row.result.arm} {row.result.gpus} x {row.used_strategy}" for row in rows]
+    panel.set_yticks(places, names)
     panel.set_title(name, loc="left", size=9)
     panel.set_xlim(0, max(speeds) * 1.4)
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def _name_bar(row: Row) -> str:
-    result = row.result
-    if row.results.gpus == 1:
-        return result.arm
-    return f"{result.arm} {row.used_strategy}, {row.cut} rows"

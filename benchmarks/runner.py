@@ -38,16 +38,8 @@ from sft_play.plan.step import AdapterOptions
 WEIGHTS = "layers repeated"  # how inputs.py draws them: other weights have other losses
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
 REFERENCE_OF = (
-    "in_mxfp4",
-    "layers",
-    "learning_rate",
-    "max_seq_len",
-    "mode",
-    "reference",
-    "rows_per_step",
-    "shape",
-    "tokens",
-)
+    "in_mxfp4 layers learning_rate max_seq_len mode reference rows_per_step shape tokens"
+).split()
 
 
 @dataclass(frozen=True)
@@ -222,7 +214,6 @@ class Benchmark:
         used = flops / sum(lengths) * result.tokens_per_second / case.gpus
         machine = self.results.machine
         return {
-            "flops_per_second": used,
             "mfu": used / machine.peak_flops if machine.peak_flops else None,
             "mfu_of_reached": used / machine.reached_flops if machine.reached_flops else None,
         }
@@ -239,12 +230,11 @@ def describe(result: Result) -> str:
     words = f"{result.workload:<24} {result.arm:<16} {result.strategy} x{result.gpus}"
     if result.status != "done":
         return f"{words} {result.status}: {result.cause or ''}"
-    off = "-" if result.off is None else f"{result.off:.2%}"
-    fault = f" DOES NOT COUNT: {'; '.join(result.why_not)}" if result.why_not else ""
     losses = " ".join(f"{logged.loss:.3f}" for logged in result.losses)
+    fault = f" DOES NOT COUNT: {'; '.join(result.why_not)}" if result.why_not else ""
     return (
         f"{words} tokens/s={result.tokens_per_second or 0:.0f} GiB={result.peak_gib or 0:.1f} "
-        f"planned={result.planned_gib or 0:.1f} loss={losses} off={off} {result.settings}{fault}"
+        f"planned={result.planned_gib or 0:.1f} loss={losses} {result.settings}{fault}"
     )
 
 

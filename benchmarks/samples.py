@@ -24,13 +24,6 @@ class TokenCount(NamedTuple):
     labelled: int
 
 
-class Sample(NamedTuple):
-    """One row: token ids (T,) int32, and which of them have a label, (T,) bool."""
-
-    ids: np.ndarray
-    labelled: np.ndarray
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Files of a workload: the model, the rows, and the rows that are held out."""
@@ -70,11 +63,11 @@ class Samples:
         with np.load(path) as arrays:
             return cls(arrays["ids"], arrays["labelled"], arrays["lengths"])
 
-    def row(self, index: int) -> Sample:
-        """Return one row."""
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids (T,) of a row, and which of them have a label, (T,) bool."""
         end = int(self.lengths[: index + 1].sum())
         start = end - int(self.lengths[index])
-        return Sample(self.ids[start:end], self.labelled[start:end])
+        return self.ids[start:end], self.labelled[start:end]
 
     def step_tokens(self, rows_per_step: int) -> list[TokenCount]:
         """Return the tokens of each optimizer step."""

@@ -22,8 +22,8 @@ from benchmarks.workloads import ARMS, OUR_ARM, WORKLOADS, Case
 from sft_play.plan import devices
 
 DEFAULT_WORKS = ["8b-lora-2048", "8b-ragged", "1b-lora-2048", "8b-qlora-2048", "8b-full-2048"]
-STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
-NAMED = ("ep", "auto")  # run only when named; ep is for mixture-of-experts (MoE) models
+# the last two run only when named; ep is for mixture-of-experts (MoE) models
+STRATEGIES = ("ddp", "fsdp", "zero2", "zero3", "ep", "auto")
 PEER = "unsloth-best"  # under torchrun, as DDP
 TOY_WORK = "toy-fixed"
 
@@ -33,12 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser("scaling", __doc__)
     add = parser.add_argument
     add("--gpus", nargs="+", type=int, default=list(map(int, variable("GPUS"))), help="e.g. 1 2")
-    add(
-        "--strategies",
-        nargs="+",
-        default=variable("STRATEGIES"),
-        choices=(*STRATEGIES, *NAMED),
-    )
+    add("--strategies", nargs="+", default=variable("STRATEGIES"), choices=STRATEGIES)
     add("--weak", action="store_true", help="without strong scaling")
     add("--no-peer", action="store_true", help="without Unsloth")
     return parse(parser)
@@ -68,7 +63,7 @@ def needed_by(case: Case, work: str) -> list[Case]:
 
 def cases_of(work: str, gpus: int, args: argparse.Namespace) -> Sequence[Case]:
     """Return the cases of a workload on several GPUs."""
-    strategies = args.strategies or (("ddp",) if args.toy else STRATEGIES)
+    strategies = args.strategies or STRATEGIES[: 1 if args.toy else 4]
     workload = WORKLOADS[work]
     all_times = [gpus] if args.weak or workload.rows_per_step < gpus else [gpus, 1]
     if workload.rows_per_step == 1:

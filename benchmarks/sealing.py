@@ -107,14 +107,13 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.5, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    load = os.getloadavg()[0]  # hashing waits if other programs use the cores
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         pairs = measure(Path(folder), args.gigabytes, args.repeats)
     shares = added(pairs)
     print(
-        f"checkpoint {args.gigabytes:g} GB, {len(os.sched_getaffinity(0))} cores, load of others "
-        f"{load:.1f}, {len(pairs)} pairs: sealing adds {median(shares):+.0%} to a save that "
-        f"reaches the disk ({min(shares):+.0%} to {max(shares):+.0%})"
+        f"checkpoint {args.gigabytes:g} GB, {len(pairs)} pairs: sealing adds "
+        f"{median(shares):+.0%} to a save that reaches the disk "
+        f"({min(shares):+.0%} to {max(shares):+.0%})"
     )
 
 

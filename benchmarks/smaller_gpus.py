@@ -28,8 +28,6 @@ def hold(free_gib: float) -> list[object]:
         if held_bytes < 0:
             sys.exit(f"GPU {index} has {free_bytes / GIB:.1f} GiB free; leave less")
         tensors.append(torch.empty(held_bytes, dtype=torch.uint8, device=device))
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        print(f"GPU {index}: {free_bytes / GIB:.1f} GiB free", flush=True)
     if not torch.cuda.is_available():
         sys.exit("this machine has no GPU")
     return tensors

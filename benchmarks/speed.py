@@ -30,7 +30,7 @@ def main() -> None:
     if results is None:
         return
     cases = []
-    for workload in choose_workloads(args.works, "speed", args.toy):
+    for workload in choose_workloads(args.works, ["speed"], args.toy):
         for arm in ARMS.values():
             if arm.name in args.arms or (not args.arms and arm.runs_by_default(workload)):
                 cases.append(Case(workload, arm))

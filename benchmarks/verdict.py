@@ -38,25 +38,16 @@ def check_run(
     off = deviation(result.losses, reference, workload.warm_up)
     if off is not None and not off <= allowed:
         faults.append(f"its loss is {off:.2%} off the reference, of {allowed:.2%}")
-    if workload.reference != NO_REFERENCE:
-        faults += reference_faults(workload, result.losses, reference)
+    compared = reference[: result.losses[-1].step] if result.losses else []
+    if workload.reference != NO_REFERENCE and len(compared) < workload.warm_up:
+        faults.append("no reference to compare it with")
+    elif workload.reference != NO_REFERENCE and fall(compared) < MIN_FALL:
+        faults.append(f"the reference's loss falls by {fall(compared):.0%}, of {MIN_FALL:.0%}")
     if result.figure("untrained"):
         faults.append(f"{len(result.figures['untrained'])} adapters got no gradient")
     if not result.figure("least_grad_norm"):
         faults.append("a step without a gradient")
     return faults + (row_faults(workload, arm, result, tokens) if tokens else [])
-
-
-def reference_faults(
-    workload: Workload, losses: Sequence[LoggedLoss], reference: Sequence[float]
-) -> list[str]:
-    """Return why it means nothing that a loss curve follows its reference."""
-    compared = reference[: losses[-1].step] if losses else []
-    if len(compared) < workload.warm_up:
-        return ["no reference to compare it with"]
-    if fall(compared) < MIN_FALL:
-        return [f"the reference's loss falls by {fall(compared):.0%}, of {MIN_FALL:.0%}"]
-    return []
 
 
 def fall(losses: Sequence[float]) -> float:

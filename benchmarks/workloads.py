@@ -29,13 +29,6 @@ class Variable(NamedTuple):
     value: int | str
 
 
-class Promise(NamedTuple):
-    """What a guide promises for one of its machines."""
-
-    gigabytes: float  # of each GPU
-    tokens_per_second: float  # of all GPUs
-
-
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
     """A model with random weights."""
@@ -62,7 +55,7 @@ class Workload(BaseModel):
     """A model, its rows and what is trained. A step of every arm has `rows_per_step` rows."""
 
     name: str
-    family: str = "speed"  # speed, hardware, plan, plan-long or named (run only when named)
+    family: str = "speed"  # speed, hardware, plan, sweep, plan-long or named
     mode: str = "lora"  # lora, qlora, full (weights in bfloat16); "" if `variables` choose it
     tokens: int | None = None  # of every row; None: log-normal lengths
     median: int = 300  # tokens of rows with log-normal lengths
@@ -83,7 +76,8 @@ class Workload(BaseModel):
     gpus: int = 1
     leave_gib: float | None = None  # memory that is left free on each GPU; None: all of it
     card: str | None = None  # the GPU model with that memory, a key of CARDS
-    promise: Promise | None = None
+    # of a guide for that machine: GB of each GPU, tokens per second of all
+    promise: tuple[float, float] | None = None
     fits: bool = True  # on the card; otherwise the plan must refuse it
 
     def scaled(self, times: int) -> Workload:
@@ -198,9 +192,9 @@ def find_workload(name: str) -> Workload:
     return WORKLOADS[base].scaled(int(times or 1))
 
 
-def choose_workloads(names: list[str], family: str, is_toy: bool) -> list[Workload]:
-    """Return the named workloads, or else all of a family: the toys or all others."""
+def choose_workloads(names: list[str], families: list[str], is_toy: bool) -> list[Workload]:
+    """Return the named workloads, or else all of the families: the toys or all others."""
     if names:
         return [WORKLOADS[name] for name in names]
-    found = [workload for workload in WORKLOADS.values() if workload.family == family]
+    found = [workload for workload in WORKLOADS.values() if workload.family in families]
     return [workload for workload in found if (workload.shape == TOY) == is_toy]

@@ -221,7 +221,7 @@ def test_a_machine_of_the_guide_runs_its_shipped_config_and_fits(name: str) -> N
     (case,) = cases_of(WORKLOADS[name])
     plan = plan_of(case)
     assert plan.fits and plan.layout.rows_per_step == case.workload.rows_per_step
-    assert plan.memory.predicted_peak < case.workload.promise.gigabytes * 1e9
+    assert plan.memory.predicted_peak < case.workload.promise[0] * 1e9
 
 
 def test_what_one_small_gpu_has_no_room_for_is_planned_on_two() -> None:

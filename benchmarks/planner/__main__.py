@@ -13,7 +13,6 @@ the next one starts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -27,47 +26,30 @@ from benchmarks.processes import clean_environment, fresh_folder, run_limited
 from benchmarks.report import write_page
 from benchmarks.results import Result
 from benchmarks.runner import Benchmark, describe, log
-from benchmarks.workloads import ARMS, OUR_ARM, TOY, WORKLOADS, Case, choose_workloads
+from benchmarks.workloads import ARMS, OUR_ARM, Case, choose_workloads
 
-FAMILIES = {"accuracy": "plan", "long": "plan-long"}
-PARTS = ("accuracy", "sweep", "long")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the options."""
-    parser = make_parser("planner", __doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    return parse(parser, [*WORKLOADS, *SWEEPS])
-
-
-def choose_names(args: argparse.Namespace) -> list[str]:
-    """Return the runs and sweeps that are asked for, in the order of their tables."""
-    if args.works:
-        return args.works
-    names = []
-    for part in args.parts:
-        if part in FAMILIES:
-            names += [each.name for each in choose_workloads([], FAMILIES[part], args.toy)]
-        else:
-            names += [each.name for each in SWEEPS.values() if (each.shape == TOY) == args.toy]
-    return names
+FAMILIES = {"accuracy": "plan", "sweep": "sweep", "long": "plan-long"}  # by part
 
 
 def main() -> None:
     """Run what was asked for, one after the other, and write the page."""
-    args = parse_arguments()
+    parser = make_parser("planner", __doc__)
+    parser.add_argument("--parts", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    args = parse(parser)
     results = open_results(args, "planner")
     if results is None:
         return
     benchmark = Benchmark(results, args.folder.resolve(), args.seconds, on_cpu=args.toy)
-    for name in choose_names(args):
+    families = [FAMILIES[part] for part in args.parts]
+    for workload in choose_workloads(args.works, families, args.toy):
+        name = workload.name
         known = results.find(name, OUR_ARM)
         if args.keep and known and known.counts:
             continue
         if name in SWEEPS:
             result = run_sweep(SWEEPS[name], benchmark)
         else:
-            case = Case(WORKLOADS[name], ARMS[OUR_ARM], added=added_variables(args))
+            case = Case(workload, ARMS[OUR_ARM], added=added_variables(args))
             result = measure(benchmark, case)
         results.add(result)
         log(describe(result))
@@ -76,7 +58,7 @@ def main() -> None:
 
 def run_sweep(sweep: Sweep, benchmark: Benchmark) -> Result:
     """Run a sweep in a process of its own and return its result."""
-    make_model(sweep, benchmark.folder)  # before the time limit of the sweep starts
+    make_model(sweep.workload, benchmark.folder)  # before the time limit of the sweep starts
     folder = fresh_folder(benchmark.folder / sweep.name)
     command = [sys.executable, "-m", "benchmarks.planner.sweep", sweep.name, str(benchmark.folder)]
     environ = clean_environment(os.environ) | {"NUM_GPUS": "1"}

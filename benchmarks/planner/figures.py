@@ -8,26 +8,31 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from benchmarks.results import Result
-from benchmarks.workloads import BaseModel, read_table
+from benchmarks.workloads import WORKLOADS, Workload, read_table
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(BaseModel):
-    """A model whose combinations of micro-batch size and checkpointed layers are all timed."""
+class Sweep:
+    """A workload whose combinations of micro-batch size and checkpointed layers are all timed."""
 
-    name: str
-    mode: str
+    name: str  # also of the workload
     budgets_gib: tuple[float | None, ...]  # memory of the card; None: all of it
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     checkpointed: tuple[float, ...] = (0, 0.25, 0.5, 1)  # fractions of the layers
     # fractions for which the largest micro-batch is searched
     largest_checkpointed: tuple[float, ...] = (0, 0.5)
-    max_seq_len: int = 2048
-    rows_per_step: int = 16
     # If the plan expects more tokens to fit, no largest micro-batch is searched: it takes too long.
     most_tokens: int = 65536
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.name]
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.workload.max_seq_len
 
 
 SWEEPS = read_table("planner/sweeps.yaml", Sweep)

@@ -41,12 +41,37 @@ TIMED_SECONDS = 0.5  # least time that a combination is timed, after one warm-up
 T = TypeVar("T")
 
 
-class Card:
-    """The memory of the device. It is limited by the allocator on a GPU, else by the kernel."""
+class Harness:
+    """A model in its trainer. After `warm_up` it has gradients and optimizer state, as in a run.
 
-    def __init__(self, process: Process, used_before_bytes: int):
-        self.is_gpu = process.device.type == "cuda"
-        self.memory = MemoryMeter(process, used_before_bytes)
+    The memory of the device can be limited: by the allocator on a GPU, else by the kernel.
+    """
+
+    def __init__(self, planned: PlannedRun, folder: Path):
+        config = planned.config
+        plan = planned.plan
+        device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
+        self.process = Process.alone(device, DTYPES[precision(config)])
+        self.is_gpu = device.type == "cuda"
+        self.memory = MemoryMeter(self.process, plan.used_before_bytes[0])
+        runtime.seed_everything(config.train.seed)
+        runtime.allow_tf32(self.process)
+        tokenizer = load_tokenizer(config)
+        data = build_run_data(config, tokenizer)
+        arguments = training_arguments(planned, RunFolder(folder))
+        self.model = load_model(config, self.process)
+        self.context = RunContext(
+            planned, RunFolder(folder), self.process, MemoryMeter(self.process)
+        )
+        self.trainer = build_trainer(
+            self.context, arguments, tokenizer, data, self.model, run_stamp={}
+        )
+        self.trainer.create_optimizer()
+        self.trainer.model_wrapped, self.trainer.optimizer = self.trainer.accelerator.prepare(
+            self.trainer.model, self.trainer.optimizer
+        )
+        self.vocab_size = len(tokenizer)
+        self.max_grad_norm = config.train.max_grad_norm
 
     def limit(self, limit_bytes: int) -> None:
         """Limit this process to `limit_bytes` in total."""
@@ -89,49 +114,20 @@ class Card:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-
-class Harness:
-    """A model in its trainer. After `warm_up` it has gradients and optimizer state, as in a run."""
-
-    def __init__(self, planned: PlannedRun, folder: Path):
-        config = planned.config
-        plan = planned.plan
-        device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
-        self.process = Process.alone(device, DTYPES[precision(config)])
-        self.card = Card(self.process, plan.used_before_bytes[0])
-        runtime.seed_everything(config.train.seed)
-        runtime.allow_tf32(self.process)
-        tokenizer = load_tokenizer(config)
-        data = build_run_data(config, tokenizer)
-        arguments = training_arguments(planned, RunFolder(folder))
-        self.model = load_model(config, self.process)
-        self.context = RunContext(
-            planned, RunFolder(folder), self.process, MemoryMeter(self.process)
-        )
-        self.trainer = build_trainer(
-            self.context, arguments, tokenizer, data, self.model, run_stamp={}
-        )
-        self.trainer.create_optimizer()
-        self.trainer.model_wrapped, self.trainer.optimizer = self.trainer.accelerator.prepare(
-            self.trainer.model, self.trainer.optimizer
-        )
-        self.vocab_size = len(tokenizer)
-        self.max_grad_norm = config.train.max_grad_norm
-
     def probed(self, planned: PlannedRun, limit_bytes: int | None) -> ProbeResult | None:
         """Return what the probe of a run chooses within `limit_bytes` (None: no limit).
 
         None if nothing fits. Call it before `warm_up`: a run probes before it trains.
         """
-        self.card.reset()
+        self.reset()
         if limit_bytes is not None:
-            self.card.limit(limit_bytes)
+            self.limit(limit_bytes)
         try:
             return Probe(replace(self.context, planned=planned), self.trainer).run()
         except OutOfMemory:
             return None
         finally:
-            self.card.lift_limit()
+            self.lift_limit()
 
     def warm_up(self, steps: int) -> float:
         """Run optimizer steps; return the seconds of the fastest, including clipping."""
@@ -153,22 +149,22 @@ class Harness:
 
     def micro_steps(self, batch: dict[str, Any], count: int) -> float:
         """Compute gradients of a micro-batch `count` times; return the seconds of one."""
-        self.card.wait()
+        self.wait()
         started = time.perf_counter()
         for _ in range(count):
             self.trainer.training_step(
                 self.trainer.model_wrapped, dict(batch), len(batch[LOSS_TARGETS])
             )
-        self.card.wait()
+        self.wait()
         return (time.perf_counter() - started) / count
 
     def _optimizer_step(self) -> float:
-        self.card.wait()
+        self.wait()
         started = time.perf_counter()
         parameters = self.trainer.model_wrapped.parameters()
         self.trainer.accelerator.clip_grad_norm_(parameters, self.max_grad_norm)
         self.trainer.optimizer.step()
-        self.card.wait()
+        self.wait()
         return time.perf_counter() - started
 
     def time(self, rows: int, width: int, layers: int) -> tuple[float, int | None] | None:
@@ -183,7 +179,7 @@ class Harness:
             seconds = self.micro_steps(batch, 1)
             if seconds < TIMED_SECONDS:
                 seconds = self.micro_steps(batch, int(TIMED_SECONDS / seconds) + 1)
-            return seconds, self.card.peak_bytes()
+            return seconds, self.peak_bytes()
 
         return self._unless_out_of_memory(run, layers)
 
@@ -193,7 +189,7 @@ class Harness:
 
         def run() -> bool:
             if limit_bytes is not None:
-                self.card.limit(limit_bytes)
+                self.limit(limit_bytes)
             self.micro_steps(batch, 1)
             return True
 
@@ -205,16 +201,16 @@ class Harness:
         Before and after it, only the state of a run is in memory: weights, gradients, optimizer.
         """
         checkpoint_layers(self.model, layers)
-        self.card.reset()
+        self.reset()
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            self.card.lift_limit()  # before anything else is allocated
+            self.lift_limit()  # before anything else is allocated
             if classify(error)[0] is not ExitClass.OUT_OF_MEMORY:
                 raise
             return None
         finally:
-            self.card.lift_limit()
+            self.lift_limit()
             # gradients stay allocated, as between the micro-batches of a step
             self.trainer.optimizer.zero_grad(set_to_none=False)
-            self.card.reset()
+            self.reset()

@@ -16,7 +16,7 @@ from benchmarks.planner.figures import (
 )
 from benchmarks.report import describe_machine, describe_workload, grid, number
 from benchmarks.results import Result, Results
-from benchmarks.workloads import OUR_ARM, TOY, WORKLOADS
+from benchmarks.workloads import OUR_ARM, WORKLOADS
 from sft_play.plan.memory import PHASES
 
 HEAD = """# What the planner predicts, and what runs measure
@@ -51,7 +51,8 @@ def markdown(results: Results) -> str:
     for name in SWEEPS:
         found = results.find(name, OUR_ARM)
         if found:
-            parts += [f"## {describe_sweep(name)}\n", *sweep_tables(found)]
+            described = describe_workload(WORKLOADS[name])
+            parts += [f"## The planner's choice: {described}\n", *sweep_tables(found)]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -166,14 +167,6 @@ def phase_cell(found: RunFigures, phase: str) -> str:
         if error is not None:
             parts.append(percent(error))
     return " ".join(parts)
-
-
-def describe_sweep(name: str) -> str:
-    """Return what a sweep tries."""
-    sweep = SWEEPS[name]
-    model = "the tiny model that ships" if sweep.shape == TOY else sweep.shape.rpartition("/")[2]
-    rows = f"{sweep.rows_per_step} rows of {sweep.max_seq_len:,} tokens a step"
-    return f"The planner's choice among all choices: {model}, {sweep.mode}, {rows}"
 
 
 def sweep_tables(result: Result) -> list[str]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from benchmarks.machine import GIB
 from benchmarks.ours import make_settings
@@ -37,7 +37,7 @@ from benchmarks.planner.search import (
 from benchmarks.results import write_as
 from benchmarks.runner import log
 from benchmarks.samples import make_inputs
-from benchmarks.workloads import ARMS, NO_REFERENCE, OUR_ARM, Case, Workload
+from benchmarks.workloads import ARMS, OUR_ARM, Case
 from sft_play.commands.call import load_config, read_call
 from sft_play.plan import devices, launch
 from sft_play.plan.memory import step_bytes
@@ -52,11 +52,7 @@ if TYPE_CHECKING:
 OPTIMIZER_STEPS = 3
 
 
-class StepChoice(NamedTuple):
-    """Rows of a micro-batch and checkpointed layers."""
-
-    batch_size: int
-    checkpointed_layers: int
+StepChoice = tuple[int, int]  # rows of a micro-batch, and checkpointed layers
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Budget:
             layouts["probe"] = self.probed.layout
         chosen = {}
         for name, layout in layouts.items():
-            chosen[name] = StepChoice(layout.batch_size, layout.checkpointed_layers)
+            chosen[name] = (layout.batch_size, layout.checkpointed_layers)
         return chosen
 
     @property
@@ -88,17 +84,8 @@ def make_planner(sweep: Sweep, folder: Path) -> Callable[[int | None], PlannedRu
 
     None plans for what is free now.
     """
-    workload = Workload(
-        **vars(sweep.base),
-        name=sweep.name,
-        mode=sweep.mode,
-        tokens=sweep.max_seq_len,
-        max_seq_len=sweep.max_seq_len,
-        held_out_tokens=sweep.max_seq_len,
-        rows_per_step=sweep.rows_per_step,
-        reference=NO_REFERENCE,
-    )
-    inputs = make_inputs(workload, 2, folder)
+    workload = sweep.workload
+    inputs = make_inputs(workload, workload.steps, folder)
     settings = make_settings(Case(workload, ARMS[OUR_ARM]), inputs, folder / "runs", steps=1)
     called = read_call(None, [], environ=dict(os.environ) | settings)
     loaded = load_config(called)
@@ -157,7 +144,7 @@ def share_layers(shares: tuple[float, ...], layers: int) -> list[int]:
 def choices_to_try(sweep: Sweep, layers: int, budgets: list[Budget]) -> list[StepChoice]:
     """Return the grid of the sweep, and the choices that are not in it."""
     counts = share_layers(sweep.checkpointed, layers)
-    grid = [StepChoice(*pair) for pair in itertools.product(sweep.batch_sizes, counts)]
+    grid = itertools.product(sweep.batch_sizes, counts)
     chosen = [choice for budget in budgets for choice in budget.choices.values()]
     return list(dict.fromkeys([*grid, *chosen]))
 
@@ -169,7 +156,7 @@ def time_choice(
     batch_size, layers = choice
     seconds, peak_bytes = harness.time(batch_size, sweep.max_seq_len, layers) or (None, None)
     speed = step_speed(
-        seconds, batch_size, sweep.rows_per_step, sweep.max_seq_len, optimizer_seconds
+        seconds, batch_size, sweep.workload.rows_per_step, sweep.max_seq_len, optimizer_seconds
     )
     log(f"batch={batch_size} layers={layers} tokens/s={speed}")
     return Combination(
