@@ -171,10 +171,10 @@ bench-scaling: $(ENV) ## measure WORKS on 1, 2, ... or GPUS="1 2" of this host, 
 	@$(CHECK)
 	@$(PY) -m benchmarks.machine
 	@$(PY) -m tools.install add requirements-bench.txt
-	$(PY) -m benchmarks.scaling --docs docs
-bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
+	$(PY) -m benchmarks.scaling --docs docs/evidence
+bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/evidence/planner-<card>.md
 	@$(CHECK)
-	$(PY) -m benchmarks.planner --docs docs
+	$(PY) -m benchmarks.planner --docs docs/evidence
 test: $(ENV) ## run the tests that need no GPU, but for those of test-faults and test-long
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long and not architectures and not gguf"

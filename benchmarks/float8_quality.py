@@ -1,8 +1,8 @@
-"""What a float8 base costs in quality, beside a 4-bit one: KL at start, loss curves, final scores.
+"""What a float8 base costs in quality, and a 4-bit base: KL at the start, loss curves, scores.
 
-Bases are float8, NF4 and the model's own weights. KL is that of the base's probabilities for the
-trained tokens of held-out rows. The curves are those of LoRA runs by `make train`'s own command,
-equal in all but the base. Products are in float32 on a CPU, in bfloat16 on a GPU.
+Bases are float8, NF4 and the model's own weights. KL compares the base's probabilities for the
+labelled tokens of held-out rows. The curves are those of LoRA runs that differ only in the base.
+Matrix multiplications are in float32 on a CPU and in bfloat16 on a GPU.
 
 python -m benchmarks.float8_quality --out benchmarks/results/float8-quality-tiny_llama.json
 python -m benchmarks.float8_quality --steps 150 --seeds 3
@@ -12,52 +12,52 @@ python -m benchmarks.float8_quality --model FOLDER --rows data/gsm8k --kl-rows 6
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import quality
 from benchmarks.machine import Machine
+from benchmarks.report import grid, number
+from benchmarks.results import Result, Results, write_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from sft_play.config.schema import Config
     from sft_play.data.store import Sample
 
 BASES = {
-    "own": ("tuning.mode=lora", "tuning.base_dtype=auto"),
-    "float8": ("tuning.mode=lora", "tuning.base_dtype=float8"),
-    "nf4": ("tuning.mode=qlora", "tuning.base_dtype=auto"),
+    "own": {"tuning.mode": "lora", "tuning.base_dtype": "auto"},
+    "float8": {"tuning.mode": "lora", "tuning.base_dtype": "float8"},
+    "nf4": {"tuning.mode": "qlora", "tuning.base_dtype": "auto"},
 }
+HEAD = ["base", "KL at start", "share of NF4's", "same most likely token", "training loss"]
+HEAD += ["held-out loss", "beside the own base's"]
 CURVE_POINTS = 20
-MAX_KL_SHARE = 0.2  # of NF4's: what a float8 base is held to
+MAX_KL_SHARE = 0.2  # of NF4's KL: the limit for a float8 base
 
 
-def settings_of(args: argparse.Namespace, base: str) -> list[str]:
-    """Return the settings of a run over a base."""
-    return [
-        f"model.name={args.model}",
-        f"model.max_seq_len={args.length}",
-        *(f"data.{part}_path={args.rows / part}.jsonl" for part in ("train", "val", "test")),
-        *BASES[base],
-    ]
+def config_of(args: argparse.Namespace, base: str, cache: str | None = None) -> Config:
+    """Return the config of a run over a base."""
+    from sft_play.config.loader import load
+
+    settings = quality.model_settings(args) | BASES[base]
+    if cache:
+        settings["data.cache_dir"] = cache
+    return load(None, None, [f"{name}={value}" for name, value in settings.items()]).config
 
 
 def held_out(args: argparse.Namespace) -> list[Sample]:
     """Return the first samples of the test rows, as a run prepares them."""
-    from sft_play.config.loader import load
     from sft_play.data.pipeline import build_run_data
     from sft_play.data.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as cache:
-        words = [*settings_of(args, "own"), f"data.cache_dir={cache}"]
-        config = load(None, None, words).config
+        config = config_of(args, "own", cache)
         split = build_run_data(config, load_tokenizer(config)).test
         return [split[index] for index in range(min(args.kl_rows, len(split)))]
 
@@ -66,159 +66,115 @@ def base_model(args: argparse.Namespace, base: str) -> PreTrainedModel:
     """Return a base as a run evaluates it."""
     import torch
 
-    from sft_play.config.loader import load
     from sft_play.models.load import load_base
     from sft_play.process import Process
 
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-    process = Process.alone(device, torch.bfloat16 if has_gpu else torch.float32)
-    return load_base(load(None, None, settings_of(args, base)).config, process).eval()
+    process = Process.alone(torch.device("cpu"), torch.float32)
+    if torch.cuda.is_available():
+        process = Process.alone(torch.device("cuda", 0), torch.bfloat16)
+    return load_base(config_of(args, base), process).eval()
 
 
-def log_probabilities(model: PreTrainedModel, samples: list[Sample]) -> Iterator[Tensor]:
-    """Yield the log probabilities (labels, V) for the trained tokens of each sample."""
+def log_probabilities(model: PreTrainedModel, samples: Sequence[Sample]) -> Iterator[Tensor]:
+    """Yield the log probabilities (labels, V) of the labelled tokens of each sample."""
     import torch
 
     from sft_play.data.render import IGNORE_INDEX
 
     for sample in samples:
         ids = torch.tensor(sample.ids[None], device=model.device)
-        trained = torch.tensor(sample.labels != IGNORE_INDEX).nonzero()[:, 0]
-        logits = model(input_ids=ids, use_cache=False).logits[0, trained - 1]
+        labelled = torch.tensor(sample.labels != IGNORE_INDEX).nonzero()[:, 0]
+        logits = model(input_ids=ids, use_cache=False).logits[0, labelled - 1]
         yield logits.float().log_softmax(-1)
 
 
-def divergences(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the mean KL of each base to the own weights, nats a token, and the agreement."""
+def make_result(args: argparse.Namespace, name: str, base: str, **more: Any) -> Result:
+    """Return a result that names the model and the rows, with the options as its settings."""
+    settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
+    workload = f"{Path(args.model).name}-{args.rows.name}-{name}"
+    return Result(workload, base, settings=settings, **more)
+
+
+def divergences(args: argparse.Namespace) -> Iterator[Result]:
+    """Yield for each base the mean KL to the model's own weights, in nats per token."""
     import torch
 
-    samples = held_out(args)
-    own = base_model(args, "own")
-    found: dict[str, dict[str, float]] = {}
+    samples, own = held_out(args), base_model(args, "own")
     with torch.no_grad():
         for base in ("float8", "nf4"):
             other = base_model(args, base)
             kl, agreed, count = 0.0, 0, 0
-            pairs = zip(
-                log_probabilities(own, samples), log_probabilities(other, samples), strict=True
-            )
-            for right, left in pairs:
+            both = (log_probabilities(own, samples), log_probabilities(other, samples))
+            for right, left in zip(*both, strict=True):
                 kl += float((right.exp() * (right - left)).sum())
                 agreed += int((right.argmax(-1) == left.argmax(-1)).sum())
                 count += len(right)
-            found[base] = {"kl": kl / count, "top1_agreement": agreed / count, "tokens": count}
-    return found
+            figures = {"kl": kl / count, "top1_agreement": agreed / count, "tokens": count}
+            yield make_result(args, "start", base, figures=figures)
 
 
-def train(args: argparse.Namespace, base: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Train over a base; return its loss curve and scores."""
-    settings = [
-        *settings_of(args, base),
-        f"train.max_steps={args.steps}",
-        f"train.batch_size={args.batch}",
-        f"train.effective_batch_size={args.batch}",
-        f"train.learning_rate={args.rate}",
-        f"train.seed={seed}",
-        f"train.output_dir={folder}",
-        f"train.run_name={base}-{seed}",
-        f"train.logging_steps={max(1, args.steps // CURVE_POINTS)}",
-        "train.predict_with_generate=false",
-        "train.reopen_saved=false",
-        "train.save_strategy=no",
-    ]
-    words = [sys.executable, "-m", "sft_play", "train"]
-    for setting in settings:
-        words += ["--set", setting]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    report = json.loads((folder / f"{base}-{seed}" / "run.json").read_text(encoding="utf-8"))
-    return {
-        "base": base,
-        "seed": seed,
-        "loss": [[entry["step"], entry["loss"]] for entry in report["loss"]],
-        "before": report["metrics"]["before"]["eval_loss"],
-        "after": report["metrics"]["after"]["eval_loss"],
-    }
-
-
-def curves(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the runs over every base and seed; each is printed as it ends."""
-    runs = []
+def curves(args: argparse.Namespace) -> Iterator[Result]:
+    """Yield the runs over every base and seed."""
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds if args.steps else 0):
-            for base in BASES:
-                run = train(args, base, seed, Path(folder))
-                print(f"{base} seed {seed}: held-out loss {run['after']:.4f}", file=sys.stderr)
-                runs.append(run)
-    return runs
+            for base, settings in BASES.items():
+                more = settings | {
+                    "train.seed": seed,
+                    "train.reopen_saved": "false",
+                    "train.logging_steps": max(1, args.steps // CURVE_POINTS),
+                }
+                report = quality.train(args, Path(folder), f"{base}-{seed}", more)
+                scores = report.metrics
+                figures = {when: scores[when]["eval_loss"] for when in ("before", "after")}
+                yield make_result(args, f"seed-{seed}", base, losses=report.loss, figures=figures)
 
 
-def table(result: dict[str, Any]) -> list[str]:
+def table(results: Results) -> str:
     """Return the results as a Markdown table."""
-    lines = [
-        "| base | KL at start | share of NF4's | same most likely token | training loss | "
-        "held-out loss | beside the own base's |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    own_after = _mean(result["runs"], "own", "after")
+    starts = {each.arm: each.figures for each in results.results if "kl" in each.figures}
+    rows = []
     for base in BASES:
-        divergence = result["divergence"].get(base)
         cells = [base, "0", "0", "100 %"]
-        if divergence:
-            share = divergence["kl"] / result["divergence"]["nf4"]["kl"]
-            agreement = f"{divergence['top1_agreement']:.1%}"
-            cells = [base, f"{divergence['kl']:.2e}", f"{share:.2f}", agreement]
-        after = _mean(result["runs"], base, "after")
-        change = "-" if after is None else f"{after / own_after - 1:+.2%}"
-        loss = _mean(result["runs"], base, "loss")
-        cells += ["-" if number is None else f"{number:.4f}" for number in (loss, after)]
-        lines.append(f"| {' | '.join([*cells, change])} |")
-    return lines
+        if base in starts:
+            kl, agreement = starts[base]["kl"], starts[base]["top1_agreement"]
+            cells = [base, f"{kl:.2e}", f"{kl / starts['nf4']['kl']:.2f}", f"{agreement:.1%}"]
+        after = _held_out_loss(results, base)
+        change = "-" if after is None else f"{after / _held_out_loss(results, 'own') - 1:+.2%}"
+        loss = _training_loss(results, base)
+        rows.append([*cells, number(loss, ".4f"), number(after, ".4f"), change])
+    return grid(HEAD, rows, HEAD)
 
 
-def _mean(runs: list[dict[str, Any]], base: str, name: str) -> float | None:
-    """Return the mean of a score over seeds; of `loss` the mean over the second half of a curve."""
-    values = []
-    for run in runs:
-        if run["base"] != base:
-            continue
-        if name == "loss":
-            half = [loss for _, loss in run["loss"]][len(run["loss"]) // 2 :]
-            values.append(sum(half) / len(half))
-        else:
-            values.append(run[name])
-    return sum(values) / len(values) if values else None
+def _held_out_loss(results: Results, base: str) -> float | None:
+    """Return the mean over seeds of the score after training."""
+    runs = [each for each in results.results if each.arm == base and each.losses]
+    return mean(run.figures["after"] for run in runs) if runs else None
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="data/tiny_llama")
-    parser.add_argument("--rows", type=Path, default=Path("data/desk"), help="train, val and test")
-    parser.add_argument("--length", type=int, default=256, help="tokens of the longest row")
-    parser.add_argument("--kl-rows", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=1000, help="of each run; 0 trains nothing")
-    parser.add_argument("--batch", type=int, default=8, help="rows of a step")
-    parser.add_argument("--rate", type=float, default=2e-4)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args(words)
+def _training_loss(results: Results, base: str) -> float | None:
+    """Return the mean over seeds of the second half of the loss curve."""
+    means = []
+    for run in results.results:
+        if run.arm == base and run.losses:
+            losses = [logged.loss for logged in run.losses]
+            means.append(mean(losses[len(losses) // 2 :]))
+    return mean(means) if means else None
 
 
 def main() -> None:
     """Measure, print the table and write the results."""
-    args = parse()
+    parser = quality.make_parser(__doc__, length=256, steps=1000, batch=8, rate=2e-4)
+    parser.add_argument("--kl-rows", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="results file")
+    args = parser.parse_args()
     import torch
 
-    result = {
-        "machine": asdict(Machine.here(on_cpu=not torch.cuda.is_available())),
-        "settings": {name: str(value) for name, value in vars(args).items() if name != "out"},
-        "divergence": divergences(args),
-        "runs": curves(args),
-    }
-    print("\n".join(table(result)))
+    machine = Machine.here(on_cpu=not torch.cuda.is_available())
+    results = Results(machine=machine, results=[*divergences(args), *curves(args)])
+    print(table(results))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_as(args.out, results)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,57 @@
-"""Inputs of a benchmark without a network: a model of a real shape with random weights, and rows.
+"""Inputs of the benchmarks, made without a network: models with random weights, and rows.
 
-Rows have one length, ragged lengths, or lengths like Alpaca's.
-
-python benchmarks/inputs.py --out /tmp/8b --tokens 2048 --rows 700
-python benchmarks/inputs.py --out /tmp/moe --shape Qwen/Qwen3-30B-A3B --layers 12
+Models have the shape of a real one. Rows have one length, log-normal lengths, lengths like
+Alpaca's, or an image.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import re
-import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from pydantic import TypeAdapter
 
+from benchmarks.machine import ROOT
+from benchmarks.workloads import TOY, BaseModel
 from sft_play.plan.model_shape import known_models
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
+TINY = ROOT / "data" / "tiny_llama"
 ARCHITECTURES = Path(__file__).with_name("architectures.json")  # transformers configs by name
+# of each model type with images: its image tokens, what its template writes, its processor's files
+PROCESSORS = Path(__file__).with_name("processors.json")
 CORPUS = TINY.parent / "corpus" / "town.txt"
 ALPACA_INPUTS = 0.4  # share of Alpaca's rows that have an input
 LAYER = re.compile(r"\.layers\.(\d+)\.")  # in the name of a weight
+REST = -1  # the layer of weights that are outside the layers
 MXFP4_BLOCK = 32  # weights that share an exponent
 MXFP4_EXPONENTS = (118, 122)  # of two from -127: random codes then deviate by 0.026
 MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
+IMAGE_PIXELS = 768  # of a side
+IMAGE_WORDS = 285  # of a row: about 300 tokens of the tiny tokenizer
+IMAGE_TEMPLATE = (
+    "{%% for message in messages %%}{{ '<|' + message['role'] + '|>' }}"
+    "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
+    "{%% for part in message['content'] %%}"
+    "{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}"
+    "{%% endfor %%}{%% endif %%}{%% if message['role'] == 'assistant' %%}<|end|>{%% endif %%}"
+    "{%% endfor %%}{%% if add_generation_prompt %%}<|assistant|>{%% endif %%}"
+)
 
 
 class WordCount(NamedTuple):
-    """A log-normal distribution of words."""
+    """A log-normal distribution of word counts."""
 
     median: int
     sigma: float  # of the logarithm
@@ -64,7 +76,7 @@ def model_settings(
 ) -> dict[str, object]:
     """Return the transformers config of an architecture, cut to its first `layers` layers.
 
-    Of a model with towers it is that of the language model, unless it is to be `as_published`.
+    If the model has a vision encoder, only `as_published` includes it.
     """
     architectures = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
     is_known = shape not in architectures
@@ -80,106 +92,122 @@ def model_settings(
     return {"tie_word_embeddings": settings["tie_word_embeddings"], **text}
 
 
-def random_model(
-    shape: str,
-    folder: Path,
-    layers: int | None = None,
-    as_published: bool = False,
-    in_mxfp4: bool = False,
-) -> None:
-    """Save an architecture with random bfloat16 weights and the tiny model's tokenizer.
+def model_folder(model: BaseModel, folder: Path) -> Path:
+    """Return the folder of a model's random weights, whether it exists or not."""
+    if model.shape == TOY:
+        return TINY
+    name = model.shape.rpartition("/")[2]
+    if model.layers is not None:
+        name += f"-{model.layers}-layers"
+    for field in ("in_mxfp4", "as_published", "with_images"):
+        if getattr(model, field):
+            name += f"-{field.replace('_', '-')}"
+    return folder / "models" / name
 
-    Layers are drawn, on the GPU where there is one, until their kinds recur; later ones have the
-    same weights. Beside towers all are drawn. With `in_mxfp4` experts are written as gpt-oss
-    publishes them.
+
+def make_model(model: BaseModel, folder: Path) -> Path:
+    """Return the folder of a model with random weights. If it does not exist, make it.
+
+    Another process draws the weights: otherwise this one would keep the GPU's memory.
+    """
+    made = model_folder(model, folder)
+    if not (made / "tokenizer.json").exists():  # written last
+        spec = TypeAdapter(BaseModel).dump_json(model.base).decode()
+        command = [sys.executable, "-m", "benchmarks.inputs", str(made), spec]
+        subprocess.run(command, check=True, cwd=ROOT)
+    return made
+
+
+def random_model(model: BaseModel, folder: Path) -> None:
+    """Save a model with random bfloat16 weights and the tiny model's tokenizer.
+
+    Layers are drawn, on the GPU if there is one, until their kinds repeat. Later layers have the
+    same weights. If the model has a vision encoder, all layers are drawn. With `in_mxfp4` experts
+    are stored as gpt-oss publishes them.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from sft_play.models.architecture import auto_class_of
 
-    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model_type = model_settings(model.shape, None, model.has_encoder)["model_type"]
+    image_ids = _add_images(tokenizer, model_type) if model.with_images else {}
 
     def make_config(layers: int | None) -> PreTrainedConfig:
-        settings = model_settings(shape, layers, as_published)
-        settings.get("text_config", settings).update(tokens)
+        settings = model_settings(model.shape, layers, model.has_encoder) | image_ids
+        text = settings.get("text_config", settings)
+        text |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
         return AutoConfig.for_model(**settings)
 
-    config = make_config(layers)
+    config = make_config(model.layers)
     text = config.get_text_config()
-    drawn = text.num_hidden_layers if as_published else _layers_until_kinds_recur(text)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    drawn = text.num_hidden_layers if model.has_encoder else _layers_until_kinds_repeat(text)
     torch.manual_seed(0)
-    with torch.device(device):
-        drawn_config = make_config(drawn)
-        model = auto_class_of(config).from_config(drawn_config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="1000GB")
-    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
-    if in_mxfp4:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        module = auto_class_of(config).from_config(make_config(drawn), dtype=torch.bfloat16)
+    module.save_pretrained(folder, max_shard_size="1000GB")
+    config.architectures, config.dtype = [type(module).__name__], torch.bfloat16
+    if model.in_mxfp4:
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     config.save_pretrained(folder)
-    _write_by_layer(folder, drawn, text.num_hidden_layers, in_mxfp4)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    if not model.has_encoder:
+        _write_by_layer(folder, drawn, text.num_hidden_layers, model.in_mxfp4)
+    if model.with_images:
+        for name, values in _processor(model_type)["files"].items():
+            (folder / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+
+
+def _processor(model_type: str) -> dict[str, Any]:
+    """Return the entry of a model type in processors.json."""
+    return json.loads(PROCESSORS.read_text(encoding="utf-8"))[model_type]
+
+
+def _add_images(tokenizer: PreTrainedTokenizerBase, model_type: str) -> dict[str, int]:
+    """Let a tokenizer write images; return the fields of the config that name its image tokens."""
+    found = _processor(model_type)
+    tokens = found["tokens"]
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
+    tokenizer._set_model_specific_special_tokens(found["named_tokens"])
+    tokenizer.chat_template = IMAGE_TEMPLATE % found["image"]
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
 def _write_by_layer(folder: Path, drawn: int, layers: int, in_mxfp4: bool) -> None:
-    """Cut the file of a model into those of its layers, and repeat the `drawn` first ones."""
+    """Split the file of a model into one per layer, and repeat the `drawn` first layers."""
     from safetensors.torch import load_file, save_file
 
-    whole = folder / "model.safetensors"
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name, weight in load_file(whole).items():
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
         found = LAYER.search(name)
-        file = "rest.safetensors" if found is None else _file_of_layer(int(found[1]))
-        files.setdefault(file, {})[name] = weight
-    whole.unlink()
+        parts.setdefault(int(found[1]) if found else REST, {})[name] = weight
+    if in_mxfp4:
+        parts = {layer: experts_in_mxfp4(weights) for layer, weights in parts.items()}
     weight_map = {}
-    for file, weights in files.items():
-        if in_mxfp4:
-            weights = experts_in_mxfp4(weights)
-        save_file(weights, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(weights, file)
-    for name in list(weight_map):
-        found = LAYER.search(name)
-        if found is not None:
-            for layer in range(int(found[1]) + drawn, layers, drawn):
-                weight_map[_of_layer(name, layer)] = _file_of_layer(layer)
+
+    def write(layer: int) -> None:
+        part = parts[layer if layer == REST else layer % drawn]
+        weights = {LAYER.sub(f".layers.{layer}.", name): part[name] for name in part}
+        save_file(weights, folder / f"layer-{layer}.safetensors", {"format": "pt"})
+        weight_map.update(dict.fromkeys(weights, f"layer-{layer}.safetensors"))
+
     with ThreadPoolExecutor() as threads:
-        copies = range(drawn, layers)
-        list(threads.map(lambda layer: _repeat_layer(folder, layer % drawn, layer), copies))
+        list(threads.map(write, (REST, *range(layers))))
+    (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _layers_until_kinds_recur(text: PreTrainedConfig) -> int:
-    """Return how many layers make the first of each kind, such as 4 where each fourth differs."""
+def _layers_until_kinds_repeat(text: PreTrainedConfig) -> int:
+    """Return after how many layers their kinds repeat, e.g. 4 if every fourth layer differs."""
     kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
     lengths = range(1, len(kinds) + 1)
     return next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
-def _file_of_layer(layer: int) -> str:
-    return f"layer-{layer}.safetensors"
-
-
-def _of_layer(names: str, layer: int) -> str:
-    """Return names of weights with the number of another layer."""
-    return LAYER.sub(f".layers.{layer}.", names)
-
-
-def _repeat_layer(folder: Path, first: int, layer: int) -> None:
-    """Write the weights of a layer once more, under the names of another one."""
-    with (folder / _file_of_layer(first)).open("rb") as source:
-        size = int.from_bytes(source.read(8), "little")
-        header = _of_layer(source.read(size).decode(), layer).strip()
-        header += " " * (-len(header) % 8)
-        with (folder / _file_of_layer(layer)).open("wb") as copy:
-            copy.write(len(header).to_bytes(8, "little") + header.encode())
-            shutil.copyfileobj(source, copy, 1 << 24)
-
-
 def experts_in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights with random codes of 4 bits in place of experts (E, inputs, outputs)."""
+    """Replace experts (E, inputs, outputs) by random 4-bit codes."""
     import torch
 
     found = {}
@@ -195,40 +223,49 @@ def experts_in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return found
 
 
-def fixed_rows(path: Path, tokens: int, rows: int, seed: int = 0) -> None:
-    """Write question/answer rows of exactly `tokens` tokens each, template included.
+def fixed_rows(
+    path: Path, tokens: int, rows: int, seed: int = 0, as_messages: bool = False
+) -> None:
+    """Write question/answer rows of exactly `tokens` tokens each, including the template.
 
-    A fifth of the words is in the answer. Another seed draws other rows.
+    The answer has a fifth of the words. Another seed draws other rows.
     """
-    _write_rows(path, [tokens] * rows, answer_share=0.2, seed=seed)
+    _write_rows(path, [tokens] * rows, 0.2, seed, as_messages)
 
 
 def ragged_rows(
     path: Path, rows: int, median: int = 300, sigma: float = 0.8, least: int = 32, most: int = 2048
 ) -> None:
-    """Write question/answer rows whose tokens are log-normal with a median of `median`.
+    """Write question/answer rows with log-normal lengths and a median of `median` tokens.
 
-    Three fifths of the words are in the answer.
+    The answer has three fifths of the words.
     """
-    rng = random.Random(1)
-    lengths = []
-    for _ in range(rows):
-        tokens = round(rng.lognormvariate(math.log(median), sigma))
-        lengths.append(min(most, max(least, tokens)))
-    _write_rows(path, lengths, answer_share=0.6)
+    rng, count = random.Random(1), WordCount(median, sigma, most)
+    _write_rows(path, [max(least, count.draw(rng)) for _ in range(rows)], 0.6)
 
 
-def _write_rows(path: Path, lengths: Sequence[int], answer_share: float, seed: int = 0) -> None:
-    """Write a row for each length; the first rows do not depend on how many follow."""
+def _write_rows(
+    path: Path,
+    lengths: Sequence[int],
+    answer_share: float,
+    seed: int = 0,
+    as_messages: bool = False,
+) -> None:
+    """Write a row for each length. The first rows do not depend on how many follow."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    words = [word for word in CORPUS.read_text(encoding="utf-8").split() if word.isalpha()]
+    words = _corpus_words()
     rng = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for tokens in lengths:
             row = _make_row(tokenizer, words, tokens, answer_share, rng)
-            file.write(json.dumps(row) + "\n")
+            written = {"messages": _messages(row)} if as_messages else row
+            file.write(json.dumps(written) + "\n")
+
+
+def _corpus_words() -> list[str]:
+    return [word for word in CORPUS.read_text(encoding="utf-8").split() if word.isalpha()]
 
 
 def _make_row(
@@ -240,7 +277,7 @@ def _make_row(
 ) -> dict[str, str]:
     """Return a question and an answer that the template renders to exactly `tokens` tokens.
 
-    A token may span words, so words are added and removed until the length is right.
+    A token may span words, so words are added and removed until the length matches.
     """
     text: list[str] = rng.choices(words, k=max(2, tokens // 2))
     for _ in range(MAX_TRIES):
@@ -257,20 +294,20 @@ def _make_row(
     raise AssertionError(f"no row of {tokens} tokens in {MAX_TRIES} tries")
 
 
-def _count_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> int:
-    messages = [
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
         {"role": "user", "content": row["question"]},
         {"role": "assistant", "content": row["answer"]},
     ]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def _count_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> int:
+    rendered = tokenizer.apply_chat_template(_messages(row), tokenize=False)
     return len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
-def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
-    """Write rows with the lengths of Alpaca's, cut from the corpus that ships.
-
-    Each is written twice: as instruction, input and output, and as messages.
-    """
+def alpaca_rows(path: Path, rows: int, seed: int = 0) -> None:
+    """Write rows of messages with lengths like Alpaca's, cut from the corpus that ships."""
     rng = random.Random(seed)
     words = CORPUS.read_text(encoding="utf-8").split(" ")  # line breaks stay
 
@@ -280,51 +317,38 @@ def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
         start = rng.randrange(len(words) - count.most)
         return " ".join(words[start : start + length]).strip()
 
-    with (
-        alpaca.open("w", encoding="utf-8") as instructions,
-        messages.open("w", encoding="utf-8") as conversations,
-    ):
+    with path.open("w", encoding="utf-8") as file:
         for _ in range(rows):
-            row = {
-                "instruction": draw_text("instruction"),
-                "input": draw_text("input") if rng.random() < ALPACA_INPUTS else "",
-                "output": draw_text("output"),
-            }
-            question = row["instruction"]
-            if row["input"]:
-                question += f"\n\n{row['input']}"
-            turns = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": row["output"]},
+            question = draw_text("instruction")
+            if rng.random() < ALPACA_INPUTS:
+                question = f"{question}\n\n{draw_text('input')}".rstrip()
+            turns = _messages({"question": question, "answer": draw_text("output")})
+            file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+
+
+def image_rows(folder: Path, rows: int) -> None:
+    """Write JPEG files of noise, and rows.jsonl with a question about each of them."""
+    import numpy as np
+    from PIL import Image
+
+    rng = random.Random(0)
+    words = _corpus_words()
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(rows):
+            pixels = np.random.default_rng(number).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+            picture = Image.fromarray(pixels).resize((IMAGE_PIXELS, IMAGE_PIXELS))
+            picture.save(folder / f"{number}.jpg", quality=90)
+            question = " ".join(rng.choices(words, k=IMAGE_WORDS // 3))
+            answer = " ".join(rng.choices(words, k=2 * IMAGE_WORDS // 3))
+            asked = [
+                {"type": "image", "image": f"{number}.jpg"},
+                {"type": "text", "text": f"What is in picture {number}? {question}"},
             ]
-            instructions.write(json.dumps(row, ensure_ascii=False) + "\n")
-            conversations.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
-
-
-def main() -> None:
-    """Write a model and rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="meta-llama/Llama-3.1-8B-Instruct")
-    parser.add_argument("--out", type=Path, required=True, help="folder for model/ and rows.jsonl")
-    parser.add_argument("--layers", type=int, help="how many of the architecture's; default all")
-    parser.add_argument("--as-published", action="store_true", help="with the model's towers")
-    parser.add_argument(
-        "--mxfp4", action="store_true", help="experts in 4 bits, as gpt-oss has them"
-    )
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rows", type=int, default=700)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    model = args.out / "model"
-    random_model(args.shape, model, args.layers, args.as_published, args.mxfp4)
-    fixed_rows(args.out / "rows.jsonl", args.tokens, args.rows)
-    print(
-        f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl "
-        f"({args.rows} rows of {args.tokens} tokens)"
-    )
+            turns = _messages({"question": asked, "answer": [{"type": "text", "text": answer}]})
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    spec = TypeAdapter(BaseModel).validate_json(sys.argv[2])
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    random_model(spec, Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """The machine that a benchmark measures on: device, versions, peak speeds. Loads no torch.
 
-python -m benchmarks.machine      exits where no NVIDIA GPU is here, before anything is installed
+python -m benchmarks.machine      exits with an error if there is no NVIDIA GPU
 """
 
 from __future__ import annotations
@@ -18,32 +18,23 @@ from sft_play.plan.cards import CARDS, MEASURED_FLOPS, key_of
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "trl",
-    "unsloth",
-    "liger-kernel",
-    "bitsandbytes",
-    "xformers",
-    "flash-attn",
-)
+    "torch transformers peft accelerate trl unsloth liger-kernel bitsandbytes xformers flash-attn"
+).split()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the head of a results file says of the machine."""
+    """The machine that a results file was measured on."""
 
     device: str
     python: str
-    versions: dict[str, str | None]  # of PACKAGES, None where one is not installed
-    peak_flops: float | None  # a second, by the data sheet
-    reached_flops: float | None  # a second, by a matrix product that was timed
+    versions: dict[str, str | None]  # of PACKAGES; None if one is not installed
+    peak_flops: float | None  # FLOP/s of the data sheet
+    reached_flops: float | None  # FLOP/s of a large matrix multiplication
 
     @classmethod
     def here(cls, on_cpu: bool) -> Machine:
-        """Return this machine. Exits where a GPU is asked for and there is none."""
+        """Return this machine. Exits if a GPU is needed and there is none."""
         device = "CPU" if on_cpu else gpu_name()
         card = None if on_cpu else CARDS.get(key_of(device))
         return cls(
@@ -55,16 +46,16 @@ class Machine:
         )
 
     def results_path(self, kind: str) -> Path:
-        """Return where results of a kind (speed, planner) on this machine are kept."""
+        """Return the file of results of a kind (speed, planner) on this machine."""
         card = key_of(self.device) or self.device.replace(" ", "-")
         return ROOT / "benchmarks" / "results" / f"{kind}-{card.lower()}.json"
 
 
 def gpu_name() -> str:
-    """Return what nvidia-smi calls the first GPU. Exits where there is none."""
+    """Return the name of the first GPU, from nvidia-smi. Exits if there is none."""
     if shutil.which("nvidia-smi") is None:
         sys.exit(
-            "no NVIDIA GPU is here to measure on; `python -m benchmarks.speed --toy` tries the "
+            "this machine has no NVIDIA GPU; `python -m benchmarks.speed --toy` tries the "
             "benchmark on the CPU, `python -m benchmarks.speed --report FILE` shows results"
         )
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -73,7 +64,7 @@ def gpu_name() -> str:
 
 
 def repository_commit() -> str | None:
-    """Return the commit of the tree that is measured, None where there is no git."""
+    """Return the commit that is measured. None without git."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

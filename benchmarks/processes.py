@@ -1,36 +1,22 @@
-"""Runs a command for a limited time, without the settings of the caller's shell; busy cores."""
+"""Run a command for a limited time, without settings of the caller's shell."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 SETTING_PREFIXES = ("MODEL_", "TUNING_", "TRAIN_", "DATA_")
 MAKE_VARIABLES = (
-    "MAKEFLAGS",
-    "MAKELEVEL",
-    "MFLAGS",
-    "MAKEOVERRIDES",
-    "WORKS",
-    "ARMS",
-    "GPUS",
-    "STRATEGIES",
-    "STEPS",
-    "SECONDS",
-    "CONFIG",
-    "RUN",
-)
-# ends with the process that it is told, however that one ends
-BUSY_LOOP = """
-import os, sys
-while os.getppid() == int(sys.argv[1]):
-    sum(range(100_000))
-"""
+    "MAKEFLAGS MAKELEVEL MFLAGS MAKEOVERRIDES WORKS ARMS GPUS STRATEGIES STEPS SECONDS "
+    "CONFIG RUN EXACT"
+).split()
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -42,28 +28,32 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-@contextlib.contextmanager
-def busy_cores() -> Iterator[None]:
-    """Keep every core that this process may use busy with a process of its own."""
-    command = [sys.executable, "-c", BUSY_LOOP, str(os.getpid())]
-    loops = []
-    try:
-        for _ in os.sched_getaffinity(0):
-            loops.append(subprocess.Popen(command, start_new_session=True))  # no Ctrl-C of ours
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+class Ended(NamedTuple):
+    """How a command of `run_limited` ended."""
+
+    status: int | None  # None: it was killed after `limit` seconds
+    limit: float
+    started: float  # time.time()
+    at: float  # time.time()
+    log: Path
+
+    @property
+    def cause(self) -> str:
+        """Why it wrote no report."""
+        if self.status is None:
+            return f"not done within {self.limit:.0f} s"
+        words = self.log.read_text(encoding="utf-8", errors="replace").split()
+        return f"ended with {self.status}: {' '.join(words[-60:])}"
 
 
 def run_limited(
     command: list[str], log: Path, seconds: float, cwd: Path, environ: Mapping[str, str]
-) -> int | None:
-    """Run a command with its output in `log` and return its status.
+) -> Ended:
+    """Run a command with its output in `log`.
 
-    After `seconds` it is killed with all its children, and None is returned.
+    After `seconds` the command and its children are killed.
     """
+    started, status = time.time(), None
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(
             command,
@@ -74,25 +64,17 @@ def run_limited(
             start_new_session=True,
         )
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
         finally:
-            if process.poll() is None:  # the time is up, or the benchmark itself was told to stop
+            if process.poll() is None:  # the time is up, or the benchmark itself is stopped
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+    return Ended(status, seconds, started, time.time(), log)
 
 
-def failure_cause(status: int | None, seconds: float, log: Path) -> str:
-    """Return why a command of `run_limited` left no report."""
-    if status is None:
-        return f"not done within {seconds:.0f} s"
-    return f"ended with {status}: {last_words(log)}"
-
-
-def last_words(log: Path) -> str:
-    """Return the last 60 words of a log."""
-    if not log.exists():
-        return "no log"
-    words = log.read_text(encoding="utf-8", errors="replace").split()
-    return " ".join(words[-60:])
+def fresh_folder(folder: Path) -> Path:
+    """Return an empty folder; what it contained is deleted."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

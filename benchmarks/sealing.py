@@ -1,14 +1,13 @@
-"""What publishing a checkpoint costs beside a plain save: `python -m benchmarks.sealing [FOLDER]`.
+"""What publishing a checkpoint adds to a plain save: `python -m benchmarks.sealing [FOLDER]`.
 
-A checkpoint of a full run is written as Trainer writes it: the weights as safetensors, then Adam's
-two moments by torch.save. The plain save ends where its files are on the disk (sync), since a
-checkpoint that the next power cut takes is none; without the sync is printed beside it.
+The checkpoint of a full fine-tuning run is written as Trainer writes it: the weights as
+safetensors, then Adam's two moments by torch.save. The plain save ends when its files are on the
+disk (sync): a checkpoint that a power cut destroys is useless.
 
-Plain and sealed saves alternate, and the middle of the pairs counts. Each begins with an idle disk
-(os.sync), or one save would wait for what the one before it has left to be written. Both write the
-same bytes by the same code, and how long that takes says nothing of the seal: on a virtual machine,
-which may have to fetch each page of its memory from the host, 1.5 GB took 0.4 s to 3.9 s. So what
-sealing adds is measured where it works, after the write, and set beside the median write.
+Plain and sealed saves alternate. Each starts with an idle disk (os.sync): otherwise it would wait
+for the save before it. Both write the same bytes by the same code, and the time of that varies: on
+a virtual machine 1.5 GB took 0.4 s to 3.9 s. So the seal is timed by itself, after the write, and
+compared with the median write.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -39,7 +37,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor], moments: list[torch.Te
 
 
 def sync(folder: Path) -> None:
-    """Bring the files of a folder to the disk, one after the other."""
+    """Write the files of a folder to the disk, one after the other."""
     for path in sorted(folder.iterdir()):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -53,94 +51,69 @@ class Pair(NamedTuple):
     sync: float
     sealed_write: float
     seal: float  # hashes, sync and the new name
-    check: float  # reading it as a resume does, from memory
-
-
-def to_disk(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Return the median seconds of a write, of either kind, and of the sync after a plain one."""
-    writes = [seconds for pair in pairs for seconds in (pair.plain_write, pair.sealed_write)]
-    return median(writes), median(pair.sync for pair in pairs)
 
 
 def added(pairs: Sequence[Pair]) -> list[float]:
-    """Return what sealing adds in each pair, as a share of a save that reaches the disk."""
-    save = sum(to_disk(pairs))
+    """Return what sealing adds in each pair, as a fraction of a save that reaches the disk."""
+    writes = [seconds for pair in pairs for seconds in (pair.plain_write, pair.sealed_write)]
+    save = median(writes) + median(pair.sync for pair in pairs)
     return [(pair.seal - pair.sync) / save for pair in pairs]
 
 
 def measure(folder: Path, gigabytes: float, repeats: int) -> list[Pair]:
-    """Return the seconds of pairs of a plain and a sealed save, either one first in turn.
+    """Return the seconds of pairs of a plain and a sealed save. The first one alternates.
 
-    One that is not measured comes before them: the system finds memory for the first pages.
+    One save comes before them that is not measured: the system allocates the first pages.
     """
     tensors = 24
     numbers = int(gigabytes * GB / 4 / (1 + MOMENTS) / tensors)
     weights = {f"layer.{index}": torch.randn(numbers) for index in range(tensors)}
     moments = [torch.randn(numbers) for _ in range(tensors * MOMENTS)]
 
-    def save(target: Path, *steps: Callable[[], None]) -> list[float]:
-        """Return the seconds of writing and of each step after it."""
+    def save(written: Path, target: Path, publish: Callable[[], object]) -> tuple[float, float]:
+        """Return the seconds of writing and of publishing."""
         os.sync()
-        clock = [time.perf_counter()]
-        write(target, weights, moments)
-        clock.append(time.perf_counter())
-        for step in steps:
-            step()
-            clock.append(time.perf_counter())
-        return [after - before for before, after in pairwise(clock)]
-
-    def plain() -> list[float]:
-        took = save(folder / "plain", lambda: sync(folder / "plain"))
-        shutil.rmtree(folder / "plain")
-        return took
-
-    def sealed() -> list[float]:
-        staged = folder / checkpoints.STAGING / "checkpoint-1"
-        target = folder / "checkpoint-1"
-        took = save(staged, lambda: checkpoints.publish(staged, target), lambda: check(target))
+        started = time.perf_counter()
+        write(written, weights, moments)
+        written_at = time.perf_counter()
+        publish()
+        ended = time.perf_counter()
+        damage = None if target is plain else seal.find_damage(target)
+        assert damage is None, damage
         shutil.rmtree(target)
-        return took
+        return written_at - started, ended - written_at
 
+    plain, target = folder / "plain", folder / "checkpoint-1"
+    staged = folder / checkpoints.STAGING / target.name
+    saves = [
+        lambda: save(plain, plain, lambda: sync(plain)),
+        lambda: save(staged, target, lambda: checkpoints.publish(staged, target)),
+    ]
+    saves[1]()
     found = []
-    sealed()
     for number in range(repeats):
-        order = (sealed, plain) if number % 2 else (plain, sealed)
-        took = {kind: kind() for kind in order}
-        found.append(Pair(*took[plain], *took[sealed]))
+        first = number % 2
+        took = {kind: saves[kind]() for kind in (first, 1 - first)}
+        found.append(Pair(*took[0], *took[1]))
     return found
 
 
-def check(folder: Path) -> None:
-    """Read a sealed folder as a resume does."""
-    damage = seal.find_damage(folder)
-    assert damage is None, damage
-
-
 def main() -> None:
-    """Print the median of each, and of what sealing adds in a pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the median of each part, and of what sealing adds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", default=".", help="a folder on the disk to measure")
     parser.add_argument("--gigabytes", type=float, default=1.5, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int, default=15)
-    chosen = parser.parse_args()
-    load = os.getloadavg()[0]  # hashing waits where other programs have the cores
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        pairs = measure(Path(folder), chosen.gigabytes, chosen.repeats)
-    save, wait = to_disk(pairs)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        pairs = measure(Path(folder), args.gigabytes, args.repeats)
     shares = added(pairs)
-    sealing = median(pair.seal for pair in pairs)
-    whole = median(
-        (pair.sealed_write + pair.seal) / (pair.plain_write + pair.sync) - 1 for pair in pairs
-    )
     print(
-        f"checkpoint {chosen.gigabytes:g} GB, {len(os.sched_getaffinity(0))} cores, "
-        f"load of others {load:.1f}, "
-        f"{len(pairs)} pairs: write {save:.2f} s, sync {wait:.2f} s, seal with sync "
-        f"{sealing:.2f} s: "
-        f"{median(shares):+.0%} over a save that reaches the disk "
-        f"({min(shares):+.0%} to {max(shares):+.0%}; with the noise of the writes {whole:+.0%}), "
-        f"{sealing / save:+.0%} over one that need not; "
-        f"checked in {median(pair.check for pair in pairs):.2f} s"
+        f"checkpoint {args.gigabytes:g} GB, {len(pairs)} pairs: sealing adds "
+        f"{median(shares):+.0%} to a save that reaches the disk "
+        f"({min(shares):+.0%} to {max(shares):+.0%})"
     )
 
 

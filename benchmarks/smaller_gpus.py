@@ -1,66 +1,44 @@
 """Run a command on GPUs with less free memory than they have, as on smaller cards.
 
-python -m benchmarks.smaller_gpus --leave 23 make train-distributed CONFIG=configs/rtx4090_sli.yaml
+python -m benchmarks.smaller_gpus 23 make train-distributed CONFIG=configs/rtx4090_sli.yaml
 
-A process beside the command holds the rest of every GPU that is visible until the command ends.
-The program plans for what is free, as it does beside somebody else's run.
+Until the command ends, another process occupies the rest of every visible GPU. If a GPU has this
+memory itself, to 1 GiB, none of it is occupied. The program plans for what is free.
 """
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from benchmarks.machine import GIB
-
-MARGIN = 1 << 27  # bytes: a context grows a little after it is made
+from benchmarks.workloads import MARGIN_GIB
 
 
 def hold(free_gib: float) -> list[object]:
-    """Return tensors that leave so much memory of each GPU free, in GiB.
-
-    Exits where a GPU has less.
-    """
+    """Return tensors that leave only `free_gib` of each GPU free. Exits if a GPU has less."""
     import torch
 
     tensors: list[object] = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         torch.zeros(1, device=device)  # makes the context, which takes memory too
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        held_bytes = free_bytes - int(free_gib * GIB) - MARGIN
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        if abs(total_bytes - free_gib * GIB) < GIB:  # it is such a card itself
+            continue
+        held_bytes = free_bytes - int((free_gib + MARGIN_GIB) * GIB)
         if held_bytes < 0:
-            sys.exit(f"GPU {index} has {free_bytes / GIB:.1f} GiB free; --leave takes less")
+            sys.exit(f"GPU {index} has {free_bytes / GIB:.1f} GiB free; leave less")
         tensors.append(torch.empty(held_bytes, dtype=torch.uint8, device=device))
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        print(f"GPU {index}: {free_bytes / GIB:.1f} GiB free", flush=True)
-    if not tensors:
-        sys.exit("no GPU is here")
+    if not torch.cuda.is_available():
+        sys.exit("this machine has no GPU")
     return tensors
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return `leave`, GiB of each GPU, and `command`. Exits where one is missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--leave", type=float, required=True, help="GiB of each GPU")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args(words)
-    if args.command[:1] == ["--"]:
-        args.command.pop(0)
-    if not args.command:
-        parser.error("name the command behind the GiB, such as --leave 23 make train")
-    if not args.leave > 0:
-        parser.error(f"--leave {args.leave:g}: write the GiB of a smaller card, such as 23")
-    return args
-
-
 def main() -> None:
-    """Hold memory, run the command, and exit with its code."""
-    args = arguments(sys.argv[1:])
-    held = hold(args.leave)
-    code = subprocess.run(args.command).returncode
+    """Occupy memory, run the command, and exit with its code."""
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    held = hold(float(sys.argv[1]))
+    code = subprocess.run(sys.argv[2:]).returncode
     held.clear()
     sys.exit(code)
 

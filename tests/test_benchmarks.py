@@ -1,13 +1,12 @@
-"""The inputs of the benchmarks, which speeds of `make bench` count, and a toy run of it."""
+"""The benchmarks: which runs count, how logs become speeds, and the pages of results."""
 
-import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,77 +16,35 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from record_files import read_rows
-
-from benchmarks import inputs, smaller_gpus
-from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
-from benchmarks.machine import ROOT
-from benchmarks.processes import busy_cores, clean_environment, run_limited
-from benchmarks.speed import ours
-from benchmarks.speed.report import markdown
-from benchmarks.speed.results import (
-    ArmRun,
-    Measurement,
-    SpeedResults,
-    TokenCount,
-    Verdict,
-)
-from benchmarks.speed.runner import Benchmark, Options, number_of_steps
-from benchmarks.speed.samples import Inputs, Samples, make_inputs
-from benchmarks.speed.verdict import check_run, deviation, window_means
-from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
+from benchmarks import inputs, ours, report, scaling
+from benchmarks.inputs import TINY, fixed_rows
+from benchmarks.machine import ROOT, Machine
+from benchmarks.planner.figures import SWEEPS
+from benchmarks.planner.report import markdown as planner_page
+from benchmarks.planner.runs import find_faults, read_figures
+from benchmarks.planner.search import find_largest
+from benchmarks.processes import Ended, clean_environment, run_limited
+from benchmarks.promised_hardware import cases_of
+from benchmarks.results import Result, Results
+from benchmarks.samples import Inputs, Samples, TokenCount, make_inputs
+from benchmarks.verdict import check_run, deviation, window_means
+from benchmarks.workloads import ARMS, WORKLOADS, BaseModel, Case, find_workload
+from sft_play.commands import call as calls
 from sft_play.data.order import steps
-from sft_play.runs.report import LoggedLoss
+from sft_play.plan.memory import PHASES
+from sft_play.plan.step import Layout
+from sft_play.runs.metrics import MetricsLine
+from sft_play.runs.report import LoggedLoss, PeakBytes, RunReport
 
-
-def test_alpaca_rows_are_the_same_each_time(tmp_path):
-    for turn in ("first", "second"):
-        alpaca_rows(tmp_path / f"{turn}-alpaca.jsonl", tmp_path / f"{turn}-messages.jsonl", rows=50)
-    for shape in ("alpaca", "messages"):
-        assert (tmp_path / f"first-{shape}.jsonl").read_bytes() == (
-            tmp_path / f"second-{shape}.jsonl"
-        ).read_bytes()
-
-
-def test_alpaca_rows_say_the_same_in_both_shapes(tmp_path):
-    alpaca_rows(tmp_path / "alpaca.jsonl", tmp_path / "messages.jsonl", rows=50)
-    said = [
-        [row.messages for row in read_rows(tmp_path / f"{shape}.jsonl")]
-        for shape in ("alpaca", "messages")
-    ]
-    assert said[0] == said[1]
-
-
-def test_alpaca_rows_have_the_lengths_of_alpaca(tmp_path):
-    alpaca_rows(tmp_path / "alpaca.jsonl", tmp_path / "messages.jsonl", rows=2000)
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "alpaca.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    words = [len(row["output"].split()) for row in rows]
-    assert 40 <= statistics.median(words) <= 60
-    assert max(words) > 6 * statistics.median(words), "a long tail"
-    assert 0.35 < sum(bool(row["input"]) for row in rows) / len(rows) < 0.45
+GIB = 2**30
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = ARMS["ours-bnb"]
 
 
 def rendered_lengths(path: Path) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    turns = [
-        [
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-        for row in rows
-    ]
-    return [
-        len(
-            tokenizer(tokenizer.apply_chat_template(one, tokenize=False), add_special_tokens=False)[
-                "input_ids"
-            ]
-        )
-        for one in turns
-    ]
+    return [inputs._count_tokens(tokenizer, row) for row in rows]
 
 
 def test_rows_of_a_fixed_length_have_it_to_the_token(tmp_path: Path) -> None:
@@ -95,334 +52,289 @@ def test_rows_of_a_fixed_length_have_it_to_the_token(tmp_path: Path) -> None:
     assert rendered_lengths(tmp_path / "rows.jsonl") == [100] * 8
 
 
-def test_ragged_rows_have_a_long_tail_and_are_the_same_however_many_follow(tmp_path: Path) -> None:
-    ragged_rows(tmp_path / "few.jsonl", rows=20, median=60, most=400)
-    ragged_rows(tmp_path / "many.jsonl", rows=60, median=60, most=400)
-    few, many = ((tmp_path / name).read_text().splitlines() for name in ("few.jsonl", "many.jsonl"))
-    assert many[:20] == few
-    lengths = rendered_lengths(tmp_path / "many.jsonl")
-    assert 40 <= statistics.median(lengths) <= 90
-    assert max(lengths) > 3 * statistics.median(lengths)
-
-
-def test_our_shuffle_draws_the_rows_of_the_file_in_the_order_of_the_others(tmp_path: Path) -> None:
-    work = WORKLOADS["toy-ragged"]
-    inputs = make_inputs(work, steps=2, folder=tmp_path)
-    rows = inputs.rows.read_text(encoding="utf-8").splitlines()
-    in_order = (inputs.folder / "in-order.jsonl").read_text(encoding="utf-8").splitlines()
-    drawn = [
-        rows[place]
-        for step in steps(len(rows), work.rows_per_step, seed=42, epoch=0)
-        for place in step
-    ]
-    assert drawn == in_order != rows
-    samples = Samples.read(inputs.samples)
-    assert samples.lengths.tolist() == rendered_lengths(inputs.folder / "in-order.jsonl")
-    ids, trained = samples.row(1)
-    answer = json.loads(in_order[1])["answer"]
-    assert (
-        AutoTokenizer.from_pretrained(TINY).decode(ids[trained], skip_special_tokens=True).strip()
-        == answer
-    )
-
-
-def logged(losses: list[float]) -> list[LoggedLoss]:
-    return [LoggedLoss(WARM_UP * number, loss) for number, loss in enumerate(losses, start=1)]
-
-
-FALLING = [10 - 0.2 * step for step in range(25)]
-FOLLOWED = window_means(FALLING)
-
-
-def test_a_curve_that_is_the_reference_is_not_off() -> None:
-    assert pytest.approx([9.6, 8.6, 7.6, 6.6, 5.6]) == FOLLOWED
-    assert deviation(logged(FOLLOWED), FALLING) == pytest.approx(0)
-
-
-def test_the_worst_window_that_both_have_is_what_a_curve_is_off_by() -> None:
-    assert deviation(logged([9.6, 8.6 * 1.03, 7.6, 6.6, 5.6, 99.0]), FALLING) == pytest.approx(0.03)
-    assert deviation(logged([9.6]), FALLING[:4]) is None
-
-
-def honest_run(**changed: object) -> ArmRun:
-    honest = {
-        "seconds": 2.0,
-        "real_tokens": 2000,
-        "trained_tokens": 400,
-        "ready_seconds": 1.0,
-        "losses": logged(FOLLOWED),
-        "least_grad_norm": 0.1,
-        "untrained": [],
-        "peak_reserved_gib": 1.0,
-        "peak_allocated_gib": None,
-    }
-    return ArmRun("done", started=0.0, measured=Measurement(**honest | changed))
-
-
-TOKENS = [TokenCount(100, 20)] * 25
-
-
-def test_an_arm_that_trained_the_rows_counts() -> None:
-    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], honest_run(), FALLING, TOKENS)
-    assert verdict == Verdict(counts=True, why_not=[], off=pytest.approx(0))
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"losses": logged([loss * 1.02 for loss in FOLLOWED])}, "off the reference"),
-        ({"losses": logged([float("nan")] * 5)}, "not finite"),
-        ({"losses": []}, "not finite"),
-        ({"losses": logged(FOLLOWED[:2])}, "falls by 18%"),
-        ({"untrained": ["layers.0.self_attn.q_proj.lora_B"]}, "1 adapters got no gradient"),
-        ({"least_grad_norm": 0.0}, "without a gradient"),
-        ({"real_tokens": 1999}, "trained 1999 tokens"),
-        ({"rows_used": 799}, "799 rows of 800"),
-    ],
-)
-def test_an_arm_that_did_not_does_not_count_and_the_table_says_why(
-    changed: dict[str, object], reason: str
-) -> None:
-    run = honest_run(**changed)
-    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], run, FALLING, TOKENS)
-    assert not verdict.counts
-    assert reason in "; ".join(verdict.why_not)
-
-
-def test_a_loss_that_hardly_falls_counts_for_nothing_whatever_it_follows() -> None:
-    slow = [10 - 0.1 * step for step in range(25)]
-    run = honest_run(losses=logged(window_means(slow)))
-    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], run, slow, TOKENS)
-    assert verdict.off == pytest.approx(0)
-    assert verdict.why_not == ["the reference's loss falls by 24%, of 25%"]
-
-
-def test_a_run_that_failed_does_not_count_and_says_why() -> None:
-    run = ArmRun("out of memory", started=0.0, error="CUDA out of memory")
-    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], run, FALLING, TOKENS)
-    assert verdict == Verdict(False, ["out of memory: CUDA out of memory"], None)
-
-
-def test_the_committed_results_read_and_write_the_same_json(tmp_path: Path) -> None:
-    path = ROOT / "benchmarks" / "results" / "speed-h200.json"
-    results = SpeedResults.read(path)
-    results.path = tmp_path / "results.json"
-    results.write()
-    assert json.loads(results.path.read_text()) == json.loads(path.read_text())
-
-
-def test_packed_arms_are_for_ragged_rows() -> None:
-    assert not runs_by_default(WORKLOADS["8b-lora-2048"], ARMS["trl-packed"])
-    assert runs_by_default(WORKLOADS["1b-ragged"], ARMS["trl-packed"])
-    assert runs_by_default(WORKLOADS["8b-lora-2048"], ARMS["ours-bnb"])
-
-
-def test_our_arm_is_told_nothing_of_speed() -> None:
-    work = WORKLOADS["8b-lora-2048"]
-    command = ours.make_command(
-        work, ARMS["ours-bnb"], Inputs(Path("inputs"), Path("model")), Path("out"), 25, on_cpu=False
-    )
-    assert command[:2] == ["make", "train-bnb"]
-    told = {word.partition("=")[0] for word in command[2:]}
-    of_speed = {
-        "TRAIN_BATCH_SIZE",
-        "TRAIN_GRAD_ACCUM",
-        "TRAIN_PACKING",
-        "TRAIN_GRADIENT_CHECKPOINTING",
-        "TRAIN_OPTIM",
-        "MODEL_ATTN_IMPLEMENTATION",
-    }
-    assert not told & of_speed
-
-
-def test_settings_of_the_callers_shell_stay_out_of_our_arm() -> None:
-    assert clean_environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "PATH": "/bin"}) == {
-        "PATH": "/bin"
-    }
-
-
-def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    done = run_limited(
-        ["bash", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 1.0, tmp_path, os.environ
-    )
-    assert done is None
-    child = int((tmp_path / "log").read_text())
-    deadline = (
-        time.monotonic() + 30
-    )  # a signal is sent at once and takes effect when the kernel comes to it
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"{child} still runs"
-        time.sleep(0.05)
-
-
-@pytest.mark.long
-def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.speed",
-        "--toy",
-        "--works",
-        "toy-ragged",
-        "--arms",
-        "hf-best",
-        "unsloth-best",
-        "ours-bnb",
-    ]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "work"), "--results", str(tmp_path / "toy.json")],
-        cwd=ROOT,
-        env={
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("WORKS", "ARMS", "STEPS", "SECONDS")
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "toy.json").read_text())
-    arms = results["works"]["toy-ragged"]["arms"]
-    for name in ("hf-best", "ours-bnb"):
-        verdict, measured = arms[name]["verdict"], arms[name]["run"]["measured"]
-        assert verdict["counts"], verdict["why_not"]
-        # float32 throughout: the same rows, the same adapters, the same steps
-        assert verdict["off"] < 1e-4
-        assert measured["seconds"] > 0
-        assert measured["real_tokens"] == arms["hf-best"]["run"]["measured"]["real_tokens"]
-    failed = arms["unsloth-best"]["run"]
-    assert failed["status"] == "failed" and "unsloth" in failed["error"]  # told, not hidden
-    table = markdown(SpeedResults.read(tmp_path / "toy.json"))
-    assert table == (tmp_path / "toy.md").read_text()
-    assert table.index("| unsloth-best |") > max(
-        table.index("| hf-best |"), table.index("| ours-bnb |")
-    )
-
-
-@pytest.mark.long
-def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) -> None:
-    work, path = WORKLOADS["toy-fixed"], tmp_path / "results.json"
-    report = tmp_path / "work" / "toy-fixed-5" / "reference" / "report.json"
-
-    def refer() -> dict[str, object]:
-        # the second time read back from the file
-        results = SpeedResults.on_this_machine(path, True, "speed")
-        options = Options(seconds=300, on_cpu=True, steps=5, keep=True)
-        Benchmark(results, tmp_path / "work", options).run(work, [])
-        return json.loads(path.read_text())["works"][work.name]
-
-    found = refer()
-    assert len(found["reference"]["losses"]) == 10 and report.exists()
-    report.unlink()
-    assert refer() == found and not report.exists()
-
-
-@pytest.mark.long
-def test_a_benchmark_that_is_told_to_stop_leaves_no_arm_behind(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.speed",
-        "--toy",
-        "--works",
-        "toy-fixed",
-        "--arms",
-        "hf-best",
-        "--folder",
-        str(tmp_path / "work"),
-    ]
-    bench = subprocess.Popen(
-        [*command, "--results", str(tmp_path / "toy.json")], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    job = tmp_path / "work" / "toy-fixed-5" / "reference" / "job.json"
-    while bench.poll() is None and not (job.exists() and arms_of(job)):
-        time.sleep(0.1)
-    (arm,) = arms_of(job)
-    bench.terminate()
-    assert bench.wait(30) == 128 + signal.SIGTERM
-    assert not arms_of(job), arm
-
-
-def arms_of(job: Path) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(job) in (process.info["cmdline"] or [])
-    ]
-
-
-@pytest.mark.parametrize("text", ["12", "-5", "many", "2.5"])
-def test_steps_that_end_between_two_losses_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"STEPS={text}.*multiple of 5"):
-        number_of_steps(text)
-
-
-@pytest.mark.parametrize("text", ["0", "5", "20"])
-def test_steps_that_end_with_a_loss_are_taken(text):
-    assert number_of_steps(text) == int(text)
-
-
-# GPUs with less free memory
-
-
-@pytest.mark.parametrize("separator", [[], ["--"]])
-def test_the_command_for_smaller_gpus_is_what_stands_behind_the_gib(separator: list[str]) -> None:
-    command = ["make", "train-distributed", "CONFIG=tiny", "--silent"]
-    found = smaller_gpus.arguments(["--leave", "23", *separator, *command])
-    assert (found.leave, found.command) == (23.0, command)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [(["--leave", "23"], "name the command"), (["--leave", "0", "make"], "--leave 0: write")],
-)
-def test_smaller_gpus_ask_for_a_command_and_some_memory_before_they_hold_any(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        smaller_gpus.arguments(words)
-    assert sentence in capsys.readouterr().err
-
-
-def test_cores_are_kept_busy_by_processes_that_end_with_the_benchmark() -> None:
-    before = set(psutil.Process().children())
-    with busy_cores():
-        loops = set(psutil.Process().children()) - before
-        assert len(loops) == len(os.sched_getaffinity(0))
-    assert not any(loop.is_running() for loop in loops)
-
-
-def test_no_busy_core_outlives_a_benchmark_that_is_killed() -> None:
-    code = (
-        "import time; from benchmarks.processes import busy_cores\n"
-        "with busy_cores(): print(flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as one:
-        one.stdout.readline()
-        loops = psutil.Process(one.pid).children()
-        one.kill()
-    assert len(loops) == len(os.sched_getaffinity(0))
-    assert not psutil.wait_procs(loops, timeout=10)[1]
+def test_our_shuffle_draws_the_rows_in_the_order_of_the_other_programs(tmp_path: Path) -> None:
+    workload = WORKLOADS["toy-ragged"]
+    made = make_inputs(workload, 4, tmp_path)
+    rows = made.rows.read_text(encoding="utf-8").splitlines()
+    order = steps(len(rows), workload.rows_per_step, seed=42, epoch=0)
+    in_order = tmp_path / "in-order.jsonl"
+    in_order.write_text("\n".join(rows[place] for step in order for place in step))
+    samples = Samples.read(made.samples)
+    assert samples.lengths.tolist() == rendered_lengths(in_order)
+    assert sum(step.real for step in samples.step_tokens(8)) == samples.lengths.sum()
 
 
 @pytest.mark.parametrize("in_mxfp4", [False, True])
-def test_a_random_model_repeats_its_layers_and_loads_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_mxfp4: bool
-) -> None:
+def test_a_random_model_repeats_its_layers_and_loads(tmp_path, monkeypatch, in_mxfp4) -> None:
     def tiny(shape: str, layers: int | None = None, as_published: bool = False) -> dict:
         sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "vocab_size": 2048}
         counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
         return {"model_type": "gpt_oss", "num_hidden_layers": layers or 5, **sizes, **counts}
 
     monkeypatch.setattr(inputs, "model_settings", tiny)
-    inputs.random_model("gpt-oss", tmp_path, in_mxfp4=in_mxfp4)
-    assert len(list(tmp_path.glob("layer-*.safetensors"))) == 5
+    inputs.random_model(BaseModel(shape="gpt-oss", in_mxfp4=in_mxfp4), tmp_path)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    kinds = ["sliding_attention", "full_attention"]
-    assert model.config.layer_types == [*kinds, *kinds, kinds[0]]
     weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
     assert torch.equal(weights[4], weights[0]) and torch.equal(weights[3], weights[1])
     assert not torch.equal(weights[0], weights[1]) and weights[0].float().std() > 0.01
+
+
+# When a speed counts
+
+FALLING = [10 - 0.2 * step for step in range(25)]
+TOKENS = [TokenCount(100, 20)] * 25
+RAGGED = WORKLOADS["1b-ragged"]
+
+
+def logged(losses: list[float]) -> list[LoggedLoss]:
+    return [LoggedLoss(5 * number, loss) for number, loss in enumerate(losses, start=1)]
+
+
+def honest(**changed: object) -> Result:
+    figures = {"tokens": 2000, "labelled_tokens": 400, "least_grad_norm": 0.1, "rows_used": 800}
+    losses = changed.pop("losses", logged(window_means(FALLING, 5)))
+    return Result("1b-ragged", "hf-best", losses=losses, figures=figures | changed)
+
+
+def test_the_deviation_is_that_of_the_worst_window_that_both_curves_have() -> None:
+    curve = [9.6, 8.6 * 1.03, 7.6, 6.6, 5.6, 99.0]
+    assert deviation(logged(curve), FALLING, 5) == pytest.approx(0.03)
+    assert deviation(logged([9.6]), FALLING[:4], 5) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"losses": logged([9.8, 8.8, 7.8, 6.8, 5.8])}, "off the reference"),
+        ({"losses": logged([float("nan")] * 5)}, "not finite"),
+        ({"losses": []}, "not finite"),
+        ({"losses": logged([9.6, 8.6])}, "falls by 18%"),
+        ({"untrained": ["layers.0.q_proj.lora_B"]}, "1 adapters got no gradient"),
+        ({"least_grad_norm": 0.0}, "without a gradient"),
+        ({"tokens": 1999}, "trained 1999 tokens"),
+        ({"rows_used": 799}, "799 rows of 800"),
+    ],
+)
+def test_a_run_counts_only_if_it_trained_the_rows_to_the_reference_loss(changed, reason) -> None:
+    faults = check_run(RAGGED, ARMS["hf-best"], honest(**changed), FALLING, TOKENS)
+    assert bool(faults) == bool(reason)
+    assert reason in "; ".join(faults)
+
+
+def test_a_run_that_failed_does_not_count_and_says_why() -> None:
+    result = replace(honest(), status="out of memory", cause="CUDA")
+    faults = check_run(RAGGED, ARMS["hf-best"], result, FALLING, TOKENS)
+    assert faults == ["out of memory: CUDA"]
+
+
+# From logs to speeds
+
+
+def test_the_time_of_some_steps_is_that_of_their_logs_since_the_first() -> None:
+    times = {5: 9.0, 10: 0.5, 12: 1.0, 20: 7.0}
+    lines = {step: MetricsLine(step, 20, 0.0, {"step_seconds": times[step]}) for step in times}
+    assert ours.seconds_between(lines, 5, 12) == 5 * 0.5 + 2 * 1.0
+    with pytest.raises(AssertionError, match="step 11 was not logged"):
+        ours.seconds_between(lines, 5, 11)
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "found"),
+    [
+        (
+            "GPU 0\nneeds 17.2 GiB\nexit class 15 (out_of_memory)\n",
+            2,
+            ("refused", "needs 17.2 GiB"),
+        ),
+        ("one\ntwo\n", 1, ("failed", "ended with 1: one two")),
+        ("one\n", None, ("out of time", "not done within 300 s")),
+    ],
+)
+def test_a_run_without_a_report_says_why(tmp_path: Path, log: str, status, found) -> None:
+    (tmp_path / "log").write_text(log)
+    ended = Ended(status, 300, 0.0, 1.0, tmp_path / "log")
+    made = Inputs(tmp_path, tmp_path)
+    result = ours.read_run(Case(WORKLOADS["toy-fixed"], OURS), made, tmp_path, ended)
+    assert (result.status, result.cause) == found
+
+
+def test_our_arm_gets_no_setting_that_concerns_speed(tmp_path: Path) -> None:
+    case = Case(WORKLOADS["8b-lora-2048"].scaled(2), OURS, 2, "fsdp")
+    settings = ours.make_settings(case, Inputs(tmp_path, tmp_path), tmp_path, 25)
+    command = ours.make_command(case, settings)
+    assert command[:2] == ["make", "train-distributed"]
+    assert {"NUM_GPUS=2", "TRAIN_STRATEGY=fsdp", "TRAIN_EFFECTIVE_BATCH_SIZE=8"} < set(command)
+    chosen = {"BATCH_SIZE", "GRAD_ACCUM", "PACKING", "GRADIENT_CHECKPOINTING", "OPTIM"}
+    assert not settings.keys() & {f"TRAIN_{name}" for name in chosen}
+    assert clean_environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "A": "b"}) == {"A": "b"}
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    command = ["bash", "-c", "sleep 600 & echo $!; wait"]
+    ended = run_limited(command, tmp_path / "log", 1.0, tmp_path, os.environ)
+    assert ended.status is None
+    child, deadline = int(ended.log.read_text()), time.monotonic() + 30
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"{child} still runs"
+        time.sleep(0.05)
+
+
+# Several GPUs
+
+
+def test_cases_on_several_gpus_follow_those_that_give_their_loss_and_their_speed(monkeypatch):
+    words = ["--works", "8b-lora-2048", "--gpus", "1", "2", "--strategies", "ddp"]
+    monkeypatch.setattr(sys, "argv", ["scaling", *words])
+    cases = scaling.choose_cases(scaling.parse_arguments(), 2)
+    found = [(case.workload.rows_per_step, case.arm.name, case.gpus) for case in cases]
+    one = [(4, "ours-bnb", 1), (4, "unsloth-best", 1), (8, "ours-bnb", 1)]
+    two = [(rows, arm, 2) for rows in (8, 4) for arm in ("ours-bnb", "unsloth-best")]
+    assert sorted(found[:3]) == one and found[3:] == two
+
+
+def test_a_speed_up_is_over_one_gpu_with_its_own_rows_and_only_of_speeds_that_count() -> None:
+    weak = Result("8b-lora-2048-times-2", "ours-bnb", 2, "ddp", tokens_per_second=19_600.0)
+    one = Result("8b-lora-2048", "ours-bnb", tokens_per_second=10_000.0)
+    strong = replace(one, gpus=2, strategy="fsdp", why_not=["its loss is off"])
+    machine = Machine("NVIDIA H200", "3.12", {}, None, None)
+    page = report.markdown(Results(machine=machine, gpus=2, results=[one, weak, strong]))
+    assert "| ours-bnb | 2 | ddp | 8 | 19,600 | 9,800 | 1.96 | 98.0% |" in page
+    assert "| ours-bnb | 2 | fsdp | 4 | ~~10,000~~ | ~~5,000~~ | - | - |" in page
+
+
+# Limited memory
+
+
+def plan_of(case: Case):
+    workload = case.workload
+    settings = ours.make_settings(case, Inputs(Path(), workload.shape), Path(), steps=1)
+    kept = {name: settings[name] for name in settings if not name.endswith(("PATH", "DIR", "PY"))}
+    size = workload.card if workload.free_gib is None else f"{workload.free_gib}GiB"
+    call = calls.read_call(None, [], gpus=f"{case.gpus}x{size}", environ={**os.environ, **kept})
+    return calls.plan_run(call, calls.load_config(call), distributed=case.gpus > 1).plan
+
+
+@pytest.mark.parametrize("name", [each.name for each in WORKLOADS.values() if each.promise])
+def test_a_machine_of_the_guide_runs_its_shipped_config_and_fits(name: str) -> None:
+    (case,) = cases_of(WORKLOADS[name])
+    plan = plan_of(case)
+    assert plan.fits and plan.layout.rows_per_step == case.workload.rows_per_step
+    assert plan.memory.predicted_peak < case.workload.promise[0] * 1e9
+
+
+def test_what_one_small_gpu_has_no_room_for_is_planned_on_two() -> None:
+    one, two = map(plan_of, cases_of(WORKLOADS["8b-lora-17-gib"]))
+    assert not one.fits
+    assert two.fits and two.is_fsdp and two.layout.rows_per_step == 4
+
+
+# The planner
+
+
+@pytest.mark.parametrize(("batch_size", "is_known"), [(4, True), (2, False)])
+def test_the_closed_form_counts_only_for_the_step_that_was_trained(batch_size, is_known) -> None:
+    phases = {name: {"total": (number + 1) * GIB} for number, name in enumerate(PHASES)}
+    chosen = {"per_device_batch_size": 4, "checkpointed_layers": 0}
+    before = {**chosen, "budget_bytes": 9, "phases": phases, "speed": {"tokens_per_second": 900.0}}
+    layout = Layout(batch_size, grad_accum=2, world_size=1, max_seq_len=2048)
+    case = Case(replace(WORKLOADS["1b-lora-2048"], card="H200"), OURS)
+    trained = replace(plan_of(case), layout=layout, probe=None)
+    predicted = read_figures(before, trained, RunReport()).predicted
+    assert (predicted.peak == 6 * GIB) == (predicted.tokens_per_second == 900) == is_known
+
+
+def test_a_refusal_counts_only_for_what_cannot_fit_and_a_peak_must_be_measured() -> None:
+    before = {"per_device_batch_size": 1, "checkpointed_layers": 0, "budget_bytes": 9, "phases": {}}
+    found = read_figures(before, None, RunReport(global_step=6, peak_bytes=PeakBytes(GIB)))
+    for name, faults in (("14b-full-float32", 0), ("14b-lora", 1)):
+        refused = Result(name, "ours-bnb", status="refused", cause="needs 248 GiB")
+        assert len(find_faults(Case(WORKLOADS[name], OURS), refused, found)) == faults
+    case = Case(WORKLOADS["14b-lora"], OURS)
+    done = Result(*case.key, losses=[LoggedLoss(6, 2.5)], figures={"least_grad_norm": 1.0})
+    assert find_faults(case, done, found) == ["its peak was not measured"]
+
+
+def test_the_largest_size_that_fits_is_found_from_below_and_from_above() -> None:
+    for limit, start in ((200, 39_000), (39_000, 200), (5_000, 5_000)):
+        found = find_largest(lambda size: size <= limit, start, most=65_536, precision=0.015)  # noqa: B023
+        assert found <= limit < found + max(128, 0.015 * limit) * 1.02 + 1
+    assert find_largest(lambda size: True, start=1000, most=5000) == 5000
+    assert find_largest(lambda size: False, start=1000, most=5000) == 0
+
+
+# Results and pages
+
+
+@pytest.mark.parametrize("name", ["speed-h200", "scaling-h200", "promised-h200", "planner-h200"])
+def test_a_page_is_what_its_results_print_and_results_are_read_as_written(name, tmp_path) -> None:
+    results = Results.read(RESULTS / f"{name}.json")
+    page = planner_page(results) if name.startswith("planner") else report.markdown(results)
+    assert page == (ROOT / f"docs/evidence/{name}.md").read_text(encoding="utf-8")
+    results.path = tmp_path / "again.json"
+    results.write()
+    assert json.loads(results.path.read_text()) == json.loads(
+        (RESULTS / f"{name}.json").read_text()
+    )
+
+
+def bench(module: str, folder: Path, *words: str) -> Results:
+    """Run a toy benchmark; return its results."""
+    path = folder / f"{module}-toy.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--toy", "--results", str(path)]
+    command += ["--folder", str(folder / "work"), *words]
+    environ = clean_environment(os.environ)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Results.read(path)
+
+
+@pytest.mark.long
+def test_the_arms_agree_on_the_tiny_model_and_the_reference_is_trained_once(tmp_path) -> None:
+    words = ["--works", "toy-ragged", "--arms", "hf-best", "unsloth-best", "ours-bnb"]
+    results = bench("speed", tmp_path, *words)
+    for name in ("hf-best", "ours-bnb"):
+        result = results.find("toy-ragged", name)
+        assert result.counts, result.why_not
+        assert result.off < 1e-4, "float32 throughout: the same rows, adapters and steps"
+    failed = results.find("toy-ragged", "unsloth-best")
+    assert failed.status == "failed" and "unsloth" in failed.cause
+    page = (tmp_path / "speed-toy.md").read_text()
+    assert page == report.markdown(results) and page.index("unsloth-best") > page.index("hf-best")
+    reference = tmp_path / "work" / "toy-ragged-10" / "reference"
+    (reference / "report.json").unlink()
+    bench("speed", tmp_path, *words, "--keep")
+    assert not (reference / "report.json").exists()
+
+
+@pytest.mark.long
+def test_the_planner_reads_runs_and_a_sweep_meets_real_out_of_memory_errors(tmp_path) -> None:
+    results = bench("planner", tmp_path, "--works", "toy-lora", "toy-refused", "sweep-toy")
+    assert all(result.counts for result in results.results), results.results
+    held, _ = results.find("sweep-toy", "ours-bnb").figures["budgets"]
+    assert {*held["choices"]} == {"plan", "probe"}
+    assert 0 < held["largest"][0]["true"] < 2 * SWEEPS["sweep-toy"].most_tokens
+
+
+@pytest.mark.long
+def test_a_benchmark_that_is_stopped_leaves_no_arm_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.speed", "--toy", "--works", "toy-fixed"]
+    command += ["--folder", str(tmp_path), "--results", str(tmp_path / "toy.json")]
+    job = tmp_path / "toy-fixed-10" / "reference" / "job.json"
+
+    def arms() -> list[psutil.Process]:
+        every = psutil.process_iter(["cmdline"])
+        return [each for each in every if str(job) in (each.info["cmdline"] or [])]
+
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while running.poll() is None and not (job.exists() and arms()):
+        time.sleep(0.1)
+    running.terminate()
+    assert running.wait(30) == 128 + signal.SIGTERM
+    assert not arms()
+
+
+def test_a_workload_with_more_rows_is_found_by_its_name() -> None:
+    workload = WORKLOADS["8b-lora-2048"].scaled(4)
+    assert workload.rows_per_step == 16 and find_workload(workload.name) == workload

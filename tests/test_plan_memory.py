@@ -297,7 +297,7 @@ def test_an_8b_step_is_not_put_below_what_was_measured_nor_a_tenth_above(changes
 @pytest.mark.parametrize(
     "model, changes, measured_gib",
     [
-        # peak reserved by make train-bnb, 8,192 tokens a micro-batch (docs/speed-h200.md), less
+        # peak reserved by make train-bnb, 8,192 tokens a micro-batch (docs/evidence/speed-h200.md), less
         # the context
         ("meta-llama/Llama-3.2-1B-Instruct", {"mode": "full", "grad_accum": 1}, 17.07),
         ("meta-llama/Llama-3.2-1B-Instruct", {"grad_accum": 1}, 10.23),

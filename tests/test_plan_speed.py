@@ -1,7 +1,6 @@
 """sft_play.plan.speed and cards: the seconds of a step, beside what was measured."""
 
 import doctest
-import json
 import sys
 from dataclasses import replace
 from itertools import product
@@ -16,7 +15,8 @@ from sft_play.config.loader import PROJECT_ROOT
 sys.path.insert(0, str(PROJECT_ROOT))
 
 from benchmarks.inputs import model_settings
-from benchmarks.speed.workloads import WORKLOADS
+from benchmarks.results import Result, Results
+from benchmarks.workloads import WORKLOADS
 from sft_play.models.structure import count_structure
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, key_of, parse
@@ -39,14 +39,7 @@ EXAMPLE = Example(
     Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048),
 )
 RESULTS = PROJECT_ROOT / "benchmarks" / "results" / "speed-h200.json"
-WORKS = json.loads(RESULTS.read_text())["works"]
-
-
-def facts_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what an arm chose and measured."""
-    return result | result["run"] | (result["run"]["measured"] or {})
-
-
+SPEED = Results.read(RESULTS)
 TOLERANCE = 0.10  # of what was measured
 MODES = ("lora", "qlora", "full")
 MIXTURES = ("Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")
@@ -71,12 +64,12 @@ def measured_arms() -> list[tuple[str, str]]:
     Mixtures ran with other kernels then, and not recorded.
     """
     found = []
-    for name, facts in WORKS.items():
-        if WORKLOADS[name].shape in MIXTURES:
+    for result in SPEED.results:
+        if WORKLOADS[result.workload].shape in MIXTURES:
             continue
-        for arm in ("ours-bnb", "hf-best", "hf-tutorial"):
-            if arm in facts["arms"] and (arm == "ours-bnb" or "2048" in name):
-                found.append((name, arm))
+        is_padded = result.arm in ("hf-best", "hf-tutorial") and "2048" in result.workload
+        if result.arm == "ours-bnb" or is_padded:
+            found.append((result.workload, result.arm))
     return found
 
 
@@ -90,17 +83,18 @@ def shape_of_work(name: str) -> ModelShape:
     return replace(shape, structure=count_structure(config))
 
 
-@pytest.mark.parametrize("name, arm", measured_arms())
-def test_one_h200_trains_as_fast_as_predicted(name, arm):
-    facts = facts_of(WORKS[name]["arms"][arm])
+@pytest.mark.parametrize(("name", "arm"), measured_arms())
+def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
+    result = SPEED.find(name, arm)
+    facts = result.figures
     model = shape_of_work(name)
     is_ragged = "ragged" in name
     rows = 32 if is_ragged else 4
     work = StepWork(
         rows=rows,
-        row_tokens=facts["real_tokens"] / facts["timed_steps"] / rows,
-        micro_batches=facts["settings"].get("micro_batches", 1),
-        labelled=facts["trained_tokens"] / facts["real_tokens"],
+        row_tokens=facts["tokens"] / facts["timed_steps"] / rows,
+        micro_batches=result.settings.get("micro_batches", 1),
+        labelled=facts["labelled_tokens"] / facts["tokens"],
         padding=1.07 if is_ragged else 1.0,
     )
     found = speed(
@@ -108,11 +102,10 @@ def test_one_h200_trains_as_fast_as_predicted(name, arm):
         model=model,
         mode=WORKLOADS[name].mode,
         is_fast=arm == "ours-bnb",
-        checkpointed_layers=model.layers if facts["settings"]["gradient_checkpointing"] else 0,
+        checkpointed_layers=model.layers if result.settings["gradient_checkpointing"] else 0,
     )
-    measured = facts["real_tokens"] / facts["seconds"]
-    assert found.tokens_per_second == pytest.approx(measured, rel=TOLERANCE)
-    assert found.mfu == pytest.approx(facts["shares"]["mfu"], rel=TOLERANCE)
+    assert found.tokens_per_second == pytest.approx(result.tokens_per_second, rel=TOLERANCE)
+    assert found.mfu == pytest.approx(facts["mfu"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -177,29 +170,27 @@ def test_two_h200s_train_as_fast_as_predicted(model, layers, changes, tokens_per
 
 
 def measured_on_two() -> list[Any]:
-    entries = json.loads((RESULTS.parent / "scaling-h200.json").read_text())["cases"]
-    cases = [entry["case"] | facts_of(entry["result"]) for entry in entries]
     return [
-        pytest.param(case, id=f"{case['work']}-{case['strategy']}")
-        for case in cases
-        if case["gpus"] == 2 and case["strategy"] in ("ddp", "fsdp")
-        if case["work"].startswith("8b")  # a 1B waits for the host, whose cores differ
+        pytest.param(result, id=f"{result.workload}-{result.strategy}")
+        for result in Results.read(RESULTS.with_name("scaling-h200.json")).results
+        if result.gpus == 2 and result.strategy in ("ddp", "fsdp")
+        if result.workload.startswith("8b")  # a 1B waits for the host, whose cores differ
     ]
 
 
 @pytest.mark.parametrize("case", measured_on_two())
-def test_two_h200s_train_fused_as_fast_as_predicted(case):
-    rows = 32 if "ragged" in case["work"] else 4
-    step_tokens = case["real_tokens"] / case["timed_steps"]
+def test_two_h200s_train_fused_as_fast_as_predicted(case: Result) -> None:
+    rows, facts = 32 if "ragged" in case.workload else 4, case.figures
+    step_tokens = facts["tokens"] / facts["timed_steps"]
     work = StepWork(
         rows=rows,
         row_tokens=step_tokens / 2 / rows,
-        micro_batches=case["settings"]["micro_batches"],
-        labelled=case["trained_tokens"] / case["real_tokens"],
+        micro_batches=case.settings["micro_batches"],
+        labelled=facts["labelled_tokens"] / facts["tokens"],
     )
-    changes = {"world_size": 2, "mode": "full" if "full" in case["work"] else "lora"}
-    found = speed(work=work, is_fsdp=case["strategy"] == "fsdp", **changes).tokens_per_second
-    assert found == pytest.approx(case["real_tokens"] / case["seconds"], rel=TOLERANCE)
+    changes = {"world_size": 2, "mode": "full" if "full" in case.workload else "lora"}
+    found = speed(work=work, is_fsdp=case.strategy == "fsdp", **changes).tokens_per_second
+    assert found == pytest.approx(case.tokens_per_second, rel=TOLERANCE)
 
 
 # What follows from what

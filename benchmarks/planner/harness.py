@@ -1,6 +1,6 @@
-"""A loaded model in the trainer of a run, whose steps are timed within a limit of memory.
+"""A loaded model in the trainer of a run, whose steps are timed within a memory limit.
 
-Import it only after the launcher's environment is set: it loads torch.
+Import it only after the environment of the launcher is set: it loads torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -37,75 +37,23 @@ from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
 
-TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
+TIMED_SECONDS = 0.5  # least time that a combination is timed, after one warm-up step
 T = TypeVar("T")
 
 
-class Timing(NamedTuple):
-    """Seconds of one micro-batch and the peak memory; None without a GPU."""
-
-    seconds: float
-    peak_bytes: int | None
-
-
-class Card:
-    """The device's memory, which can be limited: by the allocator on a GPU, else by the kernel."""
-
-    def __init__(self, process: Process, used_before_bytes: int):
-        self.is_gpu = process.device.type == "cuda"
-        self.memory = MemoryMeter(process, used_before_bytes)
-
-    def limit(self, limit_bytes: int) -> None:
-        """Let this process take no more than `limit_bytes` in all."""
-        if self.is_gpu:
-            total = torch.cuda.mem_get_info()[1]
-            fraction = (limit_bytes - self.memory.context_bytes()) / total
-            torch.cuda.set_per_process_memory_fraction(fraction)
-            return
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        used = psutil.Process().memory_info()
-        soft = used.data + max(0, limit_bytes - used.rss)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-    def lift_limit(self) -> None:
-        """Let this process take all memory again."""
-        if self.is_gpu:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            return
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-    def reset(self) -> None:
-        """Free what nobody uses, and reset the peak."""
-        gc.collect()
-        if self.is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak_bytes(self) -> int | None:
-        """Return the most reserved bytes since `reset`, with those outside the allocator.
-
-        None without a GPU.
-        """
-        if not self.is_gpu:
-            return None
-        return torch.cuda.max_memory_reserved() + self.memory.context_bytes()
-
-    def wait(self) -> None:
-        """Wait until the GPU is idle."""
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-
 class Harness:
-    """A model in its trainer. After `warm_up` it has gradients and optimizer state, as in a run."""
+    """A model in its trainer. After `warm_up` it has gradients and optimizer state, as in a run.
+
+    The memory of the device can be limited: by the allocator on a GPU, else by the kernel.
+    """
 
     def __init__(self, planned: PlannedRun, folder: Path):
         config = planned.config
         plan = planned.plan
         device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
         self.process = Process.alone(device, DTYPES[precision(config)])
-        self.card = Card(self.process, plan.used_before_bytes[0])
+        self.is_gpu = device.type == "cuda"
+        self.memory = MemoryMeter(self.process, plan.used_before_bytes[0])
         runtime.seed_everything(config.train.seed)
         runtime.allow_tf32(self.process)
         tokenizer = load_tokenizer(config)
@@ -125,23 +73,64 @@ class Harness:
         self.vocab_size = len(tokenizer)
         self.max_grad_norm = config.train.max_grad_norm
 
-    def probed(self, planned: PlannedRun, limit_bytes: int | None) -> ProbeResult | None:
-        """Return what the probe of a run chooses within `limit_bytes` (None: the whole card).
+    def limit(self, limit_bytes: int) -> None:
+        """Limit this process to `limit_bytes` in total."""
+        if self.is_gpu:
+            total = torch.cuda.mem_get_info()[1]
+            fraction = (limit_bytes - self.memory.context_bytes()) / total
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            return
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        used = psutil.Process().memory_info()
+        soft = used.data + max(0, limit_bytes - used.rss)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
-        None where it finds no room. Call it before `warm_up`: a run probes before it trains.
+    def lift_limit(self) -> None:
+        """Remove the limit."""
+        if self.is_gpu:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            return
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def reset(self) -> None:
+        """Free unused memory, and reset the peak."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        """Return the most reserved bytes since `reset`, with those outside the allocator.
+
+        None without a GPU.
         """
-        self.card.reset()
+        if not self.is_gpu:
+            return None
+        return torch.cuda.max_memory_reserved() + self.memory.context_bytes()
+
+    def wait(self) -> None:
+        """Wait until the GPU is idle."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def probed(self, planned: PlannedRun, limit_bytes: int | None) -> ProbeResult | None:
+        """Return what the probe of a run chooses within `limit_bytes` (None: no limit).
+
+        None if nothing fits. Call it before `warm_up`: a run probes before it trains.
+        """
+        self.reset()
         if limit_bytes is not None:
-            self.card.limit(limit_bytes)
+            self.limit(limit_bytes)
         try:
             return Probe(replace(self.context, planned=planned), self.trainer).run()
         except OutOfMemory:
             return None
         finally:
-            self.card.lift_limit()
+            self.lift_limit()
 
     def warm_up(self, steps: int) -> float:
-        """Take optimizer steps; return the seconds of the fastest, with clipping."""
+        """Run optimizer steps; return the seconds of the fastest, including clipping."""
         self.micro_steps(self.batch(1, self.trainer.data_collator.max_seq_len), 1)
         return min(self._optimizer_step() for _ in range(steps))
 
@@ -160,65 +149,68 @@ class Harness:
 
     def micro_steps(self, batch: dict[str, Any], count: int) -> float:
         """Compute gradients of a micro-batch `count` times; return the seconds of one."""
-        self.card.wait()
+        self.wait()
         started = time.perf_counter()
         for _ in range(count):
             self.trainer.training_step(
                 self.trainer.model_wrapped, dict(batch), len(batch[LOSS_TARGETS])
             )
-        self.card.wait()
+        self.wait()
         return (time.perf_counter() - started) / count
 
     def _optimizer_step(self) -> float:
-        self.card.wait()
+        self.wait()
         started = time.perf_counter()
         parameters = self.trainer.model_wrapped.parameters()
         self.trainer.accelerator.clip_grad_norm_(parameters, self.max_grad_norm)
         self.trainer.optimizer.step()
-        self.card.wait()
+        self.wait()
         return time.perf_counter() - started
 
-    def time(self, rows: int, width: int, layers: int) -> Timing | None:
-        """Time a micro-batch with `layers` checkpointed; None where memory does not suffice."""
+    def time(self, rows: int, width: int, layers: int) -> tuple[float, int | None] | None:
+        """Return the seconds and the peak bytes of a micro-batch with `layers` checkpointed.
+
+        None if memory runs out.
+        """
         batch = self.batch(rows, width)
 
-        def run() -> Timing:
+        def run() -> tuple[float, int | None]:
             self.micro_steps(batch, 1)  # warms up
             seconds = self.micro_steps(batch, 1)
             if seconds < TIMED_SECONDS:
                 seconds = self.micro_steps(batch, int(TIMED_SECONDS / seconds) + 1)
-            return Timing(seconds, self.card.peak_bytes())
+            return seconds, self.peak_bytes()
 
         return self._unless_out_of_memory(run, layers)
 
     def fits(self, rows: int, width: int, layers: int, limit_bytes: int | None) -> bool:
-        """Return whether a micro-batch fits into `limit_bytes` (None: the whole card)."""
+        """Return whether a micro-batch fits into `limit_bytes` (None: no limit)."""
         batch = self.batch(rows, width)
 
         def run() -> bool:
             if limit_bytes is not None:
-                self.card.limit(limit_bytes)
+                self.limit(limit_bytes)
             self.micro_steps(batch, 1)
             return True
 
         return bool(self._unless_out_of_memory(run, layers))
 
     def _unless_out_of_memory(self, run: Callable[[], T], layers: int) -> T | None:
-        """Return what `run` returns, None where memory does not suffice.
+        """Return what `run` returns, None if memory runs out.
 
         Before and after it, only the state of a run is in memory: weights, gradients, optimizer.
         """
         checkpoint_layers(self.model, layers)
-        self.card.reset()
+        self.reset()
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            self.card.lift_limit()  # before anything else is allocated
+            self.lift_limit()  # before anything else is allocated
             if classify(error)[0] is not ExitClass.OUT_OF_MEMORY:
                 raise
             return None
         finally:
-            self.card.lift_limit()
+            self.lift_limit()
             # gradients stay allocated, as between the micro-batches of a step
             self.trainer.optimizer.zero_grad(set_to_none=False)
-            self.card.reset()
+            self.reset()

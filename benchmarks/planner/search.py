@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from benchmarks.planner.results import Combination
+from benchmarks.planner.figures import Combination
 
 GRANULE = 128  # tokens: the resolution of the search for a largest micro-batch
 PRECISION = 0.015  # of the largest, at which the search ends
@@ -36,10 +36,10 @@ def find_largest(
     granule: int = GRANULE,
     precision: float = 0.0,
 ) -> int:
-    """Return the largest number of tokens up to `most` that fits, 0 where not even a granule does.
+    """Return the largest number of tokens up to `most` that fits, 0 if not even a granule fits.
 
-    It is exact to a granule or to that fraction. `fits` falls once from True to False. It is asked
-    seldom and near `start` first, because it may cost seconds.
+    It is exact to a granule or to `precision`. `fits` changes once from True to False. It is called
+    rarely and near `start` first, because a call may take seconds.
 
     >>> find_largest(lambda tokens: tokens <= 1000, start=500, most=10000, granule=8)
     1000
@@ -69,7 +69,7 @@ def step_speed(
     max_seq_len: int,
     optimizer_seconds: float,
 ) -> float | None:
-    """Return tokens per second of whole optimizer steps, None where memory did not suffice.
+    """Return tokens per second of complete optimizer steps, None if memory ran out.
 
     A step is `rows_per_step` rows in equal micro-batches, then the optimizer.
     """
@@ -82,7 +82,7 @@ def step_speed(
 def fastest_that_fits(
     combinations: Iterable[Combination], fits: Callable[[Combination], bool]
 ) -> Combination | None:
-    """Return the fastest combination that fits. `fits` is asked from the fastest on."""
+    """Return the fastest combination that fits. `fits` is called from the fastest on."""
     timed = [each for each in combinations if each.tokens_per_second]
     timed.sort(key=lambda each: -each.tokens_per_second)
     return next(filter(fits, timed), None)

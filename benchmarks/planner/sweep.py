@@ -1,8 +1,8 @@
-"""What the planner chooses beside every other choice: python -m benchmarks.planner.sweep JOB.json
+"""The planner's choice among all choices: python -m benchmarks.planner.sweep NAME FOLDER
 
-One process with one loaded model. A smaller card is this one with less memory: for each, the plan
-chooses as if it were there, and then the probe of a run chooses within a real limit. Loads torch
-only after the launcher's environment is set.
+One process with one loaded model. A smaller card is this card with less memory: for each, the plan
+chooses as if it were that card, then the probe of a run chooses within a real limit. Loads torch
+only after the environment of the launcher is set.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from benchmarks.files import read_as, write_as
 from benchmarks.machine import GIB
-from benchmarks.planner.results import (
-    BudgetResult,
+from benchmarks.ours import make_settings
+from benchmarks.planner.figures import (
+    SWEEPS,
+    BudgetFigures,
     CardChoice,
     Combination,
     LargestMicroBatch,
-    SweepResult,
+    Sweep,
+    SweepFigures,
 )
-from benchmarks.planner.runs import Place, run_settings
 from benchmarks.planner.search import (
     GRANULE,
     PRECISION,
@@ -33,7 +34,10 @@ from benchmarks.planner.search import (
     find_largest,
     step_speed,
 )
-from benchmarks.planner.workloads import SWEEPS, Sweep, Workload
+from benchmarks.results import write_as
+from benchmarks.runner import log
+from benchmarks.samples import make_inputs
+from benchmarks.workloads import ARMS, OUR_ARM, Case
 from sft_play.commands.call import load_config, read_call
 from sft_play.plan import devices, launch
 from sft_play.plan.memory import step_bytes
@@ -48,30 +52,7 @@ if TYPE_CHECKING:
 OPTIMIZER_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the parent process asks for."""
-
-    sweep_name: str
-    folder: Path
-    out: Path
-    on_cpu: bool
-
-    @property
-    def sweep(self) -> Sweep:
-        return SWEEPS[self.sweep_name]
-
-
-class StepChoice(NamedTuple):
-    """Rows of a micro-batch and checkpointed layers."""
-
-    batch_size: int
-    checkpointed_layers: int
-
-    @classmethod
-    def of(cls, layout: Layout) -> StepChoice:
-        """Return what a layout chose."""
-        return cls(layout.batch_size, layout.checkpointed_layers)
+StepChoice = tuple[int, int]  # rows of a micro-batch, and checkpointed layers
 
 
 @dataclass(frozen=True)
@@ -85,33 +66,30 @@ class Budget:
     @property
     def choices(self) -> dict[str, StepChoice]:
         """What was chosen, by "plan" and "probe"."""
-        choices = {"plan": StepChoice.of(self.plan.layout)}
+        layouts = {"plan": self.plan.layout}
         if self.probed:
-            choices["probe"] = StepChoice.of(self.probed.layout)
-        return choices
+            layouts["probe"] = self.probed.layout
+        chosen = {}
+        for name, layout in layouts.items():
+            chosen[name] = (layout.batch_size, layout.checkpointed_layers)
+        return chosen
 
     @property
     def plan(self) -> RunPlan:
         return self.planned.plan
 
 
-def make_planner(job: Job) -> Callable[[int | None], PlannedRun]:
-    """Return what plans the sweep's run for a card of so many bytes, None for what is free now."""
-    sweep = job.sweep
-    workload = Workload(
-        sweep.name,
-        sweep.shape,
-        checkpointing="auto",
-        steps=1,
-        mode=sweep.mode,
-        max_seq_len=sweep.max_seq_len,
-        rows_per_step=sweep.rows_per_step,
-    )
-    place = Place(job.folder, job.folder / "runs", seconds=0, on_cpu=job.on_cpu)
-    overrides = [f"{name}={value}" for name, value in run_settings(workload, place).items()]
-    called = read_call("configs/base.yaml", overrides)
+def make_planner(sweep: Sweep, folder: Path) -> Callable[[int | None], PlannedRun]:
+    """Return a function that plans the sweep's run for a card of so many bytes.
+
+    None plans for what is free now.
+    """
+    workload = sweep.workload
+    inputs = make_inputs(workload, workload.steps, folder)
+    settings = make_settings(Case(workload, ARMS[OUR_ARM]), inputs, folder / "runs", steps=1)
+    called = read_call(None, [], environ=dict(os.environ) | settings)
     loaded = load_config(called)
-    here = devices.detect("cpu" if job.on_cpu else "cuda", called.environ)
+    here = devices.detect(os.environ.get("DEVICE", "cuda"), called.environ)
 
     def plan(card_bytes: int | None) -> PlannedRun:
         hardware = here
@@ -131,18 +109,17 @@ def make_planner(job: Job) -> Callable[[int | None], PlannedRun]:
     return plan
 
 
-def run(job: Job) -> SweepResult:
-    """Return the speed of every combination, and what was chosen and is best for each budget."""
-    sweep = job.sweep
-    plan = make_planner(job)
+def run(sweep: Sweep, folder: Path) -> SweepFigures:
+    """Return the speed of every combination, and for each card what was chosen and is fastest."""
+    plan = make_planner(sweep, folder)
     whole = plan(None)
     cards = [None if gib is None else int(gib * GIB) for gib in sweep.budgets_gib]
     plans = [plan(card_bytes) for card_bytes in cards]
     # the environment of a run, before torch is loaded
-    os.environ |= launch.launch_command(whole.plan.ranks, job.folder, os.environ).env
+    os.environ |= launch.launch_command(whole.plan.ranks, folder, os.environ).env
     from benchmarks.planner.harness import Harness
 
-    harness = Harness(whole, job.folder / sweep.name)
+    harness = Harness(whole, folder / sweep.name)
     budgets = []
     for card_bytes, planned in zip(cards, plans, strict=True):
         budgets.append(Budget(card_bytes, planned, harness.probed(planned, card_bytes)))
@@ -151,12 +128,11 @@ def run(job: Job) -> SweepResult:
     tried = {}
     for choice in choices_to_try(sweep, layers, budgets):
         tried[choice] = time_choice(harness, whole.plan, sweep, choice, optimizer_seconds)
-    return SweepResult(
-        status="done",
+    return SweepFigures(
         layers=layers,
         optimizer_seconds=optimizer_seconds,
         combinations=list(tried.values()),
-        budgets=[judge_budget(harness, budget, sweep, tried) for budget in budgets],
+        budgets=[evaluate_budget(harness, budget, sweep, tried) for budget in budgets],
     )
 
 
@@ -166,9 +142,9 @@ def share_layers(shares: tuple[float, ...], layers: int) -> list[int]:
 
 
 def choices_to_try(sweep: Sweep, layers: int, budgets: list[Budget]) -> list[StepChoice]:
-    """Return the grid of the sweep, and what was chosen outside it."""
+    """Return the grid of the sweep, and the choices that are not in it."""
     counts = share_layers(sweep.checkpointed, layers)
-    grid = [StepChoice(*pair) for pair in itertools.product(sweep.batch_sizes, counts)]
+    grid = itertools.product(sweep.batch_sizes, counts)
     chosen = [choice for budget in budgets for choice in budget.choices.values()]
     return list(dict.fromkeys([*grid, *chosen]))
 
@@ -176,20 +152,18 @@ def choices_to_try(sweep: Sweep, layers: int, budgets: list[Budget]) -> list[Ste
 def time_choice(
     harness: Harness, plan: RunPlan, sweep: Sweep, choice: StepChoice, optimizer_seconds: float
 ) -> Combination:
-    """Return what one combination takes in seconds and bytes, and what was predicted for it."""
+    """Return seconds and bytes of one combination, and what was predicted for it."""
     batch_size, layers = choice
-    timing = harness.time(batch_size, sweep.max_seq_len, layers)
-    seconds = timing.seconds if timing else None
+    seconds, peak_bytes = harness.time(batch_size, sweep.max_seq_len, layers) or (None, None)
     speed = step_speed(
-        seconds, batch_size, sweep.rows_per_step, sweep.max_seq_len, optimizer_seconds
+        seconds, batch_size, sweep.workload.rows_per_step, sweep.max_seq_len, optimizer_seconds
     )
-    outcome = f"{speed:.0f} tokens/s" if speed else "out of memory"
-    log(sweep, f"batch={batch_size} layers={layers} {outcome}")
+    log(f"batch={batch_size} layers={layers} tokens/s={speed}")
     return Combination(
         batch_size=batch_size,
         checkpointed_layers=layers,
         micro_seconds=seconds,
-        peak_bytes=timing.peak_bytes if timing else None,
+        peak_bytes=peak_bytes,
         predicted_bytes=predicted_bytes(plan, batch_size, sweep.max_seq_len, layers),
         tokens_per_second=speed,
     )
@@ -197,13 +171,7 @@ def time_choice(
 
 def accumulating_layout(rows: int, width: int, layers: int) -> Layout:
     """Return the layout of a step of several micro-batches on one rank."""
-    return Layout(
-        batch_size=rows,
-        grad_accum=2,
-        world_size=1,
-        max_seq_len=width,
-        checkpointed_layers=layers,
-    )
+    return Layout(rows, 2, world_size=1, max_seq_len=width, checkpointed_layers=layers)
 
 
 def predicted_bytes(plan: RunPlan, rows: int, width: int, layers: int) -> int:
@@ -211,10 +179,10 @@ def predicted_bytes(plan: RunPlan, rows: int, width: int, layers: int) -> int:
     return step_bytes(plan.step, accumulating_layout(rows, width, layers)).predicted_peak
 
 
-def judge_budget(
+def evaluate_budget(
     harness: Harness, budget: Budget, sweep: Sweep, tried: Mapping[StepChoice, Combination]
-) -> BudgetResult:
-    """Return what was chosen for a card, what is best there, and how large micro-batches may be."""
+) -> BudgetFigures:
+    """Return what was chosen for a card, what is fastest there, and the largest micro-batches."""
 
     def fits(found: Combination) -> bool:
         if budget.card_bytes is None:
@@ -225,7 +193,8 @@ def judge_budget(
     choices = {}
     for name, choice in budget.choices.items():
         chosen = tried[choice]
-        choices[name] = CardChoice.of(chosen, fits=bool(chosen.tokens_per_second) and fits(chosen))
+        is_true = bool(chosen.tokens_per_second) and fits(chosen)
+        choices[name] = CardChoice(**vars(chosen), fits=is_true)
     best = fastest_that_fits(tried.values(), fits)
     largest = []
     for layers in share_layers(sweep.largest_checkpointed, budget.plan.step.model.layers):
@@ -233,15 +202,15 @@ def judge_budget(
         if found:
             largest.append(found)
     gib = budget.card_bytes / GIB if budget.card_bytes else None
-    return BudgetResult(gib, budget.plan.fits, choices, best, largest)
+    return BudgetFigures(gib, budget.plan.fits, choices, best, largest)
 
 
 def find_largest_micro_batch(
     harness: Harness, budget: Budget, sweep: Sweep, layers: int
 ) -> LargestMicroBatch | None:
-    """Return the most tokens of a micro-batch that plan and probe expect to fit, and that do.
+    """Return the most tokens of a micro-batch that plan and probe expect to fit, and that do fit.
 
-    None where the plan expects more than are tried.
+    None if the plan expects more tokens than are tried.
     """
 
     def plan_fits(tokens: int) -> bool:
@@ -263,8 +232,7 @@ def find_largest_micro_batch(
         probed = find_largest(probe_fits, sweep.max_seq_len, most)
     start = max(probed or planned, GRANULE)
     true = find_largest(does_fit, start, most, precision=PRECISION)
-    card = f"card={budget.card_bytes or 0:.3g}"
-    log(sweep, f"{card} layers={layers} plan={planned} probe={probed} true={true} tokens")
+    log(f"card={budget.card_bytes} layers={layers} plan={planned} probe={probed} true={true}")
     return LargestMicroBatch(layers, plan=planned, probe=probed, true=true)
 
 
@@ -276,11 +244,7 @@ def probed_bytes(result: ProbeResult, tokens: int, layers: int) -> int:
     return result.fit.peak(accumulating_layout(max(1, tokens // GRANULE), GRANULE, layers))
 
 
-def log(sweep: Sweep, text: str) -> None:
-    """Print progress to the log of this process."""
-    print(f"{sweep.name} {text}", file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    asked = read_as(Job, Path(sys.argv[1]))
-    write_as(asked.out, run(asked))
+    folder = Path(sys.argv[2])
+    found = run(SWEEPS[sys.argv[1]], folder)
+    write_as(folder / sys.argv[1] / "found.json", found)

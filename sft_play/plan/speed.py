@@ -1,8 +1,8 @@
 """Operations and tokens a second of a training step, in closed form. Pure: no torch, no I/O.
 
-Fitted to runs on one H200 (docs/speed-h200.md) and a few on two. Other cards are given the same
-shares of their data sheets: nobody has measured them here, and cards without flash attention in
-their kernels (capability under 8.0) will be slower.
+Fitted to runs on one H200 (docs/evidence/speed-h200.md) and a few on two. Other cards are given the
+same shares of their data sheets: nobody has measured them here, and cards without flash attention
+in their kernels (capability under 8.0) will be slower.
 """
 
 from collections.abc import Sequence
@@ -120,9 +120,9 @@ MODULES = 13  # of a block
 FETCHING_MODULES = 3  # of a fused block under ZeRO-3: the layer fetches for attention and MLP
 MODULES_OF_EXPERTS = 7  # more of a block with experts: sorting, gathering, and their gradients
 MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, the dropout
-# Several GPUs. Two H200s (docs/scaling-h200.md): 8B lora reached 0.98 of twice one under DDP and
-# 0.89 under FSDP, full 0.89, and 0.75 under ZeRO-3; 1B unfused, checkpointed, 0.95 under DDP, and
-# a step of ZeRO-3 took 400 ms (full) and 964 (lora).
+# Several GPUs. Two H200s (docs/evidence/scaling-h200.md): 8B lora reached 0.98 of twice one under
+# DDP and 0.89 under FSDP, full 0.89, and 0.75 under ZeRO-3; 1B unfused, checkpointed, 0.95 under
+# DDP, and a step of ZeRO-3 took 400 ms (full) and 964 (lora).
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
 GATHERING_SCALING = 0.9  # a larger part where each layer's weights are gathered
 LINK_SHARE = 0.6  # of a link's data sheet that collectives reach; assumed

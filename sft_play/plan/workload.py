@@ -158,7 +158,7 @@ def _checkpoints(train: TrainSection, samples: int) -> int:
 
 # benchmarks.float8_quality on a CPU: SmolLM2 135M and the embedded model
 FLOAT8_KL = "0.10 to 0.19"
-FLOAT8_MEASURED = "8B on an H200: 1.4 times, in 37 GiB instead of 43"  # docs/speed-h200.md
+FLOAT8_MEASURED = "8B on an H200: 1.4 times, in 37 GiB instead of 43"  # docs/evidence/speed-h200.md
 
 
 def describe_speed(plan: RunPlan) -> str:
