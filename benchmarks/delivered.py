@@ -96,10 +96,11 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     seconds = {}
     for kind in (PLAIN, *args.kinds):
         more = {"tuning.mode": args.mode, "train.deliver_as": kind}
-        seconds[kind] = quality.train(args, folder, kind, more).seconds["train"]
+        report = quality.train(args, folder, f"run-{kind}", more)
+        seconds[kind] = report.seconds["train"]
     for kind in args.kinds:
-        after = score_files(folder / PLAIN, kind)
-        delivered = score_files(folder / kind, kind)
+        after = score_files(folder / f"run-{PLAIN}", kind)
+        delivered = score_files(folder / f"run-{kind}", kind)
         before = sum(row.before for row in after.rows)
         gain = before - sum(row.after for row in after.rows)
         trained_for_it = (before - sum(delivered.nats)) / gain
@@ -111,9 +112,10 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
 def main() -> None:
     """Measure, and print the table."""
     parser = quality.make_parser(__doc__, length=512, steps=152, batch=16, rate=5e-3)
-    parser.add_argument("--outliers", type=float, default=1.0, help="factor of heavy inputs")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--mode", choices=("lora", "full"), default="lora")
+    add = parser.add_argument
+    add("--outliers", type=float, default=1.0, help="factor of heavy inputs")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    add("--mode", choices=("lora", "full"), default="lora")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

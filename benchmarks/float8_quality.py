@@ -164,9 +164,10 @@ def _training_loss(results: Results, base: str) -> float | None:
 def main() -> None:
     """Measure, print the table and write the results."""
     parser = quality.make_parser(__doc__, length=256, steps=1000, batch=8, rate=2e-4)
-    parser.add_argument("--kl-rows", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="results file")
+    add = parser.add_argument
+    add("--kl-rows", type=int, default=100)
+    add("--seeds", type=int, default=1)
+    add("--out", type=Path, help="results file")
     args = parser.parse_args()
     import torch
 
