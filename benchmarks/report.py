@@ -154,10 +154,10 @@ def markdown(results: Results) -> str:
     if results.kind in HEADS:
         lines.append("Models have random weights.")
     if any(result.figure("mfu") for result in results.results):
-        lines.append(
-            f"MFU is a share of {machine.peak_flops / 1e12:.0f} TFLOP/s, the data sheet; large "
-            f"matrix multiplications reach {machine.reached_flops / 1e12:.0f}."
-        )
+        line = f"MFU is a share of {machine.peak_flops / 1e12:.0f} TFLOP/s, the data sheet"
+        if machine.reached_flops is not None:
+            line += f"; large matrix multiplications reach {machine.reached_flops / 1e12:.0f}"
+        lines.append(f"{line}.")
     if results.kind == "speed" and not machine.versions.get("flash-attn"):
         lines.append(NO_FLASH)
     parts = ["\n\n".join(line for line in lines if line)]

@@ -112,7 +112,10 @@ def test_weights_are_balanced_and_gradients_stay_on_their_gpus(base_of, model_ty
     from sft_play.process import Process
 
     config = Config.model_validate(
-        {"model": {"name": str(base_of(model_type)), "device_map": "balanced"}}
+        {
+            "model": {"name": str(base_of(model_type)), "device_map": "balanced"},
+            "train": {"fast_path": False},  # as a plan of several GPUs says
+        }
     )
     process = Process(0, 0, 1, torch.device("cuda", 0), torch.bfloat16, gpus=2)
     model = load_model(config, process)
@@ -132,11 +135,15 @@ def test_weights_are_balanced_and_gradients_stay_on_their_gpus(base_of, model_ty
 
 def test_a_placed_run_resumes_answers_and_is_opened_by_others(tmp_path: Path, base_of) -> None:
     base = base_of("llama")
-    train(tmp_path, base, "bf16", MODEL_DEVICE_MAP="auto")
+    train(tmp_path, base, "bf16", MODEL_DEVICE_MAP="auto", TRAIN_SAVE_TOTAL_LIMIT="null")
     adapter = tmp_path / "run" / "adapter"
     checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-3"
     resumed = tmp_path / "resumed"
-    words = {"MODEL_DEVICE_MAP": "auto", "TRAIN_RESUME_FROM": str(checkpoint)}
+    words = {
+        "MODEL_DEVICE_MAP": "auto",
+        "TRAIN_RESUME_FROM": str(checkpoint),
+        "TRAIN_SAVE_TOTAL_LIMIT": "null",
+    }
     train(resumed, base, "bf16", **words)
     from safetensors.torch import load_file
 

@@ -3,6 +3,7 @@
 The meta device stands for another GPU: an operation on tensors of both devices is an error there too.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_a_checkpointed_layer_gets_its_arguments_on_its_own_device(base_of) -> N
     second.register_forward_pre_hook(lambda module, args: seen.append(args[0].device))
     with pytest.raises(RuntimeError, match="meta"):  # accelerate's hooks would move the others
         model(input_ids=torch.arange(4)[None])
+    assert seen == [META]
+
+
+def test_inputs_follow_an_embedding_that_is_not_on_the_first_device(base_of) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base_of("llama"), dtype=torch.float32).to(META)
+    placement.move_inputs_to_embedding(model)
+    seen: list[torch.device] = []
+    decoder = model.get_decoder()
+    watch = lambda _, args, kwargs: seen.append(kwargs["position_ids"].device)  # noqa: E731
+    decoder.register_forward_pre_hook(watch, with_kwargs=True)
+    ids = torch.arange(4)[None]
+    with contextlib.suppress(RuntimeError):  # the meta device computes no mask
+        decoder(input_ids=ids, position_ids=ids)
     assert seen == [META]
 
 

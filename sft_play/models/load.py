@@ -197,6 +197,8 @@ def load_base(
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
+    if len(set(devices.values())) > 1:
+        placement.move_inputs_to_embedding(model)
     if quantization is not None:
         bnb.finish_loading(model, quantization.bnb_4bit_quant_storage)
     _finish_loading(model, config)

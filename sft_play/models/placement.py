@@ -9,16 +9,17 @@ import difflib
 import logging
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import empty_model
+from sft_play.models.architecture import decoder_of, empty_model
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
 from sft_play.plan.placement import places_by_rule
@@ -64,6 +65,19 @@ def resolve_device_map(
         places = _places(blocks, rule, config.tuning.mode == "qlora", process, most_layers)
         devices = [process.devices[place] for place in places]
     return _shared_together(blocks, devices)
+
+
+def move_inputs_to_embedding(model: PreTrainedModel) -> None:
+    """Move what the decoder gets to the GPU of its embedding, where it makes positions and masks.
+
+    accelerate's hooks move inputs to the first GPU.
+    """
+    device = model.get_input_embeddings().weight.device
+
+    def move(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+    decoder_of(model).register_forward_pre_hook(move, with_kwargs=True)
 
 
 def _is_placed(wanted: MapRule | ModuleDevices | None, process: Process) -> bool:
