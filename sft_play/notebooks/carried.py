@@ -4,47 +4,54 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from sft_play.config.loader import nested
+from sft_play.config.present import Line
 from sft_play.config.schema import Config, settings
 from sft_play.config.unknown import ADVICE, SAME_SETTING
 from sft_play.notebooks.changes import Changes
-from sft_play.notebooks.values import AUTO, Unknown
+from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.values import AUTO, Unknown, Values
 
 OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"}
 TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
 
 
 class Carried(Changes):
-    """The settings found so far, with where each comes from, and the notes."""
+    """The settings found so far in a notebook, each with where it comes from, and the notes."""
 
-    def __init__(self) -> None:
+    def __init__(self, notebook: Notebook) -> None:
         super().__init__()
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
+        self.notebook = notebook
+        self.values = Values(notebook)
+        self.lines: dict[str, Line] = {}
 
-    def put(self, path: str, value: Any, cell: int, word: str) -> None:
+    def value(self, path: str) -> Any:
+        """Return the value of a setting, None where it is not found."""
+        return self.lines[path].value if path in self.lines else None
+
+    def put(self, path: str, value: Any, cell: int | None, word: str) -> None:
         """Take a setting; a second, other value for it is named and not taken."""
-        if path not in self.values:
-            self.values[path] = value
-            self.origins[path] = f"cell {cell}: {word}"
-        elif self.values[path] != value:
-            said = f"{word} is not carried: {path} is {self.values[path]!r} by "
-            self.look(cell, f"{said}{self.origins[path]}")
+        origin = word if cell is None else f"cell {cell}: {word}"
+        first = self.lines.setdefault(path, Line(path, value, origin))
+        if first.value != value:
+            taken = f"{path} is {first.value!r} by {first.comment}"
+            self.look(cell, f"{word} is not carried: {taken}")
 
     def take(self, cell: int, name: str, value: Any) -> None:
         """Take a keyword's value, or say that it has no counterpart."""
         path = find_setting(name)
-        shown = value.text if isinstance(value, Unknown) else repr(value)
+        said = f"{name} = {value.text if isinstance(value, Unknown) else repr(value)}"
         if path is None:
             advice = f": {ADVICE[name]}" if name in ADVICE else ""
-            self.look(cell, f"{name} = {shown} has no setting here{advice}")
+            self.look(cell, f"{said} has no setting here{advice}")
         elif isinstance(value, Unknown):
-            self.look(cell, f"{name} = {shown}, which only running tells: write {path}")
+            self.look(cell, f"{said}, which only running tells: write {path}")
         else:
             adapted = adapt_value(path, value)
             if isinstance(adapted, Unknown):
-                self.look(cell, f"{name} = {shown} is not carried: {adapted.text}")
+                self.look(cell, f"{said} is not carried: {adapted.text}")
             elif adapted is not None:
-                self.put(path, adapted, cell, f"{name} = {shown}")
+                self.put(path, adapted, cell, said)
 
 
 def find_setting(name: str) -> str | None:
@@ -88,10 +95,8 @@ def adapt_value(path: str, value: Any) -> Any:
 
 def is_valid(path: str, value: Any) -> bool:
     """Return whether a setting takes a value."""
-    for name in reversed(path.split(".")):
-        value = {name: value}
     try:
-        Config.model_validate(value)
+        Config.model_validate(nested({path: value}))
     except ValidationError:
         return False
     return True

@@ -4,9 +4,10 @@ import ast
 import io
 import tokenize
 from dataclasses import dataclass
+from typing import Any
 
 from sft_play.notebooks.changes import Changes
-from sft_play.notebooks.code import Code, nodes_outside_strings, path_to
+from sft_play.notebooks.code import Code, path_to
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.memory import convert_statistics
 from sft_play.notebooks.recognise import Found, Kind, Notebook, variable
@@ -79,6 +80,10 @@ print(
     f" x {{_args.gradient_accumulation_steps}} accumulated = {{_rows}} rows an update"
 )
 """
+ABOUT_BANNER = (
+    "prints an effective batch size that it computes itself; a model split by device_map is one "
+    "worker, so the number of GPUs does not multiply its batch"
+)
 # Variables that a notebook sets for itself, and what follows
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "the GPUs that it leaves out are not used: delete the line",
@@ -115,7 +120,7 @@ def convert(document: Document) -> Conversion:
     for problem in document.problems:
         changes.look(None, problem)
     convert_cells(notebook, changes)
-    sources = changes.sources(notebook.parsed)
+    sources = changes.sources()
     return Conversion(document.with_sources(sources), changes.report(), frozenset(sources))
 
 
@@ -127,18 +132,16 @@ def convert_cells(notebook: Notebook, changes: Changes) -> None:
     if notebook.kind in (Kind.NOTHING, Kind.EMBEDDINGS):
         return
     _look_at_devices(notebook, changes)
-    trained = set(map(id, notebook.training_loads))
     for load in notebook.loads:
-        if id(load) in trained:
+        if load in notebook.training_loads:
             _add_device_map(load, changes)
-        elif load.keyword("device_map") is None:
+        elif load.argument("device_map") is None:
             said = "loads a model after training, for inference; left as it is"
             changes.look(load.number, said)
     convert_statistics(notebook, changes)
     _add_banner(notebook, changes)
-    name = _device_name(notebook)
     for code in notebook.parsed:
-        _name_device(notebook, code, name, changes)
+        _name_device(notebook, code, changes)
 
 
 def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
@@ -153,33 +156,31 @@ def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
 
 def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
     """Name each line that decides about GPUs and processes: in Python, or by %env."""
+    sets: list[tuple[Code, Any]] = []
     for code in notebook.codes:
-        names = set()
         if "%env" in code.magics or "%set_env" in code.magics:
-            names.update(code.magics.replace("=", " ").split())
-        for node in ast.walk(code.tree) if code.tree is not None else ():
-            keys: list[ast.expr] = []
-            if isinstance(node, ast.Assign):  # os.environ["key"] = ...
-                keys = [part.slice for part in node.targets if isinstance(part, ast.Subscript)]
-            elif getattr(getattr(node, "func", None), "attr", None) in ("setdefault", "putenv"):
-                keys = node.args[:1]
-            names.update(key.value for key in keys if isinstance(key, ast.Constant))
-        for name in VARIABLES:
-            if name in names:
-                changes.look(code.number, f"sets {name}: {VARIABLES[name]}")
+            sets += [(code, word) for word in code.magics.replace("=", " ").split()]
+    for code, node in notebook.nodes(ast.Assign):  # os.environ["key"] = ...
+        keys = [part.slice for part in node.targets if isinstance(part, ast.Subscript)]
+        sets += [(code, getattr(key, "value", None)) for key in keys]
+    for found in notebook.functions(["setdefault", "putenv"]):
+        sets.append((found.code, getattr(found.argument("key", 0), "value", None)))
+    for code, name in sets:
+        if name in VARIABLES:
+            changes.look(code.number, f"sets {name}: {VARIABLES[name]}")
     for found in notebook.functions(CALLS):
         changes.look(found.number, f"calls {found.name}: {CALLS[found.name]}")
 
 
 def _add_device_map(load: Found, changes: Changes) -> None:
     """Count the GPUs before a load, and give it a device map."""
-    given, vllm = load.keyword(VARIABLE), load.keyword("fast_inference")
+    given, vllm = load.argument(VARIABLE), load.argument("fast_inference")
     if given is not None and variable(given) != VARIABLE:
         said = f"the load has device_map={load.code.text(given)} of its own, which is kept; "
         changes.look(load.number, f"{said}'balanced' would split the model evenly")
-    elif any(VARIABLE in load.code.text(word) for word in load.call.keywords):
+    elif load.names_device_map:
         changes.kept(load.number, "the load has a device_map already")
-    elif load.keyword(None) is not None:
+    elif load.argument(None) is not None:
         mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
         changes.look(load.number, f"{load.owner}.from_pretrained: {mapping}")
     elif vllm is not None and getattr(vllm, "value", True):
@@ -201,17 +202,13 @@ def add_argument(code: Code, call: ast.Call, text: str, changes: Changes) -> Non
     *_, last, closing = (token for token in tokens if token.type not in QUIET_TOKENS)
     end = start + sum(map(len, lines[: last.end[0] - 1])) + last.end[1]
     comma = "" if last.string in ("(", ",") else ","
-    if last.end[0] == closing.start[0]:
+    if last.string == "(" or last.end[0] == closing.start[0]:
         space = "" if last.string == "(" else " "
         changes.replace(code, end, end, f"{comma}{space}{text}")
         return
-    if last.string == "(":
-        changes.replace(code, end, end, text)
-        return
     line_end = code.end_of_line(end)
     comment = code.source[end:line_end]
-    arguments = [*call.args, *call.keywords]
-    final = max(arguments, key=lambda argument: (argument.lineno, argument.col_offset))
+    final = max([*call.args, *call.keywords], key=lambda part: (part.lineno, part.col_offset))
     indent = code.line_at(code.span(final)[0]).indent
     changes.replace(code, end, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
 
@@ -221,35 +218,27 @@ def _add_banner(notebook: Notebook, changes: Changes) -> None:
     if not notebook.trainers:
         return
     for code, node in notebook.nodes(ast.Constant):
-        if isinstance(node.value, str) and MARK in node.value:
-            _look_at_banner(code, changes)
-            return
-    calls = [found for found in notebook.train_calls if found.owner in notebook.trainer_names]
+        if not isinstance(node.value, str) or MARK not in node.value:
+            continue
+        attributes = {getattr(part, "attr", None) for part in ast.walk(code.tree)}
+        if attributes & {"n_gpu", "world_size"}:
+            changes.kept(code.number, "prints the effective batch size already")
+        else:
+            changes.look(code.number, ABOUT_BANNER)
+        return
+    calls = [found for found in notebook.train_calls if found.trainer in notebook.trainer_names]
     calls = calls or notebook.train_calls
     if not calls:
         said = "no call of trainer.train() was found, so nothing prints the effective batch size"
         changes.look(None, said)
     for found in {found.number: found for found in reversed(calls)}.values():  # first of a cell
-        changes.insert_before(found.code, found.call, BANNER.format(trainer=found.owner))
+        changes.insert_before(found.code, found.call, BANNER.format(trainer=found.trainer))
         changes.changed(found.number, "prints the effective batch size before training")
 
 
-def _look_at_banner(code: Code, changes: Changes) -> None:
-    """Say whether a banner that is there counts split GPUs as data-parallel ones."""
-    attributes = {getattr(node, "attr", None) for node in ast.walk(code.tree)}
-    if attributes & {"n_gpu", "world_size"}:
-        changes.kept(code.number, "prints the effective batch size already")
-        return
-    changes.look(
-        code.number,
-        "prints an effective batch size that it computes itself; a model split by device_map is "
-        "one worker, so the number of GPUs does not multiply its batch",
-    )
-
-
-def _name_device(notebook: Notebook, code: Code, name: str, changes: Changes) -> None:
+def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
     """Let the inputs of a cell go to a device that has a number."""
-    moves = moves_to_cuda(code)
+    moves = [move for move in moves_to_cuda(notebook) if move.code is code]
     inputs = [move for move in moves if not is_model(move)]
     if len(inputs) < len(moves):
         said = "moves a model with .to or .cuda, which a split model refuses; delete it"
@@ -257,59 +246,43 @@ def _name_device(notebook: Notebook, code: Code, name: str, changes: Changes) ->
     if not inputs:
         return
     imports = "" if "torch" in notebook.modules else "import torch\n\n"
+    name = _device_name(notebook)
     # a name that is set in the cell's own statements reaches all the cell
-    outermost = next(path_to(code.tree, inputs[0]))
+    outermost = path_to(code.tree, inputs[0].call)[0]
     changes.insert_before(code, outermost, imports + SETS_DEVICE.format(name=name))
     for move in inputs:
-        word = _cuda_word(move)
+        word = move.argument("device", 0)
         if word is not None:
             changes.replace(code, *code.span(word), name)
         else:
-            end = code.span(move)[1]
-            start = code.source.rindex("cuda", code.span(move.func.value)[1], end)
+            end = code.span(move.call)[1]
+            start = code.source.rindex("cuda", code.span(move.call.func.value)[1], end)
             changes.replace(code, start, end, f"to({name})")
     changes.changed(code.number, f'inputs go to {name}, which is "cuda:0" or "cpu"')
 
 
-def moves_to_cuda(code: Code) -> list[ast.Call]:
-    """Return the calls that move something to the GPU without a number, in order."""
-    calls = [
-        node
-        for node in nodes_outside_strings(code.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    calls.sort(key=lambda call: (call.end_lineno, call.end_col_offset))
-    return [call for call in calls if _cuda_word(call) is not None or _is_cuda_method(call)]
+def moves_to_cuda(notebook: Notebook) -> list[Found]:
+    """Return the calls that move something to the GPU without a number."""
+    made = []
+    for move in [*notebook.methods("to"), *notebook.methods("cuda")]:
+        word = move.argument("device", 0)
+        is_named = getattr(word, "value", None) == "cuda"
+        is_empty = not move.call.args and not move.call.keywords
+        if is_named if move.name == "to" else is_empty:
+            made.append(move)
+    return made
 
 
-def is_model(move: ast.Call) -> bool:
+def is_model(move: Found) -> bool:
     """Return whether what is moved is a model by its name."""
-    return (variable(move.func.value) or "").lower().endswith("model")
-
-
-def _cuda_word(call: ast.Call) -> ast.expr | None:
-    """Return the "cuda" of `.to("cuda")` or `.to(device="cuda")`."""
-    given = [word.value for word in call.keywords if word.arg == "device"]
-    words = [*call.args[:1], *given] if call.func.attr == "to" else []
-    return next((word for word in words if getattr(word, "value", None) == "cuda"), None)
-
-
-def _is_cuda_method(call: ast.Call) -> bool:
-    return call.func.attr == "cuda" and not call.args and not call.keywords
+    return (move.receiver or "").lower().endswith("model")
 
 
 def _device_name(notebook: Notebook) -> str:
     """Return a name for the device that the notebook does not use for something else."""
-    sets = ast.dump(ast.parse(SETS_DEVICE.format(name=DEVICE)).body[0])
-    ours = {
-        target
-        for _, node in notebook.nodes(ast.Assign)
-        if ast.dump(node) == sets
-        for target in node.targets
-    }
-    for _, node in notebook.nodes(ast.Name, ast.arg):
-        is_set = isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
-        name = node.arg if isinstance(node, ast.arg) else node.id
-        if is_set and name == DEVICE and node not in ours:
-            return OTHER_NAME
-    return DEVICE
+    sets = SETS_DEVICE.format(name=DEVICE).strip()
+    ours = [node for code, node in notebook.nodes(ast.Assign) if code.text(node) == sets]
+    names = [node.arg for _, node in notebook.nodes(ast.arg)]
+    stored = [node for _, node in notebook.nodes(ast.Name) if isinstance(node.ctx, ast.Store)]
+    names += [node.id for node in stored]
+    return DEVICE if names.count(DEVICE) == len(ours) else OTHER_NAME

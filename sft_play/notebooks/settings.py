@@ -4,21 +4,22 @@ named. Pure: no file is opened.
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
-from sft_play.config.present import Line, commented_yaml
+from sft_play.config.present import commented_yaml
 from sft_play.config.schema import settings
 from sft_play.errors import ConfigError
 from sft_play.notebooks.carried import Carried, find_setting
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.recognise import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook, variable
-from sft_play.notebooks.values import Unknown, Values
+from sft_play.notebooks.values import Unknown
 
 # Keywords that say nothing about the run, or that the rows and the model answer for
 SILENT = frozenset(
     """
-    model tokenizer processing_class args train_dataset data_collator dataset_num_proc
-    dataset_kwargs formatting_func device_map disable_log_stats
+    model model_name load_in_4bit full_finetuning tokenizer processing_class args train_dataset
+    data_collator dataset_num_proc dataset_kwargs formatting_func device_map disable_log_stats
     max_lora_rank use_exact_model_name remove_unused_columns logging_dir task_type peft_config
     finetune_vision_layers finetune_language_layers finetune_attention_modules finetune_mlp_modules
     """.split()
@@ -70,31 +71,35 @@ def export(document: Document, data: str | None) -> tuple[str, list[str]]:
             f"NB={document.path}: {notebook.kind.value}; a config of SFT-Play is for supervised "
             "fine-tuning on text. OUT=converted.ipynb converts the notebook itself"
         )
-    values = Values(notebook)
-    carried = Carried()
+    carried = Carried(notebook)
     for load in notebook.training_loads[-1:]:
-        _take_load(carried, values, load)
+        _take_load(carried, load)
     trainers = [found for found in notebook.trainers if found.name in SFT_TRAINERS]
     adapters = [*notebook.methods("get_peft_model"), *notebook.functions(["LoraConfig"])]
     # the arguments win over the trainer, and so come first
     for call in (*notebook.arguments[-1:], *trainers[-1:], *adapters):
-        _take_keywords(carried, values, call)
-    if not adapters and carried.values.get("tuning.mode") != "full":
+        _take_keywords(carried, call)
+    if not adapters and carried.value("tuning.mode") != "full":
         said = "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
         carried.look(None, said)
-    _take_later_values(carried, values)
+    _take_later_values(carried)
     _agree(carried, has_adapters=bool(adapters))
-    _look_at_choices(carried, notebook)
-    _look_at_formatting(carried, notebook)
-    _take_rows(carried, values, data)
-    carried.changed(None, f"{len(carried.values)} settings carried")
-    return _as_text(document, carried), carried.report()
+    _look_at_choices(carried)
+    _look_at_formatting(carried)
+    _take_rows(carried, data)
+    carried.changed(None, f"{len(carried.lines)} settings carried")
+    header = [
+        f"Written by make convert-notebook from {document.path.name}.",
+        "Numbers are the notebook's; docs/configuration.md lists all settings.",
+    ]
+    lines = [carried.lines[path] for path in settings() if path in carried.lines]
+    return commented_yaml(header, lines), carried.report()
 
 
-def _take_load(carried: Carried, values: Values, load: Found) -> None:
+def _take_load(carried: Carried, load: Found) -> None:
     """Take the model, and in how many bits it is loaded."""
-    name_node = load.keyword("model_name") or (load.call.args[0] if load.call.args else None)
-    name = values.read(load.code, name_node) if name_node is not None else Unknown("nothing")
+    values = carried.values
+    name = values.argument(load, "model_name", 0) or Unknown("nothing")
     if isinstance(name, str):
         plain = re.sub(r"^(unsloth/.*?)(-unsloth)?-bnb-4bit$", r"\1", name)
         if plain != name:
@@ -104,85 +109,86 @@ def _take_load(carried: Carried, values: Values, load: Found) -> None:
     else:
         said = f"the model's name is {name.text}, which only running tells: write model.name"
         carried.look(load.number, said)
-    bits = values.keyword(load, "load_in_4bit")
-    if load.keyword("load_in_4bit") is None:
-        bits = values.keyword(load, "load_in_16bit") is not True
+    bits = values.argument(load, "load_in_4bit")
+    if load.argument("load_in_4bit") is None:
+        bits = values.argument(load, "load_in_16bit") is not True
     mode = "qlora" if bits is True else "lora"
-    if values.keyword(load, "full_finetuning") is True:
+    if values.argument(load, "full_finetuning") is True:
         mode = "full"
     carried.put("tuning.mode", mode, load.number, f"load_in_4bit = {bits}, mode {mode}")
-    _take_keywords(carried, values, load, skip=("model_name", "load_in_4bit", "full_finetuning"))
+    _take_keywords(carried, load)
 
 
-def _take_keywords(
-    carried: Carried, values: Values, found: Found, skip: tuple[str, ...] = ()
-) -> None:
+def _take_keywords(carried: Carried, found: Found) -> None:
     """Take every keyword of a call that has a counterpart, and name the others."""
+    values = carried.values
     given: dict[str, Any] = {}
     for keyword in found.call.keywords:
         if keyword.arg is not None:
             given[keyword.arg] = values.read(found.code, keyword.value)
             continue
-        unpacked = values.mapping(found.code, keyword.value)
-        if unpacked is None:
+        unpacked = values.items(found.code, keyword.value)
+        is_changed = any(owner == variable(keyword.value) for owner, _ in values.changed)
+        if not unpacked or is_changed or not all(isinstance(name, str) for name in unpacked):
             name = found.owner if found.name == "from_pretrained" else found.name
             said = f"{name} takes keywords from a mapping, which are not read"
             carried.look(found.number, said)
-        given |= unpacked or {}
+            continue
+        given |= {name: values.read(*written) for name, written in unpacked.items()}
     for name, value in given.items():
-        is_plain = any(value is part or value == part for part in PLAIN.get(name, ()))
-        if not is_plain and name not in (*skip, *SILENT) and not SECRET.search(name):
+        if value not in PLAIN.get(name, ()) and name not in SILENT and not SECRET.search(name):
             carried.take(found.number, name, value)
 
 
-def _take_later_values(carried: Carried, values: Values) -> None:
+def _take_later_values(carried: Carried) -> None:
     """Take what is set after the arguments were made, such as `trainer.args.max_steps = 5`."""
-    notebook = values.notebook
+    notebook = carried.notebook
     owners = {f"{name}.args" for name in notebook.trainer_names}
     owners.update(notebook.variables_of(ARGUMENTS))
     for code, node in notebook.nodes(ast.Assign):
         target = node.targets[0]
         if isinstance(target, ast.Attribute) and variable(target.value) in owners:
-            carried.values.pop(find_setting(target.attr), None)
-            carried.take(code.number, target.attr, values.read(code, node.value))
+            carried.lines.pop(find_setting(target.attr), None)
+            carried.take(code.number, target.attr, carried.values.read(code, node.value))
 
 
 def _agree(carried: Carried, has_adapters: bool) -> None:
     """Mend what the settings must agree on."""
-    found = carried.values
-    if found.get("tuning.mode") == "full":
-        for path in [path for path in found if path.startswith("tuning.lora.")]:
-            del found[path]
-    elif has_adapters:
-        found.setdefault("tuning.lora.alpha", UNSLOTH_ALPHA)
+    lines = carried.lines
+    if carried.value("tuning.mode") == "full":
+        for path in [path for path in lines if path.startswith("tuning.lora.")]:
+            del lines[path]
+    elif has_adapters and "tuning.lora.alpha" not in lines:
         origin = "Unsloth's own, where the notebook names none"
-        carried.origins.setdefault("tuning.lora.alpha", origin)
-    targets = found.get("tuning.lora.target_modules")
-    if isinstance(targets, list) and set(targets) & set(WHOLE_MODULES):
-        whole = [name for name in targets if name in WHOLE_MODULES]
-        found["tuning.lora.target_modules"] = [name for name in targets if name not in whole]
-        found.setdefault("tuning.lora.modules_to_save", whole)
-        carried.origins["tuning.lora.modules_to_save"] = "trained whole, as Unsloth does"
-    if found.get("train.eval_strategy", "no") == "no":
+        carried.put("tuning.lora.alpha", UNSLOTH_ALPHA, None, origin)
+    targets = carried.value("tuning.lora.target_modules")
+    whole = [name for name in targets if name in WHOLE_MODULES] if isinstance(targets, list) else []
+    if whole:
+        adapted = [name for name in targets if name not in whole]
+        path = "tuning.lora.target_modules"
+        lines[path] = replace(lines[path], value=adapted)
+        if "tuning.lora.modules_to_save" not in lines:
+            origin = "trained whole, as Unsloth does"
+            carried.put("tuning.lora.modules_to_save", whole, None, origin)
+    if carried.value("train.eval_strategy") in (None, "no"):
         for path in COMPARES_CHECKPOINTS:
-            if found.pop(path, None) is not None:
+            if lines.pop(path, None) is not None:
                 carried.look(None, f"{path} is left out: nothing is evaluated")
 
 
-def _look_at_choices(carried: Carried, notebook: Notebook) -> None:
+def _look_at_choices(carried: Carried) -> None:
     """Name what the notebook leaves open, and what its batch and steps are here."""
-    found = carried.values
+    notebook, lines = carried.notebook, carried.lines
     for path, choice in CHOSEN_HERE.items():
-        if path not in found:
+        if path not in lines:
             carried.look(None, f"the notebook does not set {path}: here {choice}")
-    if "train.epochs" in found and "train.max_steps" in found:
+    if "train.epochs" in lines and "train.max_steps" in lines:
         carried.look(None, "max_steps wins over num_train_epochs, as in the notebook")
     for name, base in notebook.own_trainers.items():
-        said = (
-            f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried"
-        )
-        carried.look(None, said)
-    batch, accumulation = found.get("train.batch_size"), found.get("train.grad_accum")
+        owned = f"{name} is a trainer of the notebook's own"
+        carried.look(None, f"{owned}; what it changes of {base} is not carried")
+    batch, accumulation = carried.value("train.batch_size"), carried.value("train.grad_accum")
+    steps = carried.value("train.max_steps")
     seen = ""
     if batch is not None and accumulation is not None:
         rows = batch * accumulation
@@ -192,25 +198,25 @@ def _look_at_choices(carried: Carried, notebook: Notebook) -> None:
             f"any number of them write train.effective_batch_size: {rows} and train.grad_accum: "
             "auto",
         )
-        seen = f", {found.get('train.max_steps', 0) * rows} rows on one GPU"
+        seen = f", {(steps or 0) * rows} rows on one GPU"
     for call in notebook.train_calls:
-        if call.keyword("resume_from_checkpoint") is not None:
+        if call.argument("resume_from_checkpoint") is not None:
             said = "a checkpoint of the notebook is not resumed by a run of SFT-Play"
             carried.look(call.number, said)
-    if "train.max_steps" in found:
-        steps = found["train.max_steps"]
+    if steps is not None:
         said = f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
         carried.look(None, f"{said}train.max_steps for whole epochs")
 
 
-def _look_at_formatting(carried: Carried, notebook: Notebook) -> None:
+def _look_at_formatting(carried: Carried) -> None:
     """Name what of the notebook's formatting of rows has no counterpart, or another one."""
+    notebook = carried.notebook
     for found in notebook.functions(["get_chat_template"])[:1]:
-        node = found.keyword("chat_template")
+        node = found.argument("chat_template")
         template = "a template" if node is None else found.code.text(node)
         carried.look(found.number, f"get_chat_template with {template}: {TEMPLATE}")
     for found in notebook.methods("map"):
-        if found.call.args and isinstance(found.call.args[0], ast.Name | ast.Lambda):
+        if isinstance(found.argument("function", 0), ast.Name | ast.Lambda):
             said = "rows are read as they are in the file, and the function of .map is not carried"
             carried.look(found.number, f"{said}: rows of a shape of its own need DATA=")
             break
@@ -227,42 +233,39 @@ def _look_at_formatting(carried: Carried, notebook: Notebook) -> None:
         carried.look(None, f"{said}plain text")
 
 
-def _take_rows(carried: Carried, values: Values, data: str | None) -> None:
+def _take_rows(carried: Carried, data: str | None) -> None:
     """Take data.train_path: what the user names, else what the notebook loads."""
-    for split in values.notebook.methods("train_test_split")[:1]:
-        share = values.keyword(split, "test_size")
+    for split in carried.notebook.methods("train_test_split")[:1]:
+        share = carried.values.argument(split, "test_size")
         if isinstance(share, float) and 0 < share < 0.5:
             carried.put("data.val_size", share, split.number, f"test_size = {share}")
         else:
             said = "train_test_split is not carried: data.val_size is a share under 0.5"
             carried.look(split.number, said)
+    loads = carried.notebook.functions(["load_dataset"])
     if data is not None:
-        carried.values["data.train_path"] = data
-        carried.origins["data.train_path"] = "DATA of make convert-notebook"
-        return
-    loads = values.notebook.functions(["load_dataset"])
-    if not loads:
+        carried.put("data.train_path", data, None, "DATA of make convert-notebook")
+    elif loads:
+        _take_source(carried, loads[0])
+    else:
         carried.look(None, "loads no data set by name: give the file with DATA=rows.jsonl")
-        return
-    _take_source(carried, values, loads[0])
-    if len(loads) > 1:
+    if data is None and len(loads) > 1:
         said = "loads several data sets; the first is carried: see data.train_path"
         carried.look(loads[0].number, said)
 
 
-def _take_source(carried: Carried, values: Values, load: Found) -> None:
+def _take_source(carried: Carried, load: Found) -> None:
     """Take the rows of a load_dataset call, as far as they can be told."""
-    read = [values.read(load.code, node) for node in load.call.args]
-    path = read[0] if read else values.keyword(load, "path")
+    values = carried.values
+    path = values.argument(load, "path", 0)
     if path in FILE_BUILDERS:
-        path = values.keyword(load, "data_files")
+        path = values.argument(load, "data_files")
         path = path.get("train") if isinstance(path, dict) else path
     if not isinstance(path, str):
         said = "the data set's name is told only by running: give it with DATA="
         carried.look(load.number, said)
         return
-    split = values.keyword(load, "split")
-    subset = read[1] if len(read) > 1 else values.keyword(load, "name")
+    split, subset = values.argument(load, "split"), values.argument(load, "name", 1)
     section = {"path": path}
     if isinstance(split, str) and split != "train":
         section["split"] = split
@@ -270,16 +273,3 @@ def _take_source(carried: Carried, values: Values, load: Found) -> None:
         section["subset"] = subset
     source = path if len(section) == 1 else [section]
     carried.put("data.train_path", source, load.number, "load_dataset")
-
-
-def _as_text(document: Document, carried: Carried) -> str:
-    header = [
-        f"Written by make convert-notebook from {document.path.name}.",
-        "Numbers are the notebook's; docs/configuration.md lists all settings.",
-    ]
-    lines = [
-        Line(path, carried.values[path], carried.origins[path])
-        for path in settings()
-        if path in carried.values
-    ]
-    return commented_yaml(header, lines)
