@@ -7,6 +7,7 @@ from functools import partialmethod
 from typing import NamedTuple
 
 from sft_play.notebooks.code import Code
+from sft_play.notebooks.recognise import Found
 
 SORTS = ("changed", "kept", "look")  # in the order of the report
 
@@ -49,9 +50,9 @@ class Changes:
         lines = textwrap.indent(text, place.indent).replace("\n", code.newline)
         self.replace(code, place.offset, place.offset, lines)
 
-    def note(self, sort: str, cell: int | None, text: str) -> None:
-        """Add a sentence to the report."""
-        self.notes.append(Note(sort, cell, text))
+    def note(self, sort: str, where: Code | Found | None, text: str) -> None:
+        """Add a sentence to the report, None for the whole notebook."""
+        self.notes.append(Note(sort, where and where.number, text))
 
     changed = partialmethod(note, "changed")  # what was done
     kept = partialmethod(note, "kept")  # what was there already

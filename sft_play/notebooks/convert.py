@@ -137,7 +137,7 @@ def convert_cells(notebook: Notebook, changes: Changes) -> None:
             _add_device_map(load, changes)
         elif load.argument("device_map") is None:
             said = "loads a model after training, for inference; left as it is"
-            changes.look(load.number, said)
+            changes.look(load, said)
     convert_statistics(notebook, changes)
     _add_banner(notebook, changes)
     for code in notebook.parsed:
@@ -149,9 +149,9 @@ def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
     for code in notebook.codes:
         if code.tree is None and any(word in code.source for word in RELEVANT):
             said = f"left as it is, because it is not read as Python ({code.problem})"
-            changes.look(code.number, said)
+            changes.look(code, said)
         elif words := [word for word in RELEVANT if word in code.magics]:
-            changes.look(code.number, f"a magic line with {', '.join(words)} is left as it is")
+            changes.look(code, f"a magic line with {', '.join(words)} is left as it is")
 
 
 def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
@@ -167,9 +167,9 @@ def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
         sets.append((found.code, getattr(found.argument("key", 0), "value", None)))
     for code, name in sets:
         if name in VARIABLES:
-            changes.look(code.number, f"sets {name}: {VARIABLES[name]}")
+            changes.look(code, f"sets {name}: {VARIABLES[name]}")
     for found in notebook.functions(CALLS):
-        changes.look(found.number, f"calls {found.name}: {CALLS[found.name]}")
+        changes.look(found, f"calls {found.name}: {CALLS[found.name]}")
 
 
 def _add_device_map(load: Found, changes: Changes) -> None:
@@ -177,20 +177,20 @@ def _add_device_map(load: Found, changes: Changes) -> None:
     given, vllm = load.argument(VARIABLE), load.argument("fast_inference")
     if given is not None and variable(given) != VARIABLE:
         said = f"the load has device_map={load.code.text(given)} of its own, which is kept; "
-        changes.look(load.number, f"{said}'balanced' would split the model evenly")
+        changes.look(load, f"{said}'balanced' would split the model evenly")
     elif load.names_device_map:
-        changes.kept(load.number, "the load has a device_map already")
+        changes.kept(load, "the load has a device_map already")
     elif load.argument(None) is not None:
         mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
-        changes.look(load.number, f"{load.owner}.from_pretrained: {mapping}")
+        changes.look(load, f"{load.owner}.from_pretrained: {mapping}")
     elif vllm is not None and getattr(vllm, "value", True):
         said = "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged"
-        changes.look(load.number, said)
+        changes.look(load, said)
     else:
         changes.insert_before(load.code, load.call, DETECTION)
         add_argument(load.code, load.call, ARGUMENT, changes)
         said = f"counts the GPUs, and {load.owner}.from_pretrained gets device_map"
-        changes.changed(load.number, said)
+        changes.changed(load, said)
 
 
 def add_argument(code: Code, call: ast.Call, text: str, changes: Changes) -> None:
@@ -222,9 +222,9 @@ def _add_banner(notebook: Notebook, changes: Changes) -> None:
             continue
         attributes = {getattr(part, "attr", None) for part in ast.walk(code.tree)}
         if attributes & {"n_gpu", "world_size"}:
-            changes.kept(code.number, "prints the effective batch size already")
+            changes.kept(code, "prints the effective batch size already")
         else:
-            changes.look(code.number, ABOUT_BANNER)
+            changes.look(code, ABOUT_BANNER)
         return
     calls = [found for found in notebook.train_calls if found.trainer in notebook.trainer_names]
     calls = calls or notebook.train_calls
@@ -233,7 +233,7 @@ def _add_banner(notebook: Notebook, changes: Changes) -> None:
         changes.look(None, said)
     for found in {found.number: found for found in reversed(calls)}.values():  # first of a cell
         changes.insert_before(found.code, found.call, BANNER.format(trainer=found.trainer))
-        changes.changed(found.number, "prints the effective batch size before training")
+        changes.changed(found, "prints the effective batch size before training")
 
 
 def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
@@ -242,7 +242,7 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
     inputs = [move for move in moves if not is_model(move)]
     if len(inputs) < len(moves):
         said = "moves a model with .to or .cuda, which a split model refuses; delete it"
-        changes.look(code.number, said)
+        changes.look(code, said)
     if not inputs:
         return
     imports = "" if "torch" in notebook.modules else "import torch\n\n"
@@ -258,7 +258,7 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
             end = code.span(move.call)[1]
             start = code.source.rindex("cuda", code.span(move.call.func.value)[1], end)
             changes.replace(code, start, end, f"to({name})")
-    changes.changed(code.number, f'inputs go to {name}, which is "cuda:0" or "cpu"')
+    changes.changed(code, f'inputs go to {name}, which is "cuda:0" or "cpu"')
 
 
 def moves_to_cuda(notebook: Notebook) -> list[Found]:

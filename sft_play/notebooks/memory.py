@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.recognise import Notebook, variable
 
 MEASURES = frozenset(
     """
@@ -100,7 +100,7 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
         if not measures(code.tree):
             continue
         if covers_all_gpus(code):
-            changes.kept(code.number, "measures the memory of each GPU already")
+            changes.kept(code, "measures the memory of each GPU already")
             continue
         known = {names.stats, names.start, names.most} if names else set()
         for run in _runs(code.tree, known):
@@ -111,7 +111,7 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
                 names = Names(held["stats"], held["used"], held["most"], held["measure"])
             if not (is_before or is_after) or not _can_be_indented(code, run):
                 said = "measures the memory of one GPU in a way of its own, which is kept"
-                changes.look(code.number, said)
+                changes.look(code, said)
                 continue
             if is_after:
                 names = replace(names, **held)
@@ -119,7 +119,7 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
             template = BEFORE if is_before else _after(run)
             _replace(changes, code, run, template.format(one=MARKER, **vars(names)))
             when = "before" if is_before else "after"
-            changes.changed(code.number, f"memory {when} training: of each GPU")
+            changes.changed(code, f"memory {when} training: of each GPU")
     if names is not None:
         _look_at_other_uses(notebook, changes, names, converted)
 
@@ -194,8 +194,9 @@ def _is_print(statement: ast.stmt | None, known: set[str]) -> bool:
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return False
-    words = ast.unparse(call.func).split(".")
-    if words != ["print"] and not (words[0] in LOGGERS and words[1:] == ["info"]):
+    is_print = getattr(call.func, "id", None) == "print"
+    is_log = getattr(call.func, "attr", None) == "info" and variable(call.func.value) in LOGGERS
+    if not is_print and not is_log:
         return False
     return RUNTIME in _texts(statement) or _names(statement) <= known | HARMLESS | LOGGERS
 
@@ -263,4 +264,4 @@ def _look_at_other_uses(
         used = {node.id for node in loaded} & lists
         if used and not covers_all_gpus(code):
             said = "a list on several GPUs, a number for each; see whether this cell takes one"
-            changes.look(code.number, f"uses {', '.join(sorted(used))}: {said}")
+            changes.look(code, f"uses {', '.join(sorted(used))}: {said}")

@@ -140,7 +140,7 @@ def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
     end = last_code.end_of_line(last_code.span(last)[1])
     changes.replace(last_code, end, end, f"\n{ALONE}".replace("\n", last_code.newline))
     goes_on = "after it the first process goes on alone"
-    changes.changed(last_code.number, f"all processes train; {goes_on}")
+    changes.changed(last_code, f"all processes train; {goes_on}")
 
 
 def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
@@ -154,7 +154,7 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
     for found in notebook.arguments:
         if found.argument(UNUSED) is None:
             add_argument(found.code, found.call, f"{UNUSED} = False", changes)
-            changes.changed(found.number, f"the trainer's arguments get {UNUSED} = False")
+            changes.changed(found, f"the trainer's arguments get {UNUSED} = False")
 
 
 def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
@@ -183,14 +183,13 @@ def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
     """Say what a script cannot do as a notebook does."""
     last_code, _ = _last_together(notebook)
     for found in notebook.functions((*IN_NOTEBOOKS, *SAVES)):
-        name, number = found.name, found.number
-        if name in IN_NOTEBOOKS:
-            changes.look(number, f"{name}() works in a notebook alone")
-        elif number < last_code.number:
-            said = f"{name}() stands before the end of training, so every process saves"
-            changes.look(number, said)
+        call = f"{found.name}()"
+        if found.name in IN_NOTEBOOKS:
+            changes.look(found, f"{call} works in a notebook alone")
+        elif found.number < last_code.number:
+            changes.look(found, f"{call} stands before the end of training, so every process saves")
         else:
-            changes.kept(number, f"{name}(), by the first process alone")
+            changes.kept(found, f"{call}, by the first process alone")
     for module, where in ONLY_IN_NOTEBOOKS.items():
         if module in notebook.modules:
             changes.look(None, f"imports {module}, which {where}")
@@ -198,12 +197,10 @@ def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
     for code in notebook.codes:
         problem = _why_no_script(code)
         if problem is not None:
-            changes.look(code.number, f"is a comment of the script: {problem}")
+            changes.look(code, f"is a comment of the script: {problem}")
         elif code.masked:
-            said = (
-                f"{len(code.masked)} line(s) of magics or of the shell are comments of the script"
-            )
-            changes.look(code.number, said)
+            said = "line(s) of magics or of the shell are comments of the script"
+            changes.look(code, f"{len(code.masked)} {said}")
 
 
 def _look_at_batch(notebook: Notebook, changes: Changes) -> None:

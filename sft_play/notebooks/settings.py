@@ -7,13 +7,18 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from sft_play.config.present import commented_yaml
-from sft_play.config.schema import settings
+from pydantic import ValidationError
+
+from sft_play.config.loader import nested
+from sft_play.config.present import Line, commented_yaml
+from sft_play.config.schema import Config, settings
+from sft_play.config.unknown import ADVICE, SAME_SETTING
 from sft_play.errors import ConfigError
-from sft_play.notebooks.carried import Carried, find_setting
+from sft_play.notebooks.changes import Changes
+from sft_play.notebooks.code import Code
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.recognise import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook, variable
-from sft_play.notebooks.values import Unknown
+from sft_play.notebooks.values import AUTO, Unknown, Values
 
 # Keywords that say nothing about the run, or that the rows and the model answer for
 SILENT = frozenset(
@@ -54,10 +59,50 @@ CHOSEN_HERE = {
     "train.lr_scheduler_type": "cosine",
     "train.warmup_steps": "0.03 of the run",
 }
+OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"}
+TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
 FILE_BUILDERS = ("json", "csv", "parquet", "text")
 TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
 # Functions that change rows beyond their format
 RESHAPES = ("to_sharegpt", "apply_chat_template", "concatenate_datasets", "interleave_datasets")
+
+
+class Carried(Changes):
+    """The settings found so far in a notebook, each with where it comes from, and the notes."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        super().__init__()
+        self.notebook = notebook
+        self.values = Values(notebook)
+        self.lines: dict[str, Line] = {}
+
+    def value(self, path: str) -> Any:
+        """Return the value of a setting, None where it is not found."""
+        return self.lines[path].value if path in self.lines else None
+
+    def put(self, path: str, value: Any, where: Code | Found | None, word: str) -> None:
+        """Take a setting; a second, other value for it is named and not taken."""
+        origin = word if where is None else f"cell {where.number}: {word}"
+        first = self.lines.setdefault(path, Line(path, value, origin))
+        if first.value != value:
+            taken = f"{path} is {first.value!r} by {first.comment}"
+            self.look(where, f"{word} is not carried: {taken}")
+
+    def take(self, where: Code | Found, name: str, value: Any) -> None:
+        """Take a keyword's value, or say that it has no counterpart."""
+        path = find_setting(name)
+        said = f"{name} = {value.text if isinstance(value, Unknown) else repr(value)}"
+        if path is None:
+            advice = f": {ADVICE[name]}" if name in ADVICE else ""
+            self.look(where, f"{said} has no setting here{advice}")
+        elif isinstance(value, Unknown):
+            self.look(where, f"{said}, which only running tells: write {path}")
+        else:
+            adapted = adapt_value(path, value)
+            if isinstance(adapted, Unknown):
+                self.look(where, f"{said} is not carried: {adapted.text}")
+            elif adapted is not None:
+                self.put(path, adapted, where, said)
 
 
 def export(document: Document, data: str | None) -> tuple[str, list[str]]:
@@ -104,18 +149,18 @@ def _take_load(carried: Carried, load: Found) -> None:
         plain = re.sub(r"^(unsloth/.*?)(-unsloth)?-bnb-4bit$", r"\1", name)
         if plain != name:
             said = f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is "
-            carried.look(load.number, f"{said}there")
-        carried.put("model.name", plain, load.number, "model_name")
+            carried.look(load, f"{said}there")
+        carried.put("model.name", plain, load, "model_name")
     else:
         said = f"the model's name is {name.text}, which only running tells: write model.name"
-        carried.look(load.number, said)
+        carried.look(load, said)
     bits = values.argument(load, "load_in_4bit")
     if load.argument("load_in_4bit") is None:
         bits = values.argument(load, "load_in_16bit") is not True
     mode = "qlora" if bits is True else "lora"
     if values.argument(load, "full_finetuning") is True:
         mode = "full"
-    carried.put("tuning.mode", mode, load.number, f"load_in_4bit = {bits}, mode {mode}")
+    carried.put("tuning.mode", mode, load, f"load_in_4bit = {bits}, mode {mode}")
     _take_keywords(carried, load)
 
 
@@ -132,12 +177,12 @@ def _take_keywords(carried: Carried, found: Found) -> None:
         if not unpacked or is_changed or not all(isinstance(name, str) for name in unpacked):
             name = found.owner if found.name == "from_pretrained" else found.name
             said = f"{name} takes keywords from a mapping, which are not read"
-            carried.look(found.number, said)
+            carried.look(found, said)
             continue
         given |= {name: values.read(*written) for name, written in unpacked.items()}
     for name, value in given.items():
         if value not in PLAIN.get(name, ()) and name not in SILENT and not SECRET.search(name):
-            carried.take(found.number, name, value)
+            carried.take(found, name, value)
 
 
 def _take_later_values(carried: Carried) -> None:
@@ -149,7 +194,7 @@ def _take_later_values(carried: Carried) -> None:
         target = node.targets[0]
         if isinstance(target, ast.Attribute) and variable(target.value) in owners:
             carried.lines.pop(find_setting(target.attr), None)
-            carried.take(code.number, target.attr, carried.values.read(code, node.value))
+            carried.take(code, target.attr, carried.values.read(code, node.value))
 
 
 def _agree(carried: Carried, has_adapters: bool) -> None:
@@ -202,7 +247,7 @@ def _look_at_choices(carried: Carried) -> None:
     for call in notebook.train_calls:
         if call.argument("resume_from_checkpoint") is not None:
             said = "a checkpoint of the notebook is not resumed by a run of SFT-Play"
-            carried.look(call.number, said)
+            carried.look(call, said)
     if steps is not None:
         said = f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
         carried.look(None, f"{said}train.max_steps for whole epochs")
@@ -214,19 +259,19 @@ def _look_at_formatting(carried: Carried) -> None:
     for found in notebook.functions(["get_chat_template"])[:1]:
         node = found.argument("chat_template")
         template = "a template" if node is None else found.code.text(node)
-        carried.look(found.number, f"get_chat_template with {template}: {TEMPLATE}")
+        carried.look(found, f"get_chat_template with {template}: {TEMPLATE}")
     for found in notebook.methods("map"):
         if isinstance(found.argument("function", 0), ast.Name | ast.Lambda):
             said = "rows are read as they are in the file, and the function of .map is not carried"
-            carried.look(found.number, f"{said}: rows of a shape of its own need DATA=")
+            carried.look(found, f"{said}: rows of a shape of its own need DATA=")
             break
     for found in notebook.functions(RESHAPES):
         if found.owner is None:
-            carried.look(found.number, f"{found.name} is not carried: {TEMPLATE}")
+            carried.look(found, f"{found.name} is not carried: {TEMPLATE}")
     for code, node in notebook.nodes(ast.Attribute):
         if node.attr == "eos_token":
             said = "a prompt of its own with EOS_TOKEN is not carried"
-            carried.look(code.number, f"{said}: {TEMPLATE}")
+            carried.look(code, f"{said}: {TEMPLATE}")
             break
     if not notebook.functions(["train_on_responses_only", "DataCollatorForCompletionOnlyLM"]):
         said = "the notebook trains on prompts too; here answers alone carry loss, but for rows of "
@@ -238,10 +283,10 @@ def _take_rows(carried: Carried, data: str | None) -> None:
     for split in carried.notebook.methods("train_test_split")[:1]:
         share = carried.values.argument(split, "test_size")
         if isinstance(share, float) and 0 < share < 0.5:
-            carried.put("data.val_size", share, split.number, f"test_size = {share}")
+            carried.put("data.val_size", share, split, f"test_size = {share}")
         else:
             said = "train_test_split is not carried: data.val_size is a share under 0.5"
-            carried.look(split.number, said)
+            carried.look(split, said)
     loads = carried.notebook.functions(["load_dataset"])
     if data is not None:
         carried.put("data.train_path", data, None, "DATA of make convert-notebook")
@@ -251,7 +296,7 @@ def _take_rows(carried: Carried, data: str | None) -> None:
         carried.look(None, "loads no data set by name: give the file with DATA=rows.jsonl")
     if data is None and len(loads) > 1:
         said = "loads several data sets; the first is carried: see data.train_path"
-        carried.look(loads[0].number, said)
+        carried.look(loads[0], said)
 
 
 def _take_source(carried: Carried, load: Found) -> None:
@@ -263,7 +308,7 @@ def _take_source(carried: Carried, load: Found) -> None:
         path = path.get("train") if isinstance(path, dict) else path
     if not isinstance(path, str):
         said = "the data set's name is told only by running: give it with DATA="
-        carried.look(load.number, said)
+        carried.look(load, said)
         return
     split, subset = values.argument(load, "split"), values.argument(load, "name", 1)
     section = {"path": path}
@@ -272,4 +317,52 @@ def _take_source(carried: Carried, load: Found) -> None:
     if isinstance(subset, str):
         section["subset"] = subset
     source = path if len(section) == 1 else [section]
-    carried.put("data.train_path", source, load.number, "load_dataset")
+    carried.put("data.train_path", source, load, "load_dataset")
+
+
+def find_setting(name: str) -> str | None:
+    """Return the setting that takes the value of a keyword, None where there is none."""
+    for section in ("train", "tuning.lora", "model"):
+        if f"{section}.{name}" in settings():
+            return f"{section}.{name}"
+    return SAME_SETTING.get(name)
+
+
+def adapt_value(path: str, value: Any) -> Any:
+    """Return a value as its setting has it.
+
+    None leaves the setting out, an Unknown says why it is not carried.
+    """
+    match path:
+        case "train.max_steps":
+            value = value if isinstance(value, int) and value > 0 else None
+        case "train.gradient_checkpointing":
+            value = bool(value)
+        case "train.optim":
+            value = OPTIMIZERS.get(str(value), value)
+        case "train.bf16" | "train.fp16":
+            value = value if value in (True, False, AUTO) else None
+        case "train.report_to":
+            names = value if isinstance(value, list) else [value]
+            value = [] if names in (["none"], [None]) else names
+            if not set(value) <= set(TRACKERS):
+                return Unknown(f"train.report_to has {', '.join(TRACKERS)} and none")
+        case "tuning.lora.init_lora_weights":
+            value = None if value is True else value
+        case "tuning.lora.target_modules":
+            if isinstance(value, str) and value != "all-linear":
+                return Unknown("write a list of names")
+        case "train.resume_from":
+            return Unknown("name a run of SFT-Play in train.resume_from")
+    if value is not None and not is_valid(path, value):
+        return Unknown(f"{path} takes other values, which docs/configuration.md lists")
+    return value
+
+
+def is_valid(path: str, value: Any) -> bool:
+    """Return whether a setting takes a value."""
+    try:
+        Config.model_validate(nested({path: value}))
+    except ValidationError:
+        return False
+    return True
