@@ -53,14 +53,14 @@ def _has_device_map(notebook: Notebook) -> tuple[bool, str]:
     loads = notebook.training_loads
     if not loads:
         return False, "no load"
-    for load in loads:
-        if not load.names_device_map:
-            return False, f"the load in cell {load.number} has no device_map"
-    cells = {load.number for load in loads}
+    cells = [load.number for load in loads if not load.names_device_map]
+    if cells:
+        return False, f"the load in cell {cells[0]} has no device_map"
+    cells = [load.number for load in loads]
     constants = [node.value for code, node in notebook.nodes(ast.Constant) if code.number in cells]
     if not any(word in SPLITS for word in constants):
-        return False, f"cell {loads[0].number} never sets it to balanced or auto"
-    return True, f"the load in cell {loads[0].number} has it"
+        return False, f"cell {cells[0]} never sets it to balanced or auto"
+    return True, f"the load in cell {cells[0]} has it"
 
 
 def _measures_all(notebook: Notebook) -> tuple[bool, str]:

@@ -1,8 +1,7 @@
 """A notebook for one GPU becomes one for several: every edit of every cell. Pure."""
 
 import ast
-import io
-import tokenize
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +38,6 @@ RELEVANT = (
     "SFTTrainer",
     ".train(",
 )
-QUIET_TOKENS = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
 # In a notebook a model is divided among the GPUs; started by torchrun, each process has a whole one
 DETECTION = """\
 import os
@@ -69,6 +60,8 @@ else:
 VARIABLE = "device_map"
 # On one GPU the load has no device_map, as before: None would leave 16-bit weights on the CPU
 ARGUMENT = '**({"device_map": device_map} if device_map else {})'
+# What may be between the last argument of a call and its closing parenthesis
+NO_CODE = re.compile(r"(?:[\s\\]|#[^\r\n]*[\r\n])*\)\Z")
 MARK = "Effective batch size"
 # From the trainer's own arguments: a split model is one worker, whatever the number of GPUs
 BANNER = """\
@@ -188,29 +181,28 @@ def _add_device_map(load: Found, changes: Changes) -> None:
         changes.look(load, said)
     else:
         changes.insert_before(load.code, load.call, DETECTION)
-        add_argument(load.code, load.call, ARGUMENT, changes)
+        add_argument(load, ARGUMENT, changes)
         said = f"counts the GPUs, and {load.owner}.from_pretrained gets device_map"
         changes.changed(load, said)
 
 
-def add_argument(code: Code, call: ast.Call, text: str, changes: Changes) -> None:
+def add_argument(found: Found, text: str, changes: Changes) -> None:
     """Add a last argument to a call, in the call's own layout."""
-    start, _ = code.span(call)
-    lines = code.text(call).splitlines(keepends=True)
-    plain = "\n".join(line.rstrip("\r\n") for line in lines)
-    tokens = tokenize.generate_tokens(io.StringIO(plain).readline)
-    *_, last, closing = (token for token in tokens if token.type not in QUIET_TOKENS)
-    end = start + sum(map(len, lines[: last.end[0] - 1])) + last.end[1]
-    comma = "" if last.string in ("(", ",") else ","
-    if last.string == "(" or last.end[0] == closing.start[0]:
-        space = "" if last.string == "(" else " "
-        changes.replace(code, end, end, f"{comma}{space}{text}")
+    code, call = found.code, found.call
+    arguments = sorted(
+        [*call.args, *call.keywords], key=lambda part: (part.lineno, part.col_offset)
+    )
+    last = arguments[-1] if arguments else call.func
+    (start, after), end = code.span(last), code.span(call)[1]
+    place = NO_CODE.search(code.source, min(after, end - 1), end).start()
+    line_end, before = code.end_of_line(place), code.source[place - 1]
+    comma = "" if before in "(," else ","
+    if before == "(" or line_end >= end:
+        space = "" if before == "(" else " "
+        changes.replace(code, place, place, f"{comma}{space}{text}")
         return
-    line_end = code.end_of_line(end)
-    comment = code.source[end:line_end]
-    final = max([*call.args, *call.keywords], key=lambda part: (part.lineno, part.col_offset))
-    indent = code.line_at(code.span(final)[0]).indent
-    changes.replace(code, end, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
+    comment, indent = code.source[place:line_end], code.line_at(start).indent
+    changes.replace(code, place, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
 
 
 def _add_banner(notebook: Notebook, changes: Changes) -> None:
@@ -263,14 +255,10 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
 
 def moves_to_cuda(notebook: Notebook) -> list[Found]:
     """Return the calls that move something to the GPU without a number."""
-    made = []
-    for move in [*notebook.methods("to"), *notebook.methods("cuda")]:
-        word = move.argument("device", 0)
-        is_named = getattr(word, "value", None) == "cuda"
-        is_empty = not move.call.args and not move.call.keywords
-        if is_named if move.name == "to" else is_empty:
-            made.append(move)
-    return made
+    moves = [(move, move.argument("device", 0)) for move in notebook.methods("to")]
+    named = [move for move, word in moves if getattr(word, "value", None) == "cuda"]
+    calls = notebook.methods("cuda")
+    return named + [found for found in calls if not found.call.args and not found.call.keywords]
 
 
 def is_model(move: Found) -> bool:

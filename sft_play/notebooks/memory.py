@@ -186,7 +186,7 @@ def _is_of_memory(value: ast.expr, known: set[str]) -> bool:
     is_computed = any(isinstance(node, ast.BinOp | ast.Attribute) for node in nodes)
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     is_plain = all(getattr(function, "id", None) == "round" for function in calls)
-    return is_computed and is_plain and bool((_names(value) - HARMLESS) & known)
+    return is_computed and is_plain and bool(_names(value) & known)
 
 
 def _is_print(statement: ast.stmt | None, known: set[str]) -> bool:

@@ -15,7 +15,9 @@ from sft_play.notebooks.code import Code, nodes_outside_strings, parse
 from sft_play.notebooks.document import Document
 
 FAST_MODEL = re.compile(r"Fast\w*Model")
-EMBEDDING_MODELS = ("FastSentenceTransformer",)
+# Classes that tell what is trained
+EMBEDDINGS = ("FastSentenceTransformer", "SentenceTransformerTrainer")
+VISION = ("FastVisionModel", "UnslothVisionDataCollator")
 SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer")
 ARGUMENTS = (
     "SFTConfig",
@@ -216,24 +218,22 @@ class Notebook:
     @cached_property
     def kind(self) -> Kind:
         """What the notebook trains."""
-        trainers = {found.name for found in self.trainers}
-        loaders = {load.owner for load in self.methods("from_pretrained")}
-        embeds = "SentenceTransformerTrainer" in trainers or loaders & set(EMBEDDING_MODELS)
-        if embeds or self.functions(EMBEDDING_MODELS):
+        used = {name for found in self.calls for name in (found.name, found.owner)}
+        if not used.isdisjoint(EMBEDDINGS):
             return Kind.EMBEDDINGS
         if not self.loads:
             return Kind.NOTHING
-        if trainers & set(REWARD_TRAINERS):
+        if not used.isdisjoint(REWARD_TRAINERS):
             return Kind.REWARDS
-        if trainers & set(PREFERENCE_TRAINERS):
+        if not used.isdisjoint(PREFERENCE_TRAINERS):
             return Kind.PREFERENCES
-        if "FastVisionModel" in loaders or self.functions(["UnslothVisionDataCollator"]):
+        if not used.isdisjoint(VISION):
             return Kind.VISION
-        if trainers and self.modules & AUDIO_MODULES:
+        if self.trainers and self.modules & AUDIO_MODULES:
             return Kind.AUDIO
-        if trainers & set(SFT_TRAINERS):
+        if not used.isdisjoint(SFT_TRAINERS):
             return Kind.TEXT
-        return Kind.OTHER if trainers or self.train_calls else Kind.INFERENCE
+        return Kind.OTHER if self.trainers or self.train_calls else Kind.INFERENCE
 
 
 def variable(node: ast.AST) -> str | None:

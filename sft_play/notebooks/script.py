@@ -153,7 +153,7 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
         changes.look(None, said)
     for found in notebook.arguments:
         if found.argument(UNUSED) is None:
-            add_argument(found.code, found.call, f"{UNUSED} = False", changes)
+            add_argument(found, f"{UNUSED} = False", changes)
             changes.changed(found, f"the trainer's arguments get {UNUSED} = False")
 
 

@@ -61,12 +61,10 @@ class Values:
 
     def _take(self, code: Code, owner: str | None, target: ast.expr, value: ast.expr) -> None:
         match target:
-            case ast.Name():
-                self.assigned[owner, target.id].append(Written(code, value))
-            case ast.Attribute():
-                self.changed.add((variable(target.value), target.attr))
-            case ast.Subscript(slice=ast.Constant()):
-                self.changed.add((variable(target.value), target.slice.value))
+            case ast.Name(id=name):
+                self.assigned[owner, name].append(Written(code, value))
+            case ast.Attribute(attr=key) | ast.Subscript(slice=ast.Constant(value=key)):
+                self.changed.add((variable(target.value), key))
             case ast.Tuple() if isinstance(value, ast.Tuple):
                 for part, part_value in zip(target.elts, value.elts, strict=False):
                     self._take(code, owner, part, part_value)
