@@ -153,9 +153,9 @@ def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
     for code in notebook.codes:
         if "%env" in code.magics or "%set_env" in code.magics:
             sets += [(code, word) for word in code.magics.replace("=", " ").split()]
-    for code, node in notebook.nodes(ast.Assign):  # os.environ["key"] = ...
-        keys = [part.slice for part in node.targets if isinstance(part, ast.Subscript)]
-        sets += [(code, getattr(key, "value", None)) for key in keys]
+    for code, node in notebook.nodes(ast.Subscript):  # os.environ["key"] = ...
+        if isinstance(node.ctx, ast.Store):
+            sets.append((code, getattr(node.slice, "value", None)))
     for found in notebook.functions(["setdefault", "putenv"]):
         sets.append((found.code, getattr(found.argument("key", 0), "value", None)))
     for code, name in sets:

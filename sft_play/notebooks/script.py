@@ -103,20 +103,18 @@ def export(document: Document, script: Path) -> tuple[str, list[str]]:
     texts = [HEADER.format(name=document.path.name, script=script.name)]
     if notebook.functions(["display"]):
         texts.append(DISPLAY)
-    by_number = {code.number: code for code in notebook.codes}
+    codes = {code.number: code for code in notebook.codes if _why_no_script(code) is None}
     for cell in notebook.document.cells:
-        texts.append(_as_percent_cell(cell, by_number.get(cell.number)))
+        texts.append(_as_percent_cell(cell, codes.get(cell.number)))
     return "\n".join(texts), changes.report()
 
 
 def _edited(notebook: Notebook, changes: Changes) -> Notebook:
     """Return the notebook with its cells edited."""
     sources = changes.sources()
-    cells = [
-        replace(cell, source=sources.get(cell.number, cell.source))
-        for cell in notebook.document.cells
-    ]
-    return Notebook(replace(notebook.document, cells=tuple(cells)))
+    before = notebook.document
+    cells = [replace(each, source=sources.get(each.number, each.source)) for each in before.cells]
+    return Notebook(replace(before, cells=tuple(cells)))
 
 
 def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
@@ -207,16 +205,15 @@ def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
     """Say what the notebook's batch and steps are with several processes."""
     values = Values(notebook)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
-    batch, accumulation, steps = None, None, None
+    rows, counted = "the notebook's rows", ""
     for found in notebook.arguments[-1:]:
         batch, accumulation, steps = (values.argument(found, name) for name in names)
-    rows = "an update has the notebook's rows for each process"
-    if isinstance(batch, int) and isinstance(accumulation, int):
-        product = f"{batch} x {accumulation} = {batch * accumulation}"
-        rows = f"an update has {product} rows for each process"
+        if isinstance(batch, int) and isinstance(accumulation, int):
+            rows = f"{batch} x {accumulation} = {batch * accumulation} rows"
+        if isinstance(steps, int):
+            counted = f"; max_steps = {steps} is kept, and counts updates"
     said = "divide gradient_accumulation_steps by their number to keep the notebook's"
-    counted = f"; max_steps = {steps} is kept, and counts updates" if isinstance(steps, int) else ""
-    changes.look(None, f"{rows}; {said}{counted}")
+    changes.look(None, f"an update has {rows} for each process; {said}{counted}")
 
 
 def _why_no_script(code: Code) -> str | None:
@@ -238,7 +235,7 @@ def _as_percent_cell(cell: Cell, code: Code | None) -> str:
     """Return a cell in the percent format, which editors and jupytext know."""
     kind = "" if cell.kind == "code" else f"[{cell.kind}] "
     title = f"# %% {kind}cell {cell.number}\n"
-    if code is None or _why_no_script(code) is not None:
+    if code is None:
         return f"{title}{_as_comments(cell.source)}"
     written = LINE.findall(code.source)
     lines = []

@@ -206,15 +206,13 @@ def _agree(carried: Carried, has_adapters: bool) -> None:
     elif has_adapters and "tuning.lora.alpha" not in lines:
         origin = "Unsloth's own, where the notebook names none"
         carried.put("tuning.lora.alpha", UNSLOTH_ALPHA, None, origin)
-    targets = carried.value("tuning.lora.target_modules")
+    adapted, saved = "tuning.lora.target_modules", "tuning.lora.modules_to_save"
+    targets = carried.value(adapted)
     whole = [name for name in targets if name in WHOLE_MODULES] if isinstance(targets, list) else []
     if whole:
-        adapted = [name for name in targets if name not in whole]
-        path = "tuning.lora.target_modules"
-        lines[path] = replace(lines[path], value=adapted)
-        if "tuning.lora.modules_to_save" not in lines:
-            origin = "trained whole, as Unsloth does"
-            carried.put("tuning.lora.modules_to_save", whole, None, origin)
+        rest = [name for name in targets if name not in whole]
+        lines[adapted] = replace(lines[adapted], value=rest)
+        lines.setdefault(saved, Line(saved, whole, "trained whole, as Unsloth does"))
     if carried.value("train.eval_strategy") in (None, "no"):
         for path in COMPARES_CHECKPOINTS:
             if lines.pop(path, None) is not None:
