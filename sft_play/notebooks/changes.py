@@ -51,7 +51,7 @@ class Changes:
         self.replace(code, place.offset, place.offset, lines)
 
     def note(self, sort: str, where: Code | Found | None, text: str) -> None:
-        """Add a sentence to the report, None for the whole notebook."""
+        """Add a sentence to the report; `where` is None if it is about the whole notebook."""
         self.notes.append(Note(sort, where and where.number, text))
 
     changed = partialmethod(note, "changed")  # what was done

@@ -96,7 +96,7 @@ class Code:
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
     def begins_its_line(self, statement: ast.stmt) -> bool:
-        """Return whether nothing stands before a statement, so lines can be put there."""
+        """Return whether a statement is the first on its line, so lines can be inserted there."""
         line = _first_line(statement)
         before = self.lines[line - 1].encode()[: statement.col_offset]
         is_continued = line > 1 and self.lines[line - 2].endswith("\\")
@@ -178,7 +178,7 @@ def path_to(tree: ast.AST, node: ast.AST) -> list[ast.stmt]:
 
 
 def nodes_outside_strings(tree: ast.AST) -> list[ast.AST]:
-    """Return all nodes but those in f-strings: Python 3.11 misplaces them."""
+    """Return all nodes except those in f-strings, whose positions Python 3.11 gets wrong."""
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr))
     inside = {part for string in strings for part in ast.walk(string)}
     return [node for node in ast.walk(tree) if node not in inside]

@@ -137,9 +137,9 @@ def measures(tree: ast.AST) -> list[ast.Call]:
 
 
 def _runs(node: ast.AST, known: set[str]) -> Iterator[list[ast.stmt]]:
-    """Yield what stands together: the statements that measure, and print what was measured.
+    """Yield adjacent statements that measure memory and print what was measured.
 
-    `known` are the variables with measures, to which those that are found are added.
+    `known` are the variables that hold measurements; variables that are found are added.
     """
     for _, block in ast.iter_fields(node):
         run: list[ast.stmt] = []
@@ -210,7 +210,7 @@ def _texts(node: ast.AST) -> set[object]:
 
 
 def _variables(run: list[ast.stmt], before: Names | None) -> dict[str, str]:
-    """Return the variables that a run sets, by what they hold: fields of Names, or `other`."""
+    """Return the variables that a run sets, by what they hold: a field of Names or `other`."""
     found = {}
     for statement in run:
         name = _assigned_name(statement)

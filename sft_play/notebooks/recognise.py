@@ -73,9 +73,9 @@ class Found:
     @property
     def trainer(self) -> str | None:
         """The trainer of a call that trains: `trainer.train()` or `unsloth_train(trainer)`."""
-        return (
-            variable(self.argument("trainer", 0)) if self.name == "unsloth_train" else self.receiver
-        )
+        if self.name == "unsloth_train":
+            return variable(self.argument("trainer", 0))
+        return self.receiver
 
     @property
     def names_device_map(self) -> bool:
@@ -84,11 +84,10 @@ class Found:
 
     def argument(self, name: str | None, position: int | None = None) -> ast.expr | None:
         """Return a keyword's value, of None that of `**mapping`; else that at a position."""
-        for word in self.call.keywords:
-            if word.arg == name:
-                return word.value
-        is_given = position is not None and position < len(self.call.args)
-        return self.call.args[position] if is_given else None
+        given = [word.value for word in self.call.keywords if word.arg == name]
+        if position is not None:
+            given += self.call.args[position:]
+        return given[0] if given else None
 
 
 class Notebook:

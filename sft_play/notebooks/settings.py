@@ -77,7 +77,7 @@ class Carried(Changes):
         self.lines: dict[str, Line] = {}
 
     def value(self, path: str) -> Any:
-        """Return the value of a setting, None where it is not found."""
+        """Return the value of a setting, None if it was not found."""
         return self.lines[path].value if path in self.lines else None
 
     def put(self, path: str, value: Any, where: Code | Found | None, word: str) -> None:

@@ -56,7 +56,7 @@ class Values:
                 if isinstance(part, ast.Assign | ast.AnnAssign) and part.value is not None:
                     target = getattr(part, "target", None) or part.targets[0]
                     self._take(code, node.name, target, part.value)
-        for found in notebook.functions(["update", "setdefault"]):
+        for found in [*notebook.methods("update"), *notebook.methods("setdefault")]:
             self.changed.add((found.receiver, ANY_KEY))
 
     def _take(self, code: Code, owner: str | None, target: ast.expr, value: ast.expr) -> None:
@@ -77,14 +77,14 @@ class Values:
             return Unknown(" ".join(code.text(node).split()))
 
     def argument(self, found: Found, name: str, position: int | None = None) -> Any:
-        """Return the value of a call's argument, None where it is not given."""
+        """Return the value of a call's argument, None if it is not given."""
         node = found.argument(name, position)
         return None if node is None else self.read(found.code, node)
 
     def items(self, code: Code, node: ast.expr) -> dict[Any, Written]:
-        """Return the items of a written-out dict, but for those that are set anew.
+        """Return the items of a written-out dict without those that are assigned again later.
 
-        A key that is no constant counts as None.
+        A key that is not a constant is returned as None.
         """
         name = variable(node)
         code, written = self._written(code, node)
@@ -104,7 +104,10 @@ class Values:
         return max(earlier, key=lambda part: part.place, default=use)
 
     def _value(self, code: Code, node: ast.expr, depth: int = 0) -> Any:
-        """Return the value of an expression. Raises: LookupError where only running tells it."""
+        """Return the value of an expression.
+
+        Raises: LookupError if only running tells it, RecursionError if it is nested too deep.
+        """
         if depth > MAX_DEPTH:
             raise RecursionError
 
@@ -141,7 +144,7 @@ class Values:
         return self._value(*written, depth + 1)
 
     def _attribute(self, code: Code, node: ast.Attribute) -> Written:
-        """Return what a class gives `Config.rate` or `config.rate`, where it does so once."""
+        """Return what a class gives `Config.rate` or `config.rate`, if it does so once."""
         made = self._written(code, node.value).value
         is_made_plainly = isinstance(made, ast.Call) and not made.args and not made.keywords
         owner = self.notebook.name_of(made.func if is_made_plainly else node.value)
