@@ -37,7 +37,7 @@ TOKENS = {
     "inference": 20_700,
     "models": 111_500,
     "monitor": 8_750,
-    "notebooks": 15_050,
+    "notebooks": 13_900,
     "plan": 49_150,
     "reporting": 12_350,
     "runs": 14_500,

@@ -2,11 +2,12 @@
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import NamedTuple
 
 from sft_play.notebooks.code import Code
+from sft_play.notebooks.recognise import Found
 
 SORTS = ("changed", "kept", "look")  # in the order of the report
 
@@ -36,12 +37,12 @@ class Changes:
     """Edits and notes, as they are found."""
 
     def __init__(self) -> None:
-        self.edits: defaultdict[int, list[Edit]] = defaultdict(list)  # by the cell's number
+        self.edits: defaultdict[Code, list[Edit]] = defaultdict(list)
         self.notes: list[Note] = []
 
     def replace(self, code: Code, start: int, end: int, text: str) -> None:
         """Put a text in the place of `code.source[start:end]`."""
-        self.edits[code.number].append(Edit(start, end, text))
+        self.edits[code].append(Edit(start, end, text))
 
     def insert_before(self, code: Code, node: object, text: str) -> None:
         """Put lines before the statement of a node, with the indent and newline of the cell."""
@@ -49,29 +50,24 @@ class Changes:
         lines = textwrap.indent(text, place.indent).replace("\n", code.newline)
         self.replace(code, place.offset, place.offset, lines)
 
-    def changed(self, cell: int | None, text: str) -> None:
-        """Say what was done."""
-        self.notes.append(Note("changed", cell, text))
+    def note(self, sort: str, where: Code | Found | None, text: str) -> None:
+        """Add a sentence to the report; `where` is None if it is about the whole notebook."""
+        self.notes.append(Note(sort, where and where.number, text))
 
-    def kept(self, cell: int | None, text: str) -> None:
-        """Say what was there already."""
-        self.notes.append(Note("kept", cell, text))
+    changed = partialmethod(note, "changed")  # what was done
+    kept = partialmethod(note, "kept")  # what was there already
+    look = partialmethod(note, "look")  # what a person must look at
 
-    def look(self, cell: int | None, text: str) -> None:
-        """Say what a person must look at."""
-        self.notes.append(Note("look", cell, text))
-
-    def sources(self, codes: Iterable[Code]) -> dict[int, str]:
+    def sources(self) -> dict[int, str]:
         """Return the new sources of the cells that are edited, by their numbers."""
         made = {}
-        for code in codes:
+        for code, edits in self.edits.items():
             source = code.source
             # edits do not overlap; those at one place keep their order
-            ordered = sorted(enumerate(self.edits[code.number]), key=lambda p: (p[1].start, p[0]))
-            for _, edit in reversed(ordered):
+            ordered = sorted(edits, key=lambda edit: edit.start)
+            for edit in reversed(ordered):
                 source = source[: edit.start] + edit.text + source[edit.end :]
-            if ordered:
-                made[code.number] = source
+            made[code.number] = source
         return made
 
     def report(self) -> list[str]:

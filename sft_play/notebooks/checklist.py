@@ -30,72 +30,65 @@ def check(document: Document, others: Iterable[Document] = ()) -> list[Point]:
     """Return the five points; `others` are copies of the notebook that ran elsewhere."""
     notebook = Notebook(document)
     return [
-        _counts_gpus(notebook),
-        _has_device_map(notebook),
-        _measures_all(notebook),
-        _names_device(notebook),
-        _was_tried([document, *others]),
+        Point("counts the GPUs before the model is loaded", *_counts_gpus(notebook)),
+        Point('device_map="balanced" on several GPUs', *_has_device_map(notebook)),
+        Point("memory statistics cover all GPUs", *_measures_all(notebook)),
+        Point('inference names its device, "cuda:0"', *_names_device(notebook)),
+        Point("tried on one GPU and on several", *_was_tried([document, *others])),
     ]
 
 
-def _counts_gpus(notebook: Notebook) -> Point:
-    text = "counts the GPUs before the model is loaded"
+def _counts_gpus(notebook: Notebook) -> tuple[bool, str]:
+    """Return whether a point is met, and what was found; so do the functions that follow."""
     if not notebook.training_loads:
-        return Point(text, False, "no FastLanguageModel, FastModel or FastVisionModel is loaded")
+        return False, "no FastLanguageModel, FastModel or FastVisionModel is loaded"
     last = notebook.training_loads[-1]
     counted = [found for found in notebook.methods("device_count") if found.place < last.place]
     if counted:
-        return Point(text, True, f"cell {counted[-1].number} calls torch.cuda.device_count()")
-    return Point(text, False, f"nothing before the load in cell {last.number} does")
+        return True, f"cell {counted[-1].number} calls torch.cuda.device_count()"
+    return False, f"nothing before the load in cell {last.number} does"
 
 
-def _has_device_map(notebook: Notebook) -> Point:
-    text = 'device_map="balanced" on several GPUs'
+def _has_device_map(notebook: Notebook) -> tuple[bool, str]:
     loads = notebook.training_loads
     if not loads:
-        return Point(text, False, "no load")
-    for load in loads:
-        words = [word.arg or load.code.text(word) for word in load.call.keywords]
-        if not any("device_map" in word for word in words):
-            return Point(text, False, f"the load in cell {load.number} has no device_map")
-    cells = {load.number for load in loads}
+        return False, "no load"
+    cells = [load.number for load in loads if not load.names_device_map]
+    if cells:
+        return False, f"the load in cell {cells[0]} has no device_map"
+    cells = [load.number for load in loads]
     constants = [node.value for code, node in notebook.nodes(ast.Constant) if code.number in cells]
     if not any(word in SPLITS for word in constants):
-        return Point(text, False, f"cell {loads[0].number} never sets it to balanced or auto")
-    return Point(text, True, f"the load in cell {loads[0].number} has it")
+        return False, f"cell {cells[0]} never sets it to balanced or auto"
+    return True, f"the load in cell {cells[0]} has it"
 
 
-def _measures_all(notebook: Notebook) -> Point:
-    text = "memory statistics cover all GPUs"
+def _measures_all(notebook: Notebook) -> tuple[bool, str]:
     measuring = [code for code in notebook.parsed if measures(code.tree)]
     cells = [code.number for code in measuring if not covers_all_gpus(code)]
     if cells:
-        return Point(text, False, f"{_list_cells(cells)} of one GPU alone")
-    return Point(text, True, "no cell measures one GPU alone")
+        return False, f"{_list_cells(cells)} of one GPU alone"
+    return True, "no cell measures one GPU alone"
 
 
-def _names_device(notebook: Notebook) -> Point:
-    text = 'inference names its device, "cuda:0"'
-    moves = [(code, move) for code in notebook.parsed for move in moves_to_cuda(code)]
-    cells = list(dict.fromkeys(code.number for code, move in moves if not is_model(move)))
+def _names_device(notebook: Notebook) -> tuple[bool, str]:
+    cells = sorted({move.number for move in moves_to_cuda(notebook) if not is_model(move)})
     if cells:
-        return Point(text, False, f'{_list_cells(cells)}: inputs go to "cuda" without a number')
-    return Point(text, True, 'no cell moves inputs to "cuda" without a number')
+        return False, f'{_list_cells(cells)}: inputs go to "cuda" without a number'
+    return True, 'no cell moves inputs to "cuda" without a number'
 
 
-def _was_tried(documents: list[Document]) -> Point:
+def _was_tried(documents: list[Document]) -> tuple[bool, str]:
     """Return whether outputs show a run on one GPU and one on several."""
-    text = "tried on one GPU and on several"
     cells = (cell for document in documents for cell in document.cells)
     outputs = (output for cell in cells for output in cell.outputs if isinstance(output, dict))
     printed = "\n".join("".join(map(str, output.get("text", ""))) for output in outputs)
     counts = set(map(int, DETECTED.findall(printed)))
     numbers = " and ".join(map(str, sorted(counts)))
     if 1 in counts and max(counts) > 1:
-        return Point(text, True, f"outputs show runs on {numbers} GPUs")
+        return True, f"outputs show runs on {numbers} GPUs"
     seen = f"outputs show a run on {numbers} alone" if counts else "no output shows a run"
-    advice = "save it after a run on each, and give both: NB=one.ipynb,two.ipynb"
-    return Point(text, False, f"{seen}; {advice}")
+    return False, f"{seen}; save it after a run on each, and give both: NB=one.ipynb,two.ipynb"
 
 
 def _list_cells(numbers: list[int]) -> str:

@@ -6,11 +6,9 @@ the text itself is never rewritten. Pure.
 """
 
 import ast
-import functools
 import itertools
 import re
 import warnings
-from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +18,8 @@ from sft_play.notebooks.document import LINE
 PYTHON_CELL_MAGICS = ("capture", "time", "timeit", "prun", "memit", "mprun")
 CELL_MAGIC = re.compile(r"\s*%%(\w*)")
 TIMED = re.compile(r"\s*(%time(?:it)?[ \t]+)(?=[^-\s])")  # what follows is Python
+INDENT = re.compile(r"[ \t\f]*")
+LINE_END = re.compile(r"[\r\n]|\Z")
 MAX_MAGICS = 300  # of a cell, which is parsed anew after each
 # A magic, a shell line or one of IPython's calls; either assigned; help; and the magics that
 # IPython takes without a %, where no variable has the name
@@ -55,10 +55,8 @@ class Code:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return where a node begins and ends in `source`."""
-        return (
-            self._offset(node.lineno, node.col_offset),
-            self._offset(node.end_lineno, node.end_col_offset),
-        )
+        start = self._offset(node.lineno, node.col_offset)
+        return start, self._offset(node.end_lineno, node.end_col_offset)
 
     def text(self, node: ast.AST) -> str:
         """Return a node as it is written."""
@@ -78,28 +76,29 @@ class Code:
 
     def place_before(self, node: ast.AST) -> Place:
         """Return the line before which a statement can stand that runs before `node`."""
-        path = list(path_to(self.tree, node))
+        path = path_to(self.tree, node)
         # of several statements on one line only the first begins it
         earlier = [part for part in self.tree.body if part.lineno <= path[0].lineno]
-        first = next(filter(self._begins_its_line, reversed([*earlier, *path])))
+        first = next(filter(self.begins_its_line, reversed([*earlier, *path])))
         return self.line_at(self._offset(_first_line(first), first.col_offset))
 
     def line_at(self, offset: int) -> Place:
         """Return the line that a place is in."""
-        start = max(self.source.rfind("\n", 0, offset), self.source.rfind("\r", 0, offset)) + 1
-        return Place(start, re.compile(r"[ \t\f]*").match(self.source, start).group())
+        start = max(self.source.rfind(end, 0, offset) for end in "\r\n") + 1
+        return Place(start, INDENT.match(self.source, start).group())
 
     def end_of_line(self, offset: int) -> int:
         """Return where the line of a place ends, before its newline."""
-        return re.compile(r"[\r\n]|\Z").search(self.source, offset).start()
+        return LINE_END.search(self.source, offset).start()
 
     def _offset(self, line: int, column: int) -> int:
         """Return the place in `source` of a position of the tree, whose columns count bytes."""
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
-    def _begins_its_line(self, statement: ast.stmt) -> bool:
+    def begins_its_line(self, statement: ast.stmt) -> bool:
+        """Return whether a statement is the first on its line, so lines can be inserted there."""
         line = _first_line(statement)
-        before = self.lines[line - 1].encode()[: statement.col_offset].decode()
+        before = self.lines[line - 1].encode()[: statement.col_offset]
         is_continued = line > 1 and self.lines[line - 2].endswith("\\")
         is_elif = isinstance(statement, ast.If) and self.text(statement).startswith("elif")
         return not before.strip() and not is_continued and not is_elif
@@ -113,19 +112,19 @@ def parse(number: int, source: str) -> Code:
     first = next(filter(str.strip, lines), "")
     magic = CELL_MAGIC.match(first)
     if magic and magic[1] not in PYTHON_CELL_MAGICS:
-        problem = f"a %%{magic[1]} cell, which is no Python of the notebook"
-        return Code(number, source, None, problem)
+        return Code(
+            number, source, None, f"a %%{magic[1]} cell, which is no Python of the notebook"
+        )
     indent = first[: len(first) - len(first.lstrip())]
     for index, line in enumerate(lines):  # IPython takes the first line's indent from all
         if line.startswith(indent):
             lines[index] = line.removeprefix(indent)
             starts[index] += len(indent)
     masked: set[int] = set()
-    tree, problem, failed = _parse_lines(lines)
-    for _ in range(MAX_MAGICS):
+    for _ in range(MAX_MAGICS + 1):
+        tree, problem, failed = _parse_lines(lines)
         if not failed or not _mask_magic(lines, starts, masked, failed):
             break
-        tree, problem, failed = _parse_lines(lines)
     return Code(number, source, tree, problem, frozenset(masked), tuple(starts), tuple(lines))
 
 
@@ -153,7 +152,7 @@ def _mask_magic(lines: list[str], starts: list[int], masked: set[int], failed: i
     timed = TIMED.match(line)
     if timed:
         lines[index] = line[: timed.start(1)] + line[timed.end(1) :]
-        starts[index] += len(timed.group(1))
+        starts[index] += len(timed[1])
         return True
     if not MAGIC.match(line):
         return False
@@ -172,33 +171,14 @@ def _first_line(statement: ast.stmt) -> int:
     return min(part.lineno for part in (statement, *decorators))
 
 
-def path_to(tree: ast.AST, node: ast.AST) -> Iterator[ast.stmt]:
+def path_to(tree: ast.AST, node: ast.AST) -> list[ast.stmt]:
     """Return the statements that hold a node, from the outermost to the innermost."""
-    path, holders = [], _holders(tree)
-    while node is not tree:
-        path.append(node)
-        node = holders[node]
-    return (part for part in reversed(path) if isinstance(part, ast.stmt))
+    statements = (part for part in ast.walk(tree) if isinstance(part, ast.stmt))
+    return [part for part in statements if node in ast.walk(part)]
 
 
-@functools.lru_cache(maxsize=8)
-def _holders(tree: ast.AST) -> dict[ast.AST, ast.AST]:
-    """Return the node in which each node of a tree is."""
-    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-
-
-def nodes_without(tree: ast.AST, left_out: Container[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree, but for some and all below them."""
-    # no recursion: a long sum of strings is as deep as it is long
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if node not in left_out:
-            yield node
-            waiting += ast.iter_child_nodes(node)
-
-
-def nodes_outside_strings(tree: ast.AST, *left_out: ast.AST) -> Iterator[ast.AST]:
-    """Yield nodes, but for those in f-strings: Python 3.11 misplaces them."""
+def nodes_outside_strings(tree: ast.AST) -> list[ast.AST]:
+    """Return all nodes except those in f-strings, whose positions Python 3.11 gets wrong."""
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr))
-    return nodes_without(tree, {*strings, *left_out})
+    inside = {part for string in strings for part in ast.walk(string)}
+    return [node for node in ast.walk(tree) if node not in inside]

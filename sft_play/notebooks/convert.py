@@ -1,12 +1,12 @@
 """A notebook for one GPU becomes one for several: every edit of every cell. Pure."""
 
 import ast
-import io
-import tokenize
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from sft_play.notebooks.changes import Changes
-from sft_play.notebooks.code import Code, nodes_outside_strings, path_to
+from sft_play.notebooks.code import Code, path_to
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.memory import convert_statistics
 from sft_play.notebooks.recognise import Found, Kind, Notebook, variable
@@ -38,14 +38,6 @@ RELEVANT = (
     "SFTTrainer",
     ".train(",
 )
-QUIET_TOKENS = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
 # In a notebook a model is divided among the GPUs; started by torchrun, each process has a whole one
 DETECTION = """\
 import os
@@ -68,6 +60,8 @@ else:
 VARIABLE = "device_map"
 # On one GPU the load has no device_map, as before: None would leave 16-bit weights on the CPU
 ARGUMENT = '**({"device_map": device_map} if device_map else {})'
+# What may be between the last argument of a call and its closing parenthesis
+NO_CODE = re.compile(r"(?:[\s\\]|#[^\r\n]*[\r\n])*\)\Z")
 MARK = "Effective batch size"
 # From the trainer's own arguments: a split model is one worker, whatever the number of GPUs
 BANNER = """\
@@ -79,6 +73,10 @@ print(
     f" x {{_args.gradient_accumulation_steps}} accumulated = {{_rows}} rows an update"
 )
 """
+ABOUT_BANNER = (
+    "prints an effective batch size that it computes itself; a model split by device_map is one "
+    "worker, so the number of GPUs does not multiply its batch"
+)
 # Variables that a notebook sets for itself, and what follows
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "the GPUs that it leaves out are not used: delete the line",
@@ -115,7 +113,7 @@ def convert(document: Document) -> Conversion:
     for problem in document.problems:
         changes.look(None, problem)
     convert_cells(notebook, changes)
-    sources = changes.sources(notebook.parsed)
+    sources = changes.sources()
     return Conversion(document.with_sources(sources), changes.report(), frozenset(sources))
 
 
@@ -127,18 +125,16 @@ def convert_cells(notebook: Notebook, changes: Changes) -> None:
     if notebook.kind in (Kind.NOTHING, Kind.EMBEDDINGS):
         return
     _look_at_devices(notebook, changes)
-    trained = set(map(id, notebook.training_loads))
     for load in notebook.loads:
-        if id(load) in trained:
+        if load in notebook.training_loads:
             _add_device_map(load, changes)
-        elif load.keyword("device_map") is None:
+        elif load.argument("device_map") is None:
             said = "loads a model after training, for inference; left as it is"
-            changes.look(load.number, said)
+            changes.look(load, said)
     convert_statistics(notebook, changes)
     _add_banner(notebook, changes)
-    name = _device_name(notebook)
     for code in notebook.parsed:
-        _name_device(notebook, code, name, changes)
+        _name_device(notebook, code, changes)
 
 
 def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
@@ -146,74 +142,67 @@ def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
     for code in notebook.codes:
         if code.tree is None and any(word in code.source for word in RELEVANT):
             said = f"left as it is, because it is not read as Python ({code.problem})"
-            changes.look(code.number, said)
+            changes.look(code, said)
         elif words := [word for word in RELEVANT if word in code.magics]:
-            changes.look(code.number, f"a magic line with {', '.join(words)} is left as it is")
+            changes.look(code, f"a magic line with {', '.join(words)} is left as it is")
 
 
 def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
     """Name each line that decides about GPUs and processes: in Python, or by %env."""
+    sets: list[tuple[Code, Any]] = []
     for code in notebook.codes:
-        names = set()
         if "%env" in code.magics or "%set_env" in code.magics:
-            names.update(code.magics.replace("=", " ").split())
-        for node in ast.walk(code.tree) if code.tree is not None else ():
-            keys: list[ast.expr] = []
-            if isinstance(node, ast.Assign):  # os.environ["key"] = ...
-                keys = [part.slice for part in node.targets if isinstance(part, ast.Subscript)]
-            elif getattr(getattr(node, "func", None), "attr", None) in ("setdefault", "putenv"):
-                keys = node.args[:1]
-            names.update(key.value for key in keys if isinstance(key, ast.Constant))
-        for name in VARIABLES:
-            if name in names:
-                changes.look(code.number, f"sets {name}: {VARIABLES[name]}")
+            sets += [(code, word) for word in code.magics.replace("=", " ").split()]
+    for code, node in notebook.nodes(ast.Subscript):  # os.environ["key"] = ...
+        if isinstance(node.ctx, ast.Store):
+            sets.append((code, getattr(node.slice, "value", None)))
+    for found in notebook.functions(["setdefault", "putenv"]):
+        sets.append((found.code, getattr(found.argument("key", 0), "value", None)))
+    for code, name in sets:
+        if name in VARIABLES:
+            changes.look(code, f"sets {name}: {VARIABLES[name]}")
     for found in notebook.functions(CALLS):
-        changes.look(found.number, f"calls {found.name}: {CALLS[found.name]}")
+        changes.look(found, f"calls {found.name}: {CALLS[found.name]}")
 
 
 def _add_device_map(load: Found, changes: Changes) -> None:
     """Count the GPUs before a load, and give it a device map."""
-    given, vllm = load.keyword(VARIABLE), load.keyword("fast_inference")
+    given, vllm = load.argument(VARIABLE), load.argument("fast_inference")
     if given is not None and variable(given) != VARIABLE:
         said = f"the load has device_map={load.code.text(given)} of its own, which is kept; "
-        changes.look(load.number, f"{said}'balanced' would split the model evenly")
-    elif any(VARIABLE in load.code.text(word) for word in load.call.keywords):
-        changes.kept(load.number, "the load has a device_map already")
-    elif load.keyword(None) is not None:
+        changes.look(load, f"{said}'balanced' would split the model evenly")
+    elif load.names_device_map:
+        changes.kept(load, "the load has a device_map already")
+    elif load.argument(None) is not None:
         mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
-        changes.look(load.number, f"{load.owner}.from_pretrained: {mapping}")
+        changes.look(load, f"{load.owner}.from_pretrained: {mapping}")
     elif vllm is not None and getattr(vllm, "value", True):
         said = "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged"
-        changes.look(load.number, said)
+        changes.look(load, said)
     else:
         changes.insert_before(load.code, load.call, DETECTION)
-        add_argument(load.code, load.call, ARGUMENT, changes)
+        add_argument(load, ARGUMENT, changes)
         said = f"counts the GPUs, and {load.owner}.from_pretrained gets device_map"
-        changes.changed(load.number, said)
+        changes.changed(load, said)
 
 
-def add_argument(code: Code, call: ast.Call, text: str, changes: Changes) -> None:
+def add_argument(found: Found, text: str, changes: Changes) -> None:
     """Add a last argument to a call, in the call's own layout."""
-    start, _ = code.span(call)
-    lines = code.text(call).splitlines(keepends=True)
-    plain = "\n".join(line.rstrip("\r\n") for line in lines)
-    tokens = tokenize.generate_tokens(io.StringIO(plain).readline)
-    *_, last, closing = (token for token in tokens if token.type not in QUIET_TOKENS)
-    end = start + sum(map(len, lines[: last.end[0] - 1])) + last.end[1]
-    comma = "" if last.string in ("(", ",") else ","
-    if last.end[0] == closing.start[0]:
-        space = "" if last.string == "(" else " "
-        changes.replace(code, end, end, f"{comma}{space}{text}")
+    code, call = found.code, found.call
+    arguments = sorted(
+        [*call.args, *call.keywords], key=lambda part: (part.lineno, part.col_offset)
+    )
+    last = arguments[-1] if arguments else call.func
+    (start, after), end = code.span(last), code.span(call)[1]
+    place = NO_CODE.search(code.source, min(after, end - 1), end).start()
+    line_end, before = code.end_of_line(place), code.source[place - 1]
+    comma = "" if before in "(," else ","
+    if before == "(" or line_end >= end:
+        space = "" if before == "(" else " "
+        changes.replace(code, place, place, f"{comma}{space}{text}")
         return
-    if last.string == "(":
-        changes.replace(code, end, end, text)
-        return
-    line_end = code.end_of_line(end)
-    comment = code.source[end:line_end]
-    arguments = [*call.args, *call.keywords]
-    final = max(arguments, key=lambda argument: (argument.lineno, argument.col_offset))
-    indent = code.line_at(code.span(final)[0]).indent
-    changes.replace(code, end, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
+    comment, indent = code.source[place:line_end], code.line_at(start).indent
+    changes.replace(code, place, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
 
 
 def _add_banner(notebook: Notebook, changes: Changes) -> None:
@@ -221,95 +210,67 @@ def _add_banner(notebook: Notebook, changes: Changes) -> None:
     if not notebook.trainers:
         return
     for code, node in notebook.nodes(ast.Constant):
-        if isinstance(node.value, str) and MARK in node.value:
-            _look_at_banner(code, changes)
-            return
-    calls = [found for found in notebook.train_calls if found.owner in notebook.trainer_names]
+        if not isinstance(node.value, str) or MARK not in node.value:
+            continue
+        attributes = {getattr(part, "attr", None) for part in ast.walk(code.tree)}
+        if attributes & {"n_gpu", "world_size"}:
+            changes.kept(code, "prints the effective batch size already")
+        else:
+            changes.look(code, ABOUT_BANNER)
+        return
+    calls = [found for found in notebook.train_calls if found.trainer in notebook.trainer_names]
     calls = calls or notebook.train_calls
     if not calls:
         said = "no call of trainer.train() was found, so nothing prints the effective batch size"
         changes.look(None, said)
     for found in {found.number: found for found in reversed(calls)}.values():  # first of a cell
-        changes.insert_before(found.code, found.call, BANNER.format(trainer=found.owner))
-        changes.changed(found.number, "prints the effective batch size before training")
+        changes.insert_before(found.code, found.call, BANNER.format(trainer=found.trainer))
+        changes.changed(found, "prints the effective batch size before training")
 
 
-def _look_at_banner(code: Code, changes: Changes) -> None:
-    """Say whether a banner that is there counts split GPUs as data-parallel ones."""
-    attributes = {getattr(node, "attr", None) for node in ast.walk(code.tree)}
-    if attributes & {"n_gpu", "world_size"}:
-        changes.kept(code.number, "prints the effective batch size already")
-        return
-    changes.look(
-        code.number,
-        "prints an effective batch size that it computes itself; a model split by device_map is "
-        "one worker, so the number of GPUs does not multiply its batch",
-    )
-
-
-def _name_device(notebook: Notebook, code: Code, name: str, changes: Changes) -> None:
+def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
     """Let the inputs of a cell go to a device that has a number."""
-    moves = moves_to_cuda(code)
+    moves = [move for move in moves_to_cuda(notebook) if move.code is code]
     inputs = [move for move in moves if not is_model(move)]
     if len(inputs) < len(moves):
         said = "moves a model with .to or .cuda, which a split model refuses; delete it"
-        changes.look(code.number, said)
+        changes.look(code, said)
     if not inputs:
         return
     imports = "" if "torch" in notebook.modules else "import torch\n\n"
+    name = _device_name(notebook)
     # a name that is set in the cell's own statements reaches all the cell
-    outermost = next(path_to(code.tree, inputs[0]))
+    outermost = path_to(code.tree, inputs[0].call)[0]
     changes.insert_before(code, outermost, imports + SETS_DEVICE.format(name=name))
     for move in inputs:
-        word = _cuda_word(move)
+        word = move.argument("device", 0)
         if word is not None:
             changes.replace(code, *code.span(word), name)
         else:
-            end = code.span(move)[1]
-            start = code.source.rindex("cuda", code.span(move.func.value)[1], end)
+            end = code.span(move.call)[1]
+            start = code.source.rindex("cuda", code.span(move.call.func.value)[1], end)
             changes.replace(code, start, end, f"to({name})")
-    changes.changed(code.number, f'inputs go to {name}, which is "cuda:0" or "cpu"')
+    changes.changed(code, f'inputs go to {name}, which is "cuda:0" or "cpu"')
 
 
-def moves_to_cuda(code: Code) -> list[ast.Call]:
-    """Return the calls that move something to the GPU without a number, in order."""
-    calls = [
-        node
-        for node in nodes_outside_strings(code.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    calls.sort(key=lambda call: (call.end_lineno, call.end_col_offset))
-    return [call for call in calls if _cuda_word(call) is not None or _is_cuda_method(call)]
+def moves_to_cuda(notebook: Notebook) -> list[Found]:
+    """Return the calls that move something to the GPU without a number."""
+    moves = [(move, move.argument("device", 0)) for move in notebook.methods("to")]
+    named = [move for move, word in moves if getattr(word, "value", None) == "cuda"]
+    calls = notebook.methods("cuda")
+    return named + [found for found in calls if not found.call.args and not found.call.keywords]
 
 
-def is_model(move: ast.Call) -> bool:
+def is_model(move: Found) -> bool:
     """Return whether what is moved is a model by its name."""
-    return (variable(move.func.value) or "").lower().endswith("model")
-
-
-def _cuda_word(call: ast.Call) -> ast.expr | None:
-    """Return the "cuda" of `.to("cuda")` or `.to(device="cuda")`."""
-    given = [word.value for word in call.keywords if word.arg == "device"]
-    words = [*call.args[:1], *given] if call.func.attr == "to" else []
-    return next((word for word in words if getattr(word, "value", None) == "cuda"), None)
-
-
-def _is_cuda_method(call: ast.Call) -> bool:
-    return call.func.attr == "cuda" and not call.args and not call.keywords
+    return (move.receiver or "").lower().endswith("model")
 
 
 def _device_name(notebook: Notebook) -> str:
     """Return a name for the device that the notebook does not use for something else."""
-    sets = ast.dump(ast.parse(SETS_DEVICE.format(name=DEVICE)).body[0])
-    ours = {
-        target
-        for _, node in notebook.nodes(ast.Assign)
-        if ast.dump(node) == sets
-        for target in node.targets
-    }
-    for _, node in notebook.nodes(ast.Name, ast.arg):
-        is_set = isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
-        name = node.arg if isinstance(node, ast.arg) else node.id
-        if is_set and name == DEVICE and node not in ours:
-            return OTHER_NAME
-    return DEVICE
+    sets = SETS_DEVICE.format(name=DEVICE).strip()
+    ours = [node for code, node in notebook.nodes(ast.Assign) if code.text(node) == sets]
+    names = [node.arg for _, node in notebook.nodes(ast.arg)]
+    stored = [node for _, node in notebook.nodes(ast.Name) if isinstance(node.ctx, ast.Store)]
+    names += [node.id for node in stored]
+    return DEVICE if names.count(DEVICE) == len(ours) else OTHER_NAME

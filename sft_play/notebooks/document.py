@@ -55,8 +55,7 @@ class Document:
         for number, source in sources.items():
             cell = cells[number - 1]
             is_text = isinstance(cell["source"], str)
-            written = source if is_text else LINE.findall(source)
-            cells[number - 1] = {**cell, "source": written}
+            cells[number - 1] = {**cell, "source": source if is_text else LINE.findall(source)}
         return _as_json({**self.content, "cells": cells}, self.text)
 
 

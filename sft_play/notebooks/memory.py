@@ -10,10 +10,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sft_play.notebooks import code as codes
 from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.recognise import Notebook, variable
 
 MEASURES = frozenset(
     """
@@ -95,32 +94,32 @@ class Names:
 
 def convert_statistics(notebook: Notebook, changes: Changes) -> None:
     """Let every cell with memory statistics measure each GPU."""
-    converted: set[ast.stmt] = set()
+    converted: list[ast.stmt] = []
     names: Names | None = None
     for code in notebook.parsed:
         if not measures(code.tree):
             continue
         if covers_all_gpus(code):
-            changes.kept(code.number, "measures the memory of each GPU already")
+            changes.kept(code, "measures the memory of each GPU already")
             continue
-        blocks = list(_blocks(code.tree))
-        for run in (run for block in blocks for run in _runs(block, set())):
-            names = _names_before(run) or names
-        before = names
-        known = {before.stats, before.start, before.most} if before else set()
-        runs = [(run, block) for block in blocks for run in _runs(block, known)]
-        for run, block in sorted(runs, key=lambda pair: pair[0][0].lineno):
-            found, template, when = _names_before(run), BEFORE, "before"
-            if found is None and before is not None:
-                found, template, when = _names_after(run, before), _after(run), "after"
-            if found is None or not _can_be_indented(block, run):
+        known = {names.stats, names.start, names.most} if names else set()
+        for run in _runs(code.tree, known):
+            held = _variables(run, names)
+            is_before = held.keys() == {"stats", "most", "used", "measure"}
+            is_after = names is not None and "used" in held and not held.keys() & {"most", "other"}
+            if is_before:
+                names = Names(held["stats"], held["used"], held["most"], held["measure"])
+            if not (is_before or is_after) or not _can_be_indented(code, run):
                 said = "measures the memory of one GPU in a way of its own, which is kept"
-                changes.look(code.number, said)
+                changes.look(code, said)
                 continue
-            names = found
-            converted.update(run)
-            _replace(changes, code, run, template.format(one=MARKER, **vars(found)))
-            changes.changed(code.number, f"memory {when} training: of each GPU")
+            if is_after:
+                names = replace(names, **held)
+            converted += run
+            template = BEFORE if is_before else _after(run)
+            _replace(changes, code, run, template.format(one=MARKER, **vars(names)))
+            when = "before" if is_before else "after"
+            changes.changed(code, f"memory {when} training: of each GPU")
     if names is not None:
         _look_at_other_uses(notebook, changes, names, converted)
 
@@ -137,45 +136,40 @@ def measures(tree: ast.AST) -> list[ast.Call]:
     return [call for call in calls if getattr(call.func, "attr", None) in MEASURES]
 
 
-def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield every list of statements that stand one after the other."""
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                yield block
+def _runs(node: ast.AST, known: set[str]) -> Iterator[list[ast.stmt]]:
+    """Yield adjacent statements that measure memory and print what was measured.
 
-
-def _runs(block: list[ast.stmt], known: set[str]) -> Iterator[list[ast.stmt]]:
-    """Yield what stands together: the statements that measure, and print what was measured.
-
-    `known` are the variables with measures, to which those of the block are added.
+    `known` are the variables that hold measurements; variables that are found are added.
     """
-    run: list[ast.stmt] = []
-    for statement in (*block, None):
-        target = _assigned_name(statement)
-        if target is not None and _is_of_memory(statement.value, known):
-            known.add(target)
-            run.append(statement)
-        elif run and _is_print(statement, known):
-            run.append(statement)
-        else:
+    for _, block in ast.iter_fields(node):
+        run: list[ast.stmt] = []
+        for part in (*block, None) if isinstance(block, list) else ():
+            target = _assigned_name(part)
+            if target is not None and _is_of_memory(part.value, known):
+                known.add(target)
+                run.append(part)
+                continue
+            if run and _is_print(part, known):
+                run.append(part)
+                continue
             if any(map(measures, run)):
                 # what it prints last may be no measure, such as print("done")
                 while not (_names(run[-1]) & known or RUNTIME in _texts(run[-1])):
                     run.pop()
                 yield run
             run = []
+            if isinstance(part, ast.AST):
+                yield from _runs(part, known)
 
 
-def _can_be_indented(block: list[ast.stmt], run: list[ast.stmt]) -> bool:
+def _can_be_indented(code: Code, run: list[ast.stmt]) -> bool:
     """Return whether a run has its lines for itself, and no string that goes over several."""
-    lines = range(run[0].lineno, run[-1].end_lineno + 1)
-    others = [part for part in block if part not in run]
-    shares = any(part.lineno in lines or part.end_lineno in lines for part in others)
+    end = code.span(run[-1])[1]
+    behind = code.source[end : code.end_of_line(end)].partition("#")[0]
     nodes = (node for statement in run for node in ast.walk(statement))
     strings = (node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant))
-    return not shares and all(node.lineno == node.end_lineno for node in strings)
+    is_alone = code.begins_its_line(run[0]) and not behind.strip(" \t;")
+    return is_alone and all(node.lineno == node.end_lineno for node in strings)
 
 
 def _assigned_name(statement: ast.stmt | None) -> str | None:
@@ -192,7 +186,7 @@ def _is_of_memory(value: ast.expr, known: set[str]) -> bool:
     is_computed = any(isinstance(node, ast.BinOp | ast.Attribute) for node in nodes)
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     is_plain = all(getattr(function, "id", None) == "round" for function in calls)
-    return is_computed and is_plain and bool((_names(value) - HARMLESS) & known)
+    return is_computed and is_plain and bool(_names(value) & known)
 
 
 def _is_print(statement: ast.stmt | None, known: set[str]) -> bool:
@@ -200,8 +194,9 @@ def _is_print(statement: ast.stmt | None, known: set[str]) -> bool:
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call):
         return False
-    words = ast.unparse(call.func).split(".")
-    if words != ["print"] and not (words[0] in LOGGERS and words[1:] == ["info"]):
+    is_print = getattr(call.func, "id", None) == "print"
+    is_log = getattr(call.func, "attr", None) == "info" and variable(call.func.value) in LOGGERS
+    if not is_print and not is_log:
         return False
     return RUNTIME in _texts(statement) or _names(statement) <= known | HARMLESS | LOGGERS
 
@@ -214,45 +209,28 @@ def _texts(node: ast.AST) -> set[object]:
     return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
 
 
-def _assignments(run: list[ast.stmt]) -> Iterator[tuple[str, ast.expr, str | None]]:
-    """Yield the variables that a run sets, with their values and the function that measures."""
-    for part in run:
-        name = _assigned_name(part)
-        if name is not None:
-            calls = measures(part.value)
-            yield name, part.value, calls[0].func.attr if calls else None
-
-
-def _names_before(run: list[ast.stmt]) -> Names | None:
-    """Return the variables of statistics before training; None where the run has others."""
+def _variables(run: list[ast.stmt], before: Names | None) -> dict[str, str]:
+    """Return the variables that a run sets, by what they hold: a field of Names or `other`."""
     found = {}
-    for name, value, measure in _assignments(run):
-        if any(getattr(node, "attr", None) == "total_memory" for node in ast.walk(value)):
+    for statement in run:
+        name = _assigned_name(statement)
+        if name is None:
+            continue
+        calls, names = measures(statement.value), _names(statement.value)
+        measure = calls[0].func.attr if calls else None
+        if any(getattr(node, "attr", None) == "total_memory" for node in ast.walk(statement)):
             found["most"] = name
         elif measure == "get_device_properties":
             found["stats"] = name
         elif measure is not None:
-            found |= {"start": name, "measure": measure}
-        else:
-            return None
-    return Names(**found) if found.keys() == {"most", "stats", "start", "measure"} else None
-
-
-def _names_after(run: list[ast.stmt], before: Names) -> Names | None:
-    """Return the variables of statistics after training; None where the run has others."""
-    found = {}
-    for name, value, measure in _assignments(run):
-        if measure is not None:
             found |= {"used": name, "measure": measure}
-        elif before.start in _names(value):
+        elif before is not None and before.start in names:
             found["training"] = name
-        elif before.most in _names(value):
+        elif before is not None and before.most in names:
             found.setdefault("percentage", name)
         else:
-            return None
-    if found.get("measure") in (None, "get_device_properties"):
-        return None
-    return replace(before, **found)
+            found["other"] = name
+    return found
 
 
 def _after(run: list[ast.stmt]) -> str:
@@ -275,14 +253,15 @@ def _replace(changes: Changes, code: Code, run: list[ast.stmt], text: str) -> No
 
 
 def _look_at_other_uses(
-    notebook: Notebook, changes: Changes, names: Names, converted: set[ast.stmt]
+    notebook: Notebook, changes: Changes, names: Names, converted: list[ast.stmt]
 ) -> None:
     """Name each cell that uses a variable which is now a list on several GPUs."""
     lists = {names.start, names.most, names.used, names.training}
+    inside = {part for statement in converted for part in ast.walk(statement)}
     for code in notebook.parsed:
-        nodes = codes.nodes_without(code.tree, converted)
-        loaded = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
-        used = {getattr(node, "id", None) for node in loaded} & lists
+        nodes = [node for node in ast.walk(code.tree) if isinstance(node, ast.Name)]
+        loaded = [node for node in nodes if isinstance(node.ctx, ast.Load) and node not in inside]
+        used = {node.id for node in loaded} & lists
         if used and not covers_all_gpus(code):
             said = "a list on several GPUs, a number for each; see whether this cell takes one"
-            changes.look(code.number, f"uses {', '.join(sorted(used))}: {said}")
+            changes.look(code, f"uses {', '.join(sorted(used))}: {said}")

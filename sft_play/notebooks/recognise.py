@@ -6,17 +6,18 @@ Pure: syntax trees in, places out.
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from sft_play.notebooks import code as codes
-from sft_play.notebooks.code import Code
+from sft_play.notebooks.code import Code, nodes_outside_strings, parse
 from sft_play.notebooks.document import Document
 
 FAST_MODEL = re.compile(r"Fast\w*Model")
-EMBEDDING_MODELS = ("FastSentenceTransformer",)
+# Classes that tell what is trained
+EMBEDDINGS = ("FastSentenceTransformer", "SentenceTransformerTrainer")
+VISION = ("FastVisionModel", "UnslothVisionDataCollator")
 SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer")
 ARGUMENTS = (
     "SFTConfig",
@@ -64,10 +65,29 @@ class Found:
         """Cell and line: the order in which calls run."""
         return self.number, self.call.lineno
 
-    def keyword(self, name: str | None) -> ast.expr | None:
-        """Return the value of a keyword argument, of None that of `**mapping`."""
-        given = (word.value for word in self.call.keywords if word.arg == name)
-        return next(given, None)
+    @property
+    def receiver(self) -> str | None:
+        """The variable whose method is called: `trainer` or `self.trainer`."""
+        return variable(getattr(self.call.func, "value", None))
+
+    @property
+    def trainer(self) -> str | None:
+        """The trainer of a call that trains: `trainer.train()` or `unsloth_train(trainer)`."""
+        if self.name == "unsloth_train":
+            return variable(self.argument("trainer", 0))
+        return self.receiver
+
+    @property
+    def names_device_map(self) -> bool:
+        """Whether a keyword is device_map, or a mapping that is written with it."""
+        return any("device_map" in self.code.text(word) for word in self.call.keywords)
+
+    def argument(self, name: str | None, position: int | None = None) -> ast.expr | None:
+        """Return a keyword's value, of None that of `**mapping`; else that at a position."""
+        given = [word.value for word in self.call.keywords if word.arg == name]
+        if position is not None:
+            given += self.call.args[position:]
+        return given[0] if given else None
 
 
 class Notebook:
@@ -75,9 +95,8 @@ class Notebook:
 
     def __init__(self, document: Document) -> None:
         self.document = document
-        self.codes = [
-            codes.parse(cell.number, cell.source) for cell in document.cells if cell.kind == "code"
-        ]
+        cells = [cell for cell in document.cells if cell.kind == "code"]
+        self.codes = [parse(cell.number, cell.source) for cell in cells]
         self.parsed = [code for code in self.codes if code.tree is not None]
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[Code, Any]]:
@@ -123,7 +142,7 @@ class Notebook:
         """Every call, in the order in which the calls are written."""
         found = []
         for code in self.parsed:
-            for node in codes.nodes_outside_strings(code.tree):
+            for node in nodes_outside_strings(code.tree):
                 if isinstance(node, ast.Call):
                     is_method = isinstance(node.func, ast.Attribute)
                     owner = self.name_of(node.func.value) if is_method else None
@@ -176,53 +195,44 @@ class Notebook:
 
     def variables_of(self, makers: Iterable[str]) -> frozenset[str]:
         """Return the variables that hold what a call of one of these names returned."""
-        return frozenset(
-            ast.unparse(target)
+        made = {
+            variable(target)
             for _, node in self.nodes(ast.Assign)
             if isinstance(node.value, ast.Call) and self.name_of(node.value.func) in makers
             for target in node.targets
-            if isinstance(target, ast.Name | ast.Attribute)
-        )
+        }
+        return frozenset(made - {None})
 
     @cached_property
     def train_calls(self) -> list[Found]:
-        """The calls that train: `trainer.train()` and `unsloth_train(trainer)`.
-
-        Their owner is the trainer's variable.
-        """
+        """The calls that train: `trainer.train()` and `unsloth_train(trainer)`."""
         made = []
         for found in self.functions(["train", "unsloth_train"]):
-            if found.name == "unsloth_train":
-                name = variable(found.call.args[0]) if found.call.args else None
-            else:
-                name = variable(found.call.func.value) if found.owner is not None else None
-                if name not in self.trainer_names and not (name or "").lower().endswith("trainer"):
-                    name = None
-            if name is not None:
-                made.append(replace(found, owner=name))
+            trainer = found.trainer or ""
+            is_trainer = trainer in self.trainer_names or trainer.lower().endswith("trainer")
+            if trainer and (is_trainer or found.name == "unsloth_train"):
+                made.append(found)
         return made
 
     @cached_property
     def kind(self) -> Kind:
         """What the notebook trains."""
-        trainers = {found.name for found in self.trainers}
-        loaders = {load.owner for load in self.methods("from_pretrained")}
-        embeds = "SentenceTransformerTrainer" in trainers or loaders & set(EMBEDDING_MODELS)
-        if embeds or self.functions(EMBEDDING_MODELS):
+        used = {name for found in self.calls for name in (found.name, found.owner)}
+        if not used.isdisjoint(EMBEDDINGS):
             return Kind.EMBEDDINGS
         if not self.loads:
             return Kind.NOTHING
-        if trainers & set(REWARD_TRAINERS):
+        if not used.isdisjoint(REWARD_TRAINERS):
             return Kind.REWARDS
-        if trainers & set(PREFERENCE_TRAINERS):
+        if not used.isdisjoint(PREFERENCE_TRAINERS):
             return Kind.PREFERENCES
-        if "FastVisionModel" in loaders or self.functions(["UnslothVisionDataCollator"]):
+        if not used.isdisjoint(VISION):
             return Kind.VISION
-        if trainers and self.modules & AUDIO_MODULES:
+        if self.trainers and self.modules & AUDIO_MODULES:
             return Kind.AUDIO
-        if trainers & set(SFT_TRAINERS):
+        if not used.isdisjoint(SFT_TRAINERS):
             return Kind.TEXT
-        return Kind.OTHER if trainers or self.train_calls else Kind.INFERENCE
+        return Kind.OTHER if self.trainers or self.train_calls else Kind.INFERENCE
 
 
 def variable(node: ast.AST) -> str | None:

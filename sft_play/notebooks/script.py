@@ -13,7 +13,7 @@ from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import LINE, Code, nodes_outside_strings, path_to
 from sft_play.notebooks.convert import add_argument, convert_cells
 from sft_play.notebooks.document import Cell, Document
-from sft_play.notebooks.recognise import Found, Notebook, variable
+from sft_play.notebooks.recognise import Notebook
 from sft_play.notebooks.values import Values
 
 HEADER = '''\
@@ -91,55 +91,54 @@ def export(document: Document, script: Path) -> tuple[str, list[str]]:
             f"NB={document.path}: no call of trainer.train() was found ({notebook.kind.value}), so "
             "there is nothing to train data-parallel; OUT=converted.ipynb converts the notebook"
         )
-    converting, exporting = Changes(), Changes()
-    convert_cells(notebook, converting)
-    notebook = _edited(notebook, converting)
+    changes = Changes()
+    convert_cells(notebook, changes)
+    notebook = _edited(notebook, changes)
     unread = {code.number for code in notebook.codes if _why_no_script(code) is not None}
-    exporting.notes = [note for note in converting.notes if note.cell not in unread]
-    _look_at_notebook(notebook, exporting)
-    _edit_for_script(notebook, exporting)
-    notebook = _edited(notebook, exporting)
+    changes.notes = [note for note in changes.notes if note.cell not in unread]
+    changes.edits.clear()
+    _look_at_notebook(notebook, changes)
+    _edit_for_script(notebook, changes)
+    notebook = _edited(notebook, changes)
     texts = [HEADER.format(name=document.path.name, script=script.name)]
     if notebook.functions(["display"]):
         texts.append(DISPLAY)
-    by_number = {code.number: code for code in notebook.codes}
+    codes = {code.number: code for code in notebook.codes if _why_no_script(code) is None}
     for cell in notebook.document.cells:
-        texts.append(_as_percent_cell(cell, by_number.get(cell.number)))
-    return "\n".join(texts), exporting.report()
+        texts.append(_as_percent_cell(cell, codes.get(cell.number)))
+    return "\n".join(texts), changes.report()
 
 
 def _edited(notebook: Notebook, changes: Changes) -> Notebook:
     """Return the notebook with its cells edited."""
-    sources = changes.sources(notebook.parsed)
-    cells = tuple(
-        replace(cell, source=sources.get(cell.number, cell.source))
-        for cell in notebook.document.cells
-    )
-    return Notebook(replace(notebook.document, cells=cells))
+    sources = changes.sources()
+    before = notebook.document
+    cells = [replace(each, source=sources.get(each.number, each.source)) for each in before.cells]
+    return Notebook(replace(before, cells=tuple(cells)))
 
 
 def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
     """Make what a script changes beyond the converted notebook."""
-    maps: list[ast.AST] = []
+    inside: set[ast.AST] = set()  # of maps that hold without a launcher alone
     for load in notebook.loads:
-        given = load.keyword("device_map")
+        given = load.argument("device_map")
         if given is not None:
-            maps.append(given)
+            inside.update(ast.walk(given))
             text = f"RANK_DEVICE_MAP or ({load.code.text(given)})"
             changes.replace(load.code, *load.code.span(given), text)
     for code in notebook.parsed:  # each process has another GPU
-        for node in nodes_outside_strings(code.tree, *maps):
-            if isinstance(node, ast.Constant) and node.value == "cuda:0":
+        for node in nodes_outside_strings(code.tree):
+            if getattr(node, "value", None) == "cuda:0" and node not in inside:
                 changes.replace(code, *code.span(node), 'f"cuda:{LOCAL_RANK}"')
     _ignore_unused_parameters(notebook, changes)
     for found in notebook.train_calls if notebook.trainers else []:
-        text = ALL_PROCESSES.format(trainer=found.owner)
+        text = ALL_PROCESSES.format(trainer=found.trainer)
         changes.insert_before(found.code, found.call, text)
     last_code, last = _last_together(notebook)
     end = last_code.end_of_line(last_code.span(last)[1])
     changes.replace(last_code, end, end, f"\n{ALONE}".replace("\n", last_code.newline))
     goes_on = "after it the first process goes on alone"
-    changes.changed(last_code.number, f"all processes train; {goes_on}")
+    changes.changed(last_code, f"all processes train; {goes_on}")
 
 
 def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
@@ -151,9 +150,9 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
         said = f"give the trainer's arguments {UNUSED}=False: no SFTConfig was found to add it to"
         changes.look(None, said)
     for found in notebook.arguments:
-        if found.keyword(UNUSED) is None:
-            add_argument(found.code, found.call, f"{UNUSED} = False", changes)
-            changes.changed(found.number, f"the trainer's arguments get {UNUSED} = False")
+        if found.argument(UNUSED) is None:
+            add_argument(found, f"{UNUSED} = False", changes)
+            changes.changed(found, f"the trainer's arguments get {UNUSED} = False")
 
 
 def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
@@ -162,42 +161,33 @@ def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
     Where that is in a function, it is the last call of the function; in a class, the last
     statement of all.
     """
-    calls = list(notebook.train_calls)
-    for found in notebook.functions(TOGETHER):
-        owner = found.owner is not None and variable(found.call.func.value)
-        if owner in notebook.trainer_names:
-            calls.append(found)
-    code, statement = _last_statement(calls)
-    seen = set()
-    while isinstance(statement, ast.FunctionDef) and statement.name not in seen:
-        seen.add(statement.name)
-        uses = notebook.functions([statement.name])
-        if uses:
-            code, statement = _last_statement(uses)
+    uses = [use for use in notebook.functions(TOGETHER) if use.receiver in notebook.trainer_names]
+    calls = [*notebook.train_calls, *uses]
+    followed: set[str] = set()
+    while calls:
+        last = max(calls, key=lambda found: found.place)
+        code, statement = last.code, path_to(last.code.tree, last.call)[0]
+        if not isinstance(statement, ast.FunctionDef) or statement.name in followed:
+            break
+        followed.add(statement.name)
+        calls = notebook.functions([statement.name])
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         code = [part for part in notebook.parsed if part.tree.body][-1]
         statement = code.tree.body[-1]
     return code, statement
 
 
-def _last_statement(calls: list[Found]) -> tuple[Code, ast.stmt]:
-    """Return the statement of a cell itself that holds the last of these calls."""
-    last = max(calls, key=lambda found: found.place)
-    return last.code, next(path_to(last.code.tree, last.call))
-
-
 def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
     """Say what a script cannot do as a notebook does."""
     last_code, _ = _last_together(notebook)
     for found in notebook.functions((*IN_NOTEBOOKS, *SAVES)):
-        name, number = found.name, found.number
-        if name in IN_NOTEBOOKS:
-            changes.look(number, f"{name}() works in a notebook alone")
-        elif number < last_code.number:
-            said = f"{name}() stands before the end of training, so every process saves"
-            changes.look(number, said)
+        call = f"{found.name}()"
+        if found.name in IN_NOTEBOOKS:
+            changes.look(found, f"{call} works in a notebook alone")
+        elif found.number < last_code.number:
+            changes.look(found, f"{call} stands before the end of training, so every process saves")
         else:
-            changes.kept(number, f"{name}(), by the first process alone")
+            changes.kept(found, f"{call}, by the first process alone")
     for module, where in ONLY_IN_NOTEBOOKS.items():
         if module in notebook.modules:
             changes.look(None, f"imports {module}, which {where}")
@@ -205,28 +195,25 @@ def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
     for code in notebook.codes:
         problem = _why_no_script(code)
         if problem is not None:
-            changes.look(code.number, f"is a comment of the script: {problem}")
+            changes.look(code, f"is a comment of the script: {problem}")
         elif code.masked:
-            said = (
-                f"{len(code.masked)} line(s) of magics or of the shell are comments of the script"
-            )
-            changes.look(code.number, said)
+            said = "line(s) of magics or of the shell are comments of the script"
+            changes.look(code, f"{len(code.masked)} {said}")
 
 
 def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
     """Say what the notebook's batch and steps are with several processes."""
     values = Values(notebook)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
-    batch, accumulation, steps = None, None, None
+    rows, counted = "the notebook's rows", ""
     for found in notebook.arguments[-1:]:
-        batch, accumulation, steps = (values.keyword(found, name) for name in names)
-    rows = "an update has the notebook's rows for each process"
-    if isinstance(batch, int) and isinstance(accumulation, int):
-        product = f"{batch} x {accumulation} = {batch * accumulation}"
-        rows = f"an update has {product} rows for each process"
+        batch, accumulation, steps = (values.argument(found, name) for name in names)
+        if isinstance(batch, int) and isinstance(accumulation, int):
+            rows = f"{batch} x {accumulation} = {batch * accumulation} rows"
+        if isinstance(steps, int):
+            counted = f"; max_steps = {steps} is kept, and counts updates"
     said = "divide gradient_accumulation_steps by their number to keep the notebook's"
-    counted = f"; max_steps = {steps} is kept, and counts updates" if isinstance(steps, int) else ""
-    changes.look(None, f"{rows}; {said}{counted}")
+    changes.look(None, f"an update has {rows} for each process; {said}{counted}")
 
 
 def _why_no_script(code: Code) -> str | None:
@@ -246,10 +233,9 @@ def _why_no_script(code: Code) -> str | None:
 
 def _as_percent_cell(cell: Cell, code: Code | None) -> str:
     """Return a cell in the percent format, which editors and jupytext know."""
+    kind = "" if cell.kind == "code" else f"[{cell.kind}] "
+    title = f"# %% {kind}cell {cell.number}\n"
     if code is None:
-        return f"# %% [{cell.kind}] cell {cell.number}\n{_as_comments(cell.source)}"
-    title = f"# %% cell {cell.number}\n"
-    if _why_no_script(code) is not None:
         return f"{title}{_as_comments(cell.source)}"
     written = LINE.findall(code.source)
     lines = []

@@ -18,6 +18,7 @@ OPERATORS = {
 # Calls that ask whether a GPU computes in bfloat16: `auto` here
 ASKS_FOR_BF16 = ("is_bfloat16_supported", "is_bf16_supported")
 AUTO = "auto"
+ANY_KEY = ...  # what `a.update(...)` may set
 MAX_DEPTH = 20  # of variables that are made of others
 
 
@@ -27,14 +28,15 @@ class Unknown(NamedTuple):
     text: str
 
 
-class Assignment(NamedTuple):
-    """Where a variable gets a value."""
+class Written(NamedTuple):
+    """An expression, and the cell that it is in."""
 
     code: Code
     value: ast.expr
 
     @property
     def place(self) -> tuple[int, int]:
+        """Cell and line: the order in which expressions run."""
         return self.code.number, self.value.lineno
 
 
@@ -43,76 +45,71 @@ class Values:
 
     def __init__(self, notebook: Notebook) -> None:
         self.notebook = notebook
-        self.assignments: defaultdict[str, list[Assignment]] = defaultdict(list)
-        # by class and name
-        self.attributes: defaultdict[tuple[str, str], list[Assignment]] = defaultdict(list)
+        # what is assigned to a variable, and in a class: by the class, if any, and the name
+        self.assigned: defaultdict[tuple[str | None, str], list[Written]] = defaultdict(list)
         self.changed: set[tuple[str | None, Any]] = set()  # `a.b = ...` and `a["b"] = ...`
-        self.updated = {  # `a.update(...)`
-            variable(found.call.func.value)
-            for found in notebook.functions(["update", "setdefault"])
-            if found.owner is not None
-        }
         for code, node in notebook.nodes(ast.Assign):
             if len(node.targets) == 1:
-                self._take(code, node.targets[0], node.value)
+                self._take(code, None, node.targets[0], node.value)
         for code, node in notebook.nodes(ast.ClassDef):
             for part in node.body:
-                if not isinstance(part, ast.Assign | ast.AnnAssign) or part.value is None:
-                    continue
-                targets = part.targets if isinstance(part, ast.Assign) else [part.target]
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        made = Assignment(code, part.value)
-                        self.attributes[node.name, target.id].append(made)
+                if isinstance(part, ast.Assign | ast.AnnAssign) and part.value is not None:
+                    target = getattr(part, "target", None) or part.targets[0]
+                    self._take(code, node.name, target, part.value)
+        for found in [*notebook.methods("update"), *notebook.methods("setdefault")]:
+            self.changed.add((found.receiver, ANY_KEY))
 
-    def _take(self, code: Code, target: ast.expr, value: ast.expr) -> None:
+    def _take(self, code: Code, owner: str | None, target: ast.expr, value: ast.expr) -> None:
         match target:
-            case ast.Name():
-                self.assignments[target.id].append(Assignment(code, value))
-            case ast.Attribute():
-                self.changed.add((variable(target.value), target.attr))
-            case ast.Subscript(slice=ast.Constant()):
-                self.changed.add((variable(target.value), target.slice.value))
+            case ast.Name(id=name):
+                self.assigned[owner, name].append(Written(code, value))
+            case ast.Attribute(attr=key) | ast.Subscript(slice=ast.Constant(value=key)):
+                self.changed.add((variable(target.value), key))
             case ast.Tuple() if isinstance(value, ast.Tuple):
                 for part, part_value in zip(target.elts, value.elts, strict=False):
-                    self._take(code, part, part_value)
+                    self._take(code, owner, part, part_value)
 
     def read(self, code: Code, node: ast.expr) -> Any:
         """Return the value of an expression of a cell, an Unknown where it cannot be read."""
         try:
             return self._value(code, node)
-        except (_CannotTell, ArithmeticError, TypeError, RecursionError):
+        except (LookupError, ArithmeticError, TypeError, RecursionError):
             return Unknown(" ".join(code.text(node).split()))
 
-    def keyword(self, found: Found, name: str) -> Any:
-        """Return the value of a call's keyword, None where it is not given."""
-        node = found.keyword(name)
+    def argument(self, found: Found, name: str, position: int | None = None) -> Any:
+        """Return the value of a call's argument, None if it is not given."""
+        node = found.argument(name, position)
         return None if node is None else self.read(found.code, node)
 
-    def mapping(self, code: Code, node: ast.expr) -> dict[str, Any] | None:
-        """Return what `**node` gives a call, None where that cannot be read."""
+    def items(self, code: Code, node: ast.expr) -> dict[Any, Written]:
+        """Return the items of a written-out dict without those that are assigned again later.
+
+        A key that is not a constant is returned as None.
+        """
         name = variable(node)
         code, written = self._written(code, node)
-        if not isinstance(written, ast.Dict) or not written.keys or name in self.updated:
-            return None
-        if any(owner == name for owner, _ in self.changed):
-            return None
+        if not isinstance(written, ast.Dict) or (name, ANY_KEY) in self.changed:
+            return {}
         keys = [getattr(key, "value", None) for key in written.keys]
-        if not all(isinstance(key, str) for key in keys):
-            return None
-        values = (self.read(code, value) for value in written.values)
-        return dict(zip(keys, values, strict=True))
+        items = zip(keys, written.values, strict=True)
+        return {
+            key: Written(code, value) for key, value in items if (name, key) not in self.changed
+        }
 
-    def _written(self, code: Code, node: ast.expr) -> tuple[Code, ast.expr]:
+    def _written(self, code: Code, node: ast.expr) -> Written:
         """Return what a variable was given last before its use in a cell; else the expression."""
-        made = self.assignments.get(node.id, []) if isinstance(node, ast.Name) else []
-        earlier = [part for part in made if part.place < (code.number, node.lineno)]
-        return max(earlier, key=lambda part: part.place, default=(code, node))
+        use = Written(code, node)
+        made = self.assigned.get((None, variable(node)), [])
+        earlier = [part for part in made if part.place < use.place]
+        return max(earlier, key=lambda part: part.place, default=use)
 
     def _value(self, code: Code, node: ast.expr, depth: int = 0) -> Any:
-        """Return the value of an expression. Raises: _CannotTell."""
+        """Return the value of an expression.
+
+        Raises: LookupError if only running tells it, RecursionError if it is nested too deep.
+        """
         if depth > MAX_DEPTH:
-            raise _CannotTell
+            raise RecursionError
 
         def value(part: ast.expr) -> Any:
             return self._value(code, part, depth + 1)
@@ -137,38 +134,21 @@ class Values:
             case ast.Attribute(attr="float16" | "bfloat16" | "float32"):
                 return node.attr
             case ast.Attribute():
-                return self._value(*self._attribute(node), depth + 1)
+                return self._value(*self._attribute(code, node), depth + 1)
             case ast.Subscript():
-                return self._value(*self._item(code, node, value(node.slice)), depth + 1)
-        code, written = self._written(code, node)
-        if written is node:
-            raise _CannotTell
-        return self._value(code, written, depth + 1)
+                items = self.items(code, node.value)
+                return self._value(*items[value(node.slice)], depth + 1)
+        written = self._written(code, node)
+        if written.value is node:
+            raise LookupError
+        return self._value(*written, depth + 1)
 
-    def _attribute(self, node: ast.Attribute) -> Assignment:
-        """Return what a class gives `Config.rate` or `config.rate`, where it does so once."""
-        name = variable(node.value)
-        classes = {name}
-        for made in self.assignments.get(name or "", []):
-            call = made.value
-            if isinstance(call, ast.Call) and not call.args and not call.keywords:
-                classes.add(self.notebook.name_of(call.func))
-        found = [part for each in classes for part in self.attributes.get((each, node.attr), [])]
-        if len(found) != 1 or (name, node.attr) in self.changed:
-            raise _CannotTell
+    def _attribute(self, code: Code, node: ast.Attribute) -> Written:
+        """Return what a class gives `Config.rate` or `config.rate`, if it does so once."""
+        made = self._written(code, node.value).value
+        is_made_plainly = isinstance(made, ast.Call) and not made.args and not made.keywords
+        owner = self.notebook.name_of(made.func if is_made_plainly else node.value)
+        found = self.assigned[owner, node.attr]
+        if len(found) != 1 or (variable(node.value), node.attr) in self.changed:
+            raise LookupError
         return found[0]
-
-    def _item(self, code: Code, node: ast.Subscript, key: Any) -> Assignment:
-        """Return what a written-out dict gives `config["rate"]`, where nothing sets it anew."""
-        name = variable(node.value)
-        code, written = self._written(code, node.value)
-        if isinstance(written, ast.Dict) and name not in self.updated:
-            for made, value in zip(written.keys, written.values, strict=True):
-                is_key = isinstance(made, ast.Constant) and made.value == key
-                if is_key and (name, key) not in self.changed:
-                    return Assignment(code, value)
-        raise _CannotTell
-
-
-class _CannotTell(Exception):
-    """An expression that only running the notebook would tell."""
