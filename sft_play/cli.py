@@ -42,7 +42,7 @@ from sft_play.errors import (
     memory_errors_in_words,
 )
 from sft_play.masking import mask_secrets
-from sft_play.progress import guard_output, log_to_stderr, visible
+from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr, visible
 
 MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
 app = typer.Typer(
@@ -388,6 +388,7 @@ def _errors_as_messages() -> Iterator[None]:
         launching.tell_launcher(text)
         with contextlib.suppress(OSError):  # the exit code says it, too
             sys.stderr.write(f"{text}\n")
+        drop_unwritten_output()
         sys.exit(code)
 
 

@@ -97,9 +97,9 @@ class Output:
             yield
         except OSError as error:
             error.filename = self._name
-            _open_null(self._stream.fileno())  # Python flushes what is left when it exits
             if not Output.goes_on:
                 raise
+            _open_null(self._stream.fileno())
 
 
 def _open_null(number: int) -> None:
@@ -120,6 +120,15 @@ def guard_output() -> None:
     if not isinstance(sys.stdout, Output):
         sys.stdout = Output(sys.stdout, "standard output")
         sys.stderr = Output(sys.stderr, "standard error")
+
+
+def drop_unwritten_output() -> None:
+    """Leave nothing for Python to write when it exits, which would change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _open_null(stream.fileno())
 
 
 def go_on_without_output() -> None:

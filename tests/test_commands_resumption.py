@@ -112,8 +112,8 @@ def test_a_run_goes_on_with_the_micro_batches_that_it_had(typed, run_worker, tmp
     assert typed(*words) == folder
     assert PlannedRun.read(folder).plan.layout == smaller
     (folder.path / "plan.json").write_text("{}")  # of another version
-    assert typed(*words) == folder
-    assert PlannedRun.read(folder).plan.layout.batch_size == 8
+    with pytest.raises(EnvironmentFault, match="another version"):
+        typed(*words)
 
 
 def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:

@@ -66,9 +66,9 @@ def test_a_flag_includes_an_answer(flags, tmp_path):
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [
-        (chat({"weight": -0.5}), "messages[1].weight is -0.5; a weight is a number from 0 up"),
-        (chat({"weight": "0.5"}), "messages[1].weight is 0.5; a weight is a number from 0 up"),
-        ({**chat({}), "weight": "high"}, "weight is high; a weight is a number from 0 up"),
+        (chat({"weight": -0.5}), "messages[1].weight is -0.5; a weight is a number from 0 to 1,000,000"),
+        (chat({"weight": "0.5"}), "messages[1].weight is 0.5; a weight is a number from 0 to 1,000,000"),
+        ({**chat({}), "weight": "high"}, "weight is high; a weight is a number from 0 to 1,000,000"),
         (chat({"train": "no"}), "messages[1].train is no; an answer is trained or not"),
         (chat({"weight": 1, "train": False}), "messages[1]: weight and train contradict each"),
         ({"messages": [turn("user", "q", weight=1), turn("assistant", "a")]},

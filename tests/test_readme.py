@@ -344,7 +344,10 @@ def test_the_module_and_its_options_exist(command):
         entry = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         if path.parent == ROOT / "examples":  # whose options are read in one place
             entry = path.parent / "example_setup.py"
+        shared = ROOT / "benchmarks" / "command_line.py"  # has the options of all benchmarks
         source = entry.read_text(encoding="utf-8")
+        if path.parent.name == "benchmarks":
+            source += shared.read_text(encoding="utf-8")
         for option in (word for word in arguments if word.startswith("--")):
             assert f'"{option}"' in source
 

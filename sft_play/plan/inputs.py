@@ -96,10 +96,18 @@ class PlanInputs:
         return plan_kernels(self.fast_setup)
 
     @property
+    def kernel_config(self) -> Config:
+        """The config by which kernels are chosen: a model on several GPUs has no fused ones."""
+        if self.ranks.gpus_per_process == 1:
+            return self.config
+        train = self.config.train.model_copy(update={"fast_path": False})
+        return self.config.model_copy(update={"train": train})
+
+    @property
     def fast_setup(self) -> FastSetup:
         """What the choice of kernels follows from."""
         return FastSetup(
-            config=self.config,
+            config=self.kernel_config,
             model_type=self.model.model_type,
             is_gpu=self.ranks.device == "cuda",
             is_half=self.is_half,
@@ -114,7 +122,7 @@ class PlanInputs:
             return self.model.guess
         device = Device(self.ranks.device, self.is_half, self.zero_stage)
         try:
-            return load_trace(self.config, device, self.environ)
+            return load_trace(self.kernel_config, device, self.environ)
         except Uncounted as reason:
             return str(reason)
 

@@ -63,12 +63,11 @@ def resolve(
     Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError
     for numbers that contradict; DataError for a missing data file.
     """
-    # assumes what no look at model and rows has settled
-    loaded = recipe.settle(loaded, recipe.RecipeFacts())
+    loaded = recipe.settle(loaded, recipe.RecipeFacts())  # what a look at the rows left open
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
-    loaded, ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
+    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
     needs.require(loaded, hardware)
     sources.require(loaded)
     plans = []
@@ -364,6 +363,7 @@ def _resolved(
     is_gpu = plan.ranks.device == "cuda"
     train = config.train
     settings: dict[str, object] = {
+        "fast_path": train.fast_path if plan.ranks.gpus_per_process == 1 else False,
         "strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
         "packing": plan.packing,
         "activation_offloading": plan.step.offload_activations,

@@ -13,7 +13,6 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
-from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.plan import memory, speed
 from sft_play.plan.devices import Hardware
@@ -266,15 +265,15 @@ def apply_device_map(
     invocation: Invocation,
     hardware: Hardware,
     environ: Mapping[str, str],
-) -> tuple[LoadedConfig, Ranks]:
-    """Return config and ranks of a run: with all GPUs for one process if model.device_map asks.
+) -> Ranks:
+    """Return the ranks of a run: all GPUs for one process if model.device_map asks for it.
 
     NUM_GPUS=1 is one GPU, also under a device map.
     Raises: ConfigError for a map that this run cannot have.
     """
     wanted = loaded.config.model.device_map
     if wanted is None:
-        return loaded, ranks
+        return ranks
     _refuse_map(loaded, asked, ranks)
     gpus = 1
     if ranks.world_size == 1 and hardware.kind == "cuda" and invocation.num_gpus is None:
@@ -282,7 +281,7 @@ def apply_device_map(
     if isinstance(wanted, dict):
         _refuse_devices(loaded, wanted, hardware, gpus)
     if gpus == 1:
-        return loaded, ranks
+        return ranks
     if loaded.config.train.fast_path is True:
         raise ConfigError(
             f"{loaded.described('train.fast_path')}: {MAP_NAME} places one model on {gpus} GPUs, "
@@ -290,9 +289,7 @@ def apply_device_map(
             "MODEL_DEVICE_MAP=null TRAIN_STRATEGY=fsdp to use all GPUs at once."
         )
     visible = visible_entries(environ.get("CUDA_VISIBLE_DEVICES"), gpus)
-    unfused = Located(False, loaded.origin[MAP_NAME])  # accelerate's hooks wrap forward methods
-    loaded = loaded.with_values({"train.fast_path": unfused})
-    return loaded, replace(ranks, gpus_per_process=gpus, visible=visible)
+    return replace(ranks, gpus_per_process=gpus, visible=visible)
 
 
 def _refuse_map(loaded: LoadedConfig, asked: AskedStrategy, ranks: Ranks) -> None:

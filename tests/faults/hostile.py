@@ -157,7 +157,7 @@ ROWS = (
     folder(
         "hostile-memory",
         "one call of the chat template asks for 600 MB",
-        template("{{ 'a'|center(6 * 10**8) }}"),
+        template("{{ 'a'|center(600000000) }}"),
         Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
         "asks for 512 MiB of memory or more",
         "choose another with MODEL_CHAT_TEMPLATE",
