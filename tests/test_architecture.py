@@ -73,7 +73,16 @@ ALLOWED = {
         "models",
         "evaluation",
     },
-    "monitor": {"errors", "process_id", "progress", "http_client", "config", "runs", "plan"},
+    "monitor": {
+        "errors",
+        "process_id",
+        "progress",
+        "http_client",
+        "config",
+        "runs",
+        "plan",
+        "reporting",
+    },
     "notebooks": {"errors", "reading", "config", "runs"},
     "commands": {
         "errors",

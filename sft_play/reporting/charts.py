@@ -4,10 +4,10 @@ A chart is small enough that its text is readable on a phone, where it is not sc
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
 
 from sft_play.reporting.answers import title_of
 from sft_play.runs.report import LengthHistogram, LoggedStep
@@ -23,11 +23,9 @@ MAX_POINTS = 300  # of a line; more are averaged
 TICKS = 5  # about
 ROUND_STEPS = (1, 2, 2.5, 5, 10)  # times a power of ten
 
-CURVES = {
-    "Learning rate": "learning_rate",
-    "Gradient norm": "grad_norm",
-    "Tokens per second": "tokens_per_second",
-}
+TRAINING = "Loss, nats per token with loss"
+VALIDATION = "Validation loss"
+LAST = ("Learning rate", "Gradient norm", "Tokens per second")  # of the charts
 
 Point = tuple[float, float]
 
@@ -37,7 +35,7 @@ class Series:
     """Points of a line in the chart's own units, by rising x."""
 
     name: str
-    points: Sequence[Point]
+    points: list[Point]
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class Line:
 
     name: str
     number: int
-    points: str  # of a polyline
-    end: Point  # the last point, for a line of one point too
+    places: Sequence[Point]
 
 
 @dataclass(frozen=True)
@@ -114,20 +111,25 @@ def line_chart(title: str, series: Sequence[Series]) -> Drawing | None:
 
     A series keeps its colour where another one has no points.
     """
-    numbered = {number: one for number, one in enumerate(series) if one.points}
-    if not numbered:
+    shown = {
+        number: Series(one.name, thinned(one.points))
+        for number, one in enumerate(series)
+        if one.points
+    }
+    if not shown:
         return None
-    shown = {number: Series(one.name, thinned(one.points)) for number, one in numbered.items()}
     points = [point for one in shown.values() for point in one.points]
     x_axis = _axis([0.0, *(x for x, _ in points)], LEFT, RIGHT)
     y_axis = _axis([y for _, y in points], BOTTOM, TOP, padding=0.05)
-    lines = tuple(_line(number, one, x_axis, y_axis) for number, one in shown.items())
-    described = [_described(one) for one in shown.values()]
-    if len(shown) > 1:
-        named = zip(shown.values(), described, strict=True)
-        described = [f"{one.name}: {text}" for one, text in named]
-    description = "; ".join(described)
-    return Drawing(title, description, "step", x_axis.ticks(True), y_axis.ticks(), lines)
+    lines = []
+    described = []
+    for number, one in shown.items():
+        places = [(x_axis.place(x), y_axis.place(y)) for x, y in one.points]
+        lines.append(Line(one.name, number, places))
+        name = f"{one.name}: " if len(shown) > 1 else ""
+        described.append(name + _described(one))
+    ticks = x_axis.ticks(True), y_axis.ticks()
+    return Drawing(title, "; ".join(described), "step", *ticks, tuple(lines))
 
 
 def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Drawing]:
@@ -135,34 +137,28 @@ def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Dra
 
     The curves of one run are named by what they are, those of several by the run.
     """
-
-    def series(value: Callable[[LoggedStep], float | None]) -> list[Series]:
-        """Return a number of every run's history; a run that did not log it has no points."""
-        found = []
-        for run, history in runs:
-            points = [(step.step, value(step)) for step in history]
-            found.append(Series(run, [point for point in points if point[1] is not None]))
-        return found
-
-    losses = series(attrgetter("loss"))
-    charts = []
-    if len(runs) > 1:
-        charts.append(line_chart("Validation loss", series(attrgetter("eval_loss"))))
-    else:
-        (training,), (validation,) = losses, series(attrgetter("eval_loss"))
-        losses = [Series("training", training.points), Series("validation", validation.points)]
-    charts.insert(0, line_chart("Loss, nats per token with loss", losses))
-    every = [step for _, steps in runs for step in steps]
-    for name in dict.fromkeys(name for step in every for name in step.eval_losses or {}):
-        of_name = series(lambda step, name=name: (step.eval_losses or {}).get(name))
-        charts.append(line_chart(f"Validation loss of {name}", of_name))
-    scores = dict.fromkeys(name for step in every for name in step.scores)
-    for name in scores:
-        title = f"{title_of(name)} of the validation rows"
-        charts.append(line_chart(title, series(lambda step, name=name: step.scores.get(name))))
-    for title, name in CURVES.items():
-        charts.append(line_chart(title, series(attrgetter(name))))
+    curves: dict[str, list[Series]] = defaultdict(lambda: [Series(name, []) for name, _ in runs])
+    for number, (_, history) in enumerate(runs):
+        for step in history:
+            for title, value in _numbers(step).items():
+                points = curves[title][number].points
+                points += [] if value is None else [(step.step, value)]
+    if len(runs) == 1:
+        both = curves[TRAINING] + curves.pop(VALIDATION, [Series("", [])])
+        names = ("training", "validation")
+        curves[TRAINING] = [Series(name, one.points) for name, one in zip(names, both, strict=True)]
+    titles = sorted(curves, key=lambda title: title in LAST)
+    charts = (line_chart(title, curves[title]) for title in titles)
     return [chart for chart in charts if chart is not None]
+
+
+def _numbers(step: LoggedStep) -> Mapping[str, float | None]:
+    """Return what was logged at a step, by the title of its chart and in the page's order."""
+    losses = {f"{VALIDATION} of {name}": loss for name, loss in (step.eval_losses or {}).items()}
+    scores = {f"{title_of(name)} of the validation rows": of for name, of in step.scores.items()}
+    last = (step.learning_rate, step.grad_norm, step.tokens_per_second)
+    logged = {TRAINING: step.loss, VALIDATION: step.eval_loss, **losses, **scores}
+    return logged | dict(zip(LAST, last, strict=True))
 
 
 def histogram(title: str, lengths: LengthHistogram) -> Drawing | None:
@@ -224,12 +220,6 @@ def _axis(values: Sequence[float], start: float, end: float, padding: float = 0.
     # a quantity that is never negative is not drawn below zero
     bottom = max(0.0, low - room) if low >= 0 else low - room
     return _Axis(bottom, high + room, start, end)
-
-
-def _line(number: int, series: Series, x_axis: _Axis, y_axis: _Axis) -> Line:
-    places = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points]
-    words = " ".join(f"{x:g},{y:g}" for x, y in places)
-    return Line(series.name, number, words, places[-1])
 
 
 def _described(series: Series) -> str:

@@ -18,7 +18,7 @@ from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
 from sft_play.plan.devices import GIB
 from sft_play.reporting import charts
-from sft_play.reporting.summary import RunSummary, read_summary
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 
@@ -33,6 +33,11 @@ TONES = {
     "failed": "bad",
     "look": "open",
 }
+# facts of a run in report.json
+IN_JSON = (
+    *("run", "model", "facts", "verdict", "rows_scored", "improved", "worsened"),
+    *("memory", "times", "ledger", "checks", "settings", "command"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,9 @@ def _environment() -> Environment:
         thumbnail=thumbnail,
         score=score,
         change=change,
+        figures=figures,
+        public=public_name,
+        cell=lambda text: text.replace("|", "\\|"),
         repr=repr,
     )
     environment.globals["tones"] = TONES
@@ -74,6 +82,16 @@ def code(text: object) -> str:
     ticks = "`" * (1 + max(map(len, re.findall("`+", visible)), default=0))
     space = " " if "`" in visible else ""
     return f"{ticks}{space}{visible}{space}{ticks}"
+
+
+def figures(number: float | None) -> str:
+    """Return a number with four figures, nothing if it is not known."""
+    return "" if number is None else f"{number:.4g}"
+
+
+def public_name(source: str) -> str:
+    """Return a path without its folders, which may be private, and any other text as it is."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def thumbnail(path: str) -> str:
@@ -123,10 +141,10 @@ def change(number: float | None) -> str:
 
 def write_report(folder: RunFolder) -> Path:
     """Write what the folder of a run says of it; return the path of report.html."""
-    summary = read_summary(folder)
-    write_json(folder.path / "report.json", as_json(summary))
+    facts = RunFacts.read(folder)
+    write_json(folder.path / "report.json", as_json(facts))
     path = folder.path / "report.html"
-    write_text(path, report_page(summary))
+    write_text(path, report_page(facts))
     return path
 
 
@@ -146,26 +164,23 @@ def write_report_or_warn(folder: RunFolder) -> None:
         )
 
 
-def as_json(summary: RunSummary) -> dict[str, object]:
+def as_json(facts: RunFacts) -> dict[str, object]:
     """Return report.json: what the page shows, but for what run.json holds already."""
-    values = asdict(summary)
-    for name in ("report", "history", "lengths"):
-        del values[name]
-    for row, score in zip(values["scores"], summary.scores, strict=True):
-        row["outcome"] = score.outcome
-    return values
+    values = {name: getattr(facts, name) for name in IN_JSON}
+    scores = [{**asdict(score), "outcome": score.outcome} for score in facts.scores]
+    return {**values, "folder": str(facts.folder.path), "scores": scores}
 
 
-def report_page(summary: RunSummary) -> str:
+def report_page(facts: RunFacts) -> str:
     """Return the page of a run."""
     lengths = [
         charts.histogram(f"Lengths of {split} samples, tokens", histogram)
-        for split, histogram in summary.lengths.items()
+        for split, histogram in facts.lengths.items()
     ]
     return render(
         "report.html.j2",
-        summary=summary,
-        report=summary.report,
-        curves=charts.history_charts([(summary.run, summary.history)]),
+        facts=facts,
+        report=facts.report,
+        curves=charts.history_charts([(facts.run, facts.report.history or [])]),
         lengths=[drawing for drawing in lengths if drawing is not None],
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import markdown
+from report_folders import run_folder
 from run_files import held_by_another
 
 from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
@@ -18,8 +19,8 @@ from faults.files import flip, nothing, refused
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import ExitClass
-from sft_play.reporting.card_facts import CardFacts, ChosenSetting
 from sft_play.reporting.model_card import card_text
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import checkpoints
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
@@ -43,12 +44,16 @@ def from_elsewhere(bench: Bench) -> Outcome:
 def hostile_names(bench: Bench) -> Outcome:
     """Rows, a base, its licence and a stop whose names hold HTML, Markdown and the end of a cell."""
     name = "<img src=x onerror=alert(1)> ![](http://a.b/c) | ` .jsonl"
-    config = {"model": {"name": name, "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
+    base = bench.folder / name
+    base.mkdir(parents=True)
+    (base / "README.md").write_text(f"---\nlicense: {name}\n---\n")
+    config = {"model": {"name": str(base), "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
     rows = {"rows_in": 1, "rows_used": 1, "tokens": 1, "trained_tokens": 1}
     report = RunReport(run="a", data={"train": {**rows, "sources": [{"name": name}]}})
-    facts = CardFacts([], [ChosenSetting("model.name", name, "x")], None, None, name)
+    folder = run_folder(bench.folder / "run", report, "", "", (f"model.name={name}",))
     stops = SavedStops((name,), (7,))
-    text = card_text(Config.model_validate(config), report, stops, bench.folder, facts)
+    facts = RunFacts.read(folder)
+    text = card_text(facts, Config.model_validate(config), stops, bench.folder)
     page = markdown.markdown(text, extensions=["tables", "fenced_code"])
     obeyed = re.findall("<img|<a ", page)
     return Outcome(len(obeyed), f"{len(obeyed)} of {page.count('onerror')} names were obeyed")
