@@ -3,12 +3,13 @@
 Reads the run's files and nothing else, so it shows a run of another host with the same disk too.
 """
 
-import math
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sft_play.plan.devices import GIB
@@ -222,33 +223,23 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     0.000 ┤████
     """
     columns = _columns(values, width)
-    low = min(columns)
-    high = max(columns)
+    low, high = min(columns), max(columns)
     # a value at the bottom still shows: its column has an eighth
     span = (high - low) or 1.0
     levels = [1 + round((value - low) / span * (8 * height - 1)) for value in columns]
+    labels = {0: f"{low:.4g}", height - 1: f"{high:.4g}"}
     lines = []
     for row in range(height - 1, -1, -1):
-        label = ""
-        if row == height - 1:
-            label = f"{high:.4g}"
-        elif row == 0:
-            label = f"{low:.4g}"
         cells = [EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels]
-        lines.append(f"{label:>8} ┤{''.join(cells)}")
+        lines.append(f"{labels.get(row, ''):>8} ┤{''.join(cells)}")
     return lines
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
     """Return at most `width` values: each the mean of about equally many neighbours."""
     count = min(width, len(values))
-    columns = []
-    for column in range(count):
-        start = math.floor(column * len(values) / count)
-        end = math.floor((column + 1) * len(values) / count)
-        group = values[start:end]
-        columns.append(sum(group) / len(group))
-    return columns
+    edges = [column * len(values) // count for column in range(count + 1)]
+    return [fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
 def run_table(output_dir: Path) -> list[str]:

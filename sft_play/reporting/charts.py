@@ -1,4 +1,4 @@
-"""Line charts and histograms as places on a drawing, which a template writes as SVG. Pure.
+"""Line charts and histograms, which the macro `chart` of the templates draws as SVG. Pure.
 
 A chart is small enough that its text is readable on a phone, where it is not scaled down.
 """
@@ -6,15 +6,14 @@ A chart is small enough that its text is readable on a phone, where it is not sc
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter, itemgetter
 
 from sft_play.reporting.answers import title_of
 from sft_play.runs.report import LengthHistogram, LoggedStep
 
-# The area of the curves in a drawing of WIDTH x HEIGHT, in SVG units
-WIDTH = 360
-HEIGHT = 210
+# The area of the curves in the drawing of the macro, in SVG units
 LEFT = 50
 RIGHT = 348
 TOP = 10
@@ -36,103 +35,88 @@ class Series:
 
     name: str
     points: list[Point]
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A label at a place on an axis, in SVG units."""
-
-    place: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line in SVG units. `number` picks its colour and its dashes."""
-
-    name: str
-    number: int
-    places: Sequence[Point]
+    number: int = 0  # picks the colour and the dashes
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar in SVG units."""
+    """How many samples have `low` <= tokens < `high`."""
 
-    x: float
-    y: float
-    width: float
-    height: float
-    label: str
+    low: int
+    high: int
+    count: int
 
-
-@dataclass(frozen=True)
-class Drawing:
-    """A chart that is ready to be written."""
-
-    title: str
-    description: str  # what the chart shows, for those who do not see it
-    x_name: str
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    lines: tuple[Line, ...] = ()
-    bars: tuple[Bar, ...] = ()
+    @property
+    def label(self) -> str:
+        return f"{self.low:,} to {self.high - 1:,} tokens: {self.count:,} samples"
 
 
 @dataclass(frozen=True)
-class _Axis:
-    """Maps values from `low` to `high` to places from `start` to `end`."""
+class Axis:
+    """Maps values from `low` to `high` to places from `start` to `end`, in SVG units."""
 
     low: float
     high: float
     start: float
     end: float
+    has_whole_numbers: bool = False  # at its marks
 
     def place(self, value: float) -> float:
+        """Return where a value is drawn."""
         fraction = (value - self.low) / (self.high - self.low)
         return round(self.start + fraction * (self.end - self.start), 1)
 
-    def ticks(self, whole_numbers: bool = False) -> tuple[Tick, ...]:
-        """Return about TICKS marks at round values, of whole numbers alone where asked for."""
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """The places and labels of about TICKS marks at round values."""
         least = (self.high - self.low) / TICKS  # above 0
         power = 10 ** math.floor(math.log10(least))
         steps = (factor * power for factor in ROUND_STEPS)
         step = next(step for step in steps if step >= least * (1 - 1e-9))
-        if whole_numbers:
+        if self.has_whole_numbers:
             step = max(1, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
-        values = [number * step for number in range(first, last + 1)]
-        return tuple(Tick(self.place(value), tick_label(value, step)) for value in values)
+        values = (number * step for number in range(first, last + 1))
+        return [(self.place(value), tick_label(value, step)) for value in values]
 
 
-def line_chart(title: str, series: Sequence[Series]) -> Drawing | None:
+@dataclass(frozen=True)
+class Chart:
+    """Lines or bars, which the macro `chart` draws."""
+
+    title: str
+    description: str  # what the chart shows, for those who do not see it
+    x_name: str
+    x_axis: Axis
+    y_axis: Axis
+    lines: Sequence[Series] = ()
+    bars: Sequence[Bar] = ()
+
+
+def line_chart(title: str, series: Sequence[Series]) -> Chart | None:
     """Return lines over the steps, or None where there is no point.
 
     A series keeps its colour where another one has no points.
     """
-    shown = {
-        number: Series(one.name, thinned(one.points))
+    lines = [
+        Series(one.name, thinned(one.points), number)
         for number, one in enumerate(series)
         if one.points
-    }
-    if not shown:
+    ]
+    if not lines:
         return None
-    points = [point for one in shown.values() for point in one.points]
-    x_axis = _axis([0.0, *(x for x, _ in points)], LEFT, RIGHT)
+    points = [point for line in lines for point in line.points]
+    x_axis = replace(_axis([0.0, *(x for x, _ in points)], LEFT, RIGHT), has_whole_numbers=True)
     y_axis = _axis([y for _, y in points], BOTTOM, TOP, padding=0.05)
-    lines = []
-    described = []
-    for number, one in shown.items():
-        places = [(x_axis.place(x), y_axis.place(y)) for x, y in one.points]
-        lines.append(Line(one.name, number, places))
-        name = f"{one.name}: " if len(shown) > 1 else ""
-        described.append(name + _described(one))
-    ticks = x_axis.ticks(True), y_axis.ticks()
-    return Drawing(title, "; ".join(described), "step", *ticks, tuple(lines))
+    described = [_described(line.points) for line in lines]
+    if len(lines) > 1:
+        named = zip(lines, described, strict=True)
+        described = [f"{line.name}: {text}" for line, text in named]
+    return Chart(title, "; ".join(described), "step", x_axis, y_axis, lines)
 
 
-def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Drawing]:
+def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Chart]:
     """Return the curves of runs, given as (name, history), one chart for each kind of number.
 
     The curves of one run are named by what they are, those of several by the run.
@@ -161,26 +145,20 @@ def _numbers(step: LoggedStep) -> Mapping[str, float | None]:
     return logged | dict(zip(LAST, last, strict=True))
 
 
-def histogram(title: str, lengths: LengthHistogram) -> Drawing | None:
+def histogram(title: str, lengths: LengthHistogram) -> Chart | None:
     """Return a histogram of lengths in tokens, or None where there is no sample."""
     if not lengths.counts:
         return None
-    x_axis = _Axis(lengths.edges[0], lengths.edges[-1], LEFT, RIGHT)
-    y_axis = _Axis(0, max(lengths.counts), BOTTOM, TOP)
-    bars = []
-    for count, (low, high) in zip(lengths.counts, pairwise(lengths.edges), strict=True):
-        left = x_axis.place(low)
-        top = y_axis.place(count)
-        width = round(x_axis.place(high) - left - 1, 1)
-        label = f"{low:,} to {high - 1:,} tokens: {count:,} samples"
-        bars.append(Bar(left, top, width, round(BOTTOM - top, 1), label))
-    most = max(range(len(bars)), key=lambda index: lengths.counts[index])
+    edges = zip(pairwise(lengths.edges), lengths.counts, strict=True)
+    bars = [Bar(low, high, count) for (low, high), count in edges]
+    fullest = max(bars, key=attrgetter("count"))
     description = (
         f"{sum(lengths.counts):,} samples of less than {lengths.edges[-1]:,} tokens; "
-        f"the fullest bin is {bars[most].label}"
+        f"the fullest bin is {fullest.label}"
     )
-    x_ticks = x_axis.ticks(True)
-    return Drawing(title, description, "tokens", x_ticks, y_axis.ticks(True), bars=tuple(bars))
+    x_axis = Axis(lengths.edges[0], lengths.edges[-1], LEFT, RIGHT, has_whole_numbers=True)
+    y_axis = Axis(0, fullest.count, BOTTOM, TOP, has_whole_numbers=True)
+    return Chart(title, description, "tokens", x_axis, y_axis, bars=bars)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -209,24 +187,23 @@ def tick_label(value: float, step: float) -> str:
     return f"{value:.{decimals + (round(step * 10**decimals, 6) % 1 > 0)}f}"
 
 
-def _axis(values: Sequence[float], start: float, end: float, padding: float = 0.0) -> _Axis:
+def _axis(values: Sequence[float], start: float, end: float, padding: float = 0.0) -> Axis:
     """Return an axis over all values; one that is alone gets room on both sides."""
     low = min(values)
     high = max(values)
     if low == high:
         room = abs(low) / 2 or 1.0
-        return _Axis(low - room, high + room, start, end)
+        return Axis(low - room, high + room, start, end)
     room = padding * (high - low)
     # a quantity that is never negative is not drawn below zero
     bottom = max(0.0, low - room) if low >= 0 else low - room
-    return _Axis(bottom, high + room, start, end)
+    return Axis(bottom, high + room, start, end)
 
 
-def _described(series: Series) -> str:
-    first_x, first_y = series.points[0]
-    last_x, last_y = series.points[-1]
-    lowest_x, lowest_y = min(series.points, key=lambda point: point[1])
-    highest_x, highest_y = max(series.points, key=lambda point: point[1])
+def _described(points: Sequence[Point]) -> str:
+    (first_x, first_y), (last_x, last_y) = points[0], points[-1]
+    lowest_x, lowest_y = min(points, key=itemgetter(1))
+    highest_x, highest_y = max(points, key=itemgetter(1))
     return (
         f"{first_y:.4g} at step {first_x:.0f}, "
         f"{last_y:.4g} at step {last_x:.0f}; "

@@ -58,14 +58,12 @@ class ScoreDifference:
     @property
     def sentence(self) -> str:
         """Return the difference in words."""
-        better = self.score.outcome
-        change = self.score.change
-        difference = self.score.difference
-        start = f"{self.run} against {self.first}: {self.score.name} {change:+.3f}"
+        score, difference = self.score, self.score.difference
+        start = f"{self.run} against {self.first}: {score.name} {score.change:+.3f}"
         if difference is None or difference.low is None:
-            return f"{start}: {better}, by the means alone"
+            return f"{start}: {score.outcome}, by the means alone"
         interval = f"95 % interval {difference.low:+.3f} to {difference.high:+.3f}"
-        return f"{start} ({interval} over {difference.rows} rows): {better}"
+        return f"{start} ({interval} over {difference.rows} rows): {score.outcome}"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from sft_play.data.images import DAMAGED, IMAGE_FORMATS, encode_small
 from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
 from sft_play.plan.devices import GIB
+from sft_play.progress import duration
 from sft_play.reporting import charts
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import write_json, write_text
@@ -121,12 +122,7 @@ def seconds(number: float | None) -> str:
     """Return seconds as `45.1 s`, `12 min 5 s` or `3 h 20 min`."""
     if number is None:
         return "–"
-    if number < 60:
-        return f"{number:.1f} s"
-    minutes, rest = divmod(round(number), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{number:.1f} s" if number < 60 else duration(round(number))
 
 
 def score(number: float | None) -> str:
