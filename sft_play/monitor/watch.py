@@ -151,17 +151,14 @@ def _gpu_lines(run: RunFacts) -> Iterator[str]:
 
 def load_of(sample: GpuSample, rank: RankMemory | None) -> list[str]:
     """Return load, memory, power and temperature of a GPU, as far as they are known."""
-    facts = []
-    if sample.busy_percent is not None:
-        facts.append(f"{sample.busy_percent:.0f} % busy")
-    if sample.used_gib is not None:
-        total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
-        facts.append(f"{sample.used_gib:.1f}{total} GiB used")
-    if sample.watts is not None:
-        facts.append(f"{sample.watts:.0f} W")
-    if sample.celsius is not None:
-        facts.append(f"{sample.celsius:.0f} °C")
-    return facts
+    total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
+    known = {
+        "{:.0f} % busy": sample.busy_percent,
+        f"{{:.1f}}{total} GiB used": sample.used_gib,
+        "{:.0f} W": sample.watts,
+        "{:.0f} °C": sample.celsius,
+    }
+    return [words.format(value) for words, value in known.items() if value is not None]
 
 
 def _log_lines(run: RunFacts) -> Iterator[str]:

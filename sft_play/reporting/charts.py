@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter, itemgetter
+from statistics import fmean
 
 from sft_play.reporting.answers import title_of
 from sft_play.runs.report import LengthHistogram, LoggedStep
@@ -128,7 +129,8 @@ def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Cha
                 points = curves[title][number].points
                 points += [] if value is None else [(step.step, value)]
     if len(runs) == 1:
-        both = curves[TRAINING] + curves.pop(VALIDATION, [Series("", [])])
+        both = curves[TRAINING] + curves[VALIDATION]
+        del curves[VALIDATION]
         names = ("training", "validation")
         curves[TRAINING] = [Series(name, one.points) for name, one in zip(names, both, strict=True)]
     titles = sorted(curves, key=lambda title: title in LAST)
@@ -164,13 +166,8 @@ def histogram(title: str, lengths: LengthHistogram) -> Chart | None:
 def thinned(points: Sequence[Point]) -> list[Point]:
     """Return at most MAX_POINTS points: each the mean of equally many neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
-    groups = [points[start : start + size] for start in range(0, len(points), max(1, size))]
-    means = []
-    for group in groups:
-        x = sum(x for x, _ in group) / len(group)
-        y = sum(y for _, y in group) / len(group)
-        means.append((x, y))
-    return means
+    groups = (points[start : start + size] for start in range(0, len(points), max(1, size)))
+    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
 def tick_label(value: float, step: float) -> str:

@@ -14,28 +14,11 @@ from sft_play.reporting.page import count, gib, render, seconds
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.reporting.verdict import Score
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import LoggedStep
 
 # They differ between any two runs, or say where files are
 NOT_COMPARED = ("train.run_name", "train.output_dir", "data.cache_dir", "data.image_folder")
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """One run as a comparison shows it; None is what the run did not record."""
-
-    run: str
-    model: str | None
-    tone: str
-    headline: str
-    steps: int | None
-    loss: Estimate | None
-    scores: dict[str, Estimate | None]  # of the answers, by title
-    tokens_per_second: float | None
-    peak_bytes: int | None
-    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -70,11 +53,16 @@ class ScoreDifference:
 class Comparison:
     """Runs in the order in which they were named."""
 
-    runs: list[ComparedRun]
+    runs: list[RunFacts]
     settings: list[SettingDifference]
     differences: list[ScoreDifference]
     notes: list[str]  # what cannot be compared, and why
-    histories: list[tuple[str, list[LoggedStep]]]
+
+    @property
+    def titles(self) -> list[str]:
+        """The scores beside the loss that any of the runs has."""
+        names = dict.fromkeys(name for run in self.runs for name in run.last_scores)
+        return [name for name in names if name != LOSS]
 
 
 def compare(folders: Sequence[RunFolder]) -> Comparison:
@@ -89,11 +77,10 @@ def compare(folders: Sequence[RunFolder]) -> Comparison:
             else:
                 notes.append(f"{other.run} against {runs[0].run}: {found}")
     return Comparison(
-        runs=[_compared(run) for run in runs],
+        runs=runs,
         settings=differing_settings(runs),
         differences=differences,
         notes=notes,
-        histories=[(run.run, run.report.history or []) for run in runs],
     )
 
 
@@ -105,23 +92,6 @@ def differing_settings(runs: Sequence[RunFacts]) -> list[SettingDifference]:
         if len(set(values)) > 1:
             found.append(SettingDifference(name, values))
     return found
-
-
-def _compared(run: RunFacts) -> ComparedRun:
-    report = run.report
-    scores = {score.name: score.after for score in run.scores}
-    return ComparedRun(
-        run=run.run,
-        model=run.model,
-        tone=run.verdict.tone,
-        headline=run.verdict.headline,
-        steps=report.global_step,
-        loss=scores.pop(LOSS, None),
-        scores=scores,
-        tokens_per_second=report.tokens_per_second,
-        peak_bytes=report.peak_bytes.measured if report.peak_bytes else None,
-        seconds=report.total_seconds,
-    )
 
 
 def _differences(first: RunFacts, other: RunFacts) -> Iterator[ScoreDifference | str]:
@@ -195,7 +165,7 @@ def _test_tokens(run: RunFacts) -> str:
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Return a table of the runs, the settings that differ, and how the scores differ."""
-    titles = score_titles(comparison)
+    titles = comparison.titles
     with_interval = [f"{title}, 95 % interval" for title in titles[:1]] + titles[1:]
     headings = ("run", "loss", *with_interval, *AFTER_SCORES)
     rows = [headings, *(_cells(run, titles) for run in comparison.runs)]
@@ -203,53 +173,65 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     widths = [max(map(len, column)) for column in columns]
     lines = [_aligned(row, widths) for row in rows]
     lines += ["", "settings that differ"]
-    names = [run.run for run in comparison.runs]
     for setting in comparison.settings:
         lines.append(f"  {setting.name}")
-        for name, value in zip(names, setting.values, strict=True):
-            lines.append(f"    {name}: {value}")
+        for run, value in zip(comparison.runs, setting.values, strict=True):
+            lines.append(f"    {run.run}: {value}")
     if not comparison.settings:
         lines.append("  none")
     lines.append("")
     lines += [difference.sentence for difference in comparison.differences]
-    lines += comparison.notes
-    return lines
-
-
-def score_titles(comparison: Comparison) -> list[str]:
-    """Return the scores of answers that any of the runs has."""
-    return list(dict.fromkeys(title for run in comparison.runs for title in run.scores))
+    return lines + comparison.notes
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return what `compare --json` prints."""
-    values = asdict(comparison)
-    del values["histories"]  # run.json has them
-    for written, difference in zip(values["differences"], comparison.differences, strict=True):
-        written["outcome"] = difference.score.outcome
-    return values
+    return {
+        "runs": [_run_json(run) for run in comparison.runs],
+        "settings": [asdict(setting) for setting in comparison.settings],
+        "differences": [
+            {**asdict(difference), "outcome": difference.score.outcome}
+            for difference in comparison.differences
+        ],
+        "notes": comparison.notes,
+    }
 
 
-def _cells(run: ComparedRun, titles: list[str]) -> tuple[str, ...]:
+def _run_json(run: RunFacts) -> dict[str, Any]:
+    report = run.report
+    scores = {name: score and asdict(score) for name, score in run.last_scores.items()}
+    return {
+        "run": run.run,
+        "model": run.model,
+        "tone": run.verdict.tone,
+        "headline": run.verdict.headline,
+        "steps": report.global_step,
+        "loss": scores.pop(LOSS, None),
+        "scores": scores,
+        "tokens_per_second": report.tokens_per_second,
+        "peak_bytes": report.measured_peak,
+        "seconds": report.total_seconds,
+    }
+
+
+def _cells(run: RunFacts, titles: list[str]) -> tuple[str, ...]:
+    scores, report = run.last_scores, run.report
     return (
         run.run,
-        _number(run.loss),
-        *(_number(run.scores.get(title), with_interval=True) for title in titles),
-        count(run.tokens_per_second),
-        gib(run.peak_bytes),
-        seconds(run.seconds),
-        run.headline,
+        _number(scores.get(LOSS)),
+        *(_number(scores.get(title), with_interval=True) for title in titles),
+        count(report.tokens_per_second),
+        gib(report.measured_peak),
+        seconds(report.total_seconds),
+        run.verdict.headline,
     )
 
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the page of a comparison."""
-    return render(
-        "compare.html.j2",
-        comparison=comparison,
-        titles=score_titles(comparison),
-        curves=charts.history_charts(comparison.histories),
-    )
+    histories = [(run.run, run.report.history or []) for run in comparison.runs]
+    curves = charts.history_charts(histories)
+    return render("compare.html.j2", comparison=comparison, curves=curves)
 
 
 def _number(estimate: Estimate | None, with_interval: bool = False) -> str:

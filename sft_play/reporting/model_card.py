@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.data.images import image_limits
@@ -46,12 +45,6 @@ def card_text(
     reader = "processor" if image_samples else "tokenizer"
     base = BaseFacts.read(config.model)
     imports, options = _imports_and_options(config, base, kind == "adapter", reader)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello!"}]
-    if image_samples:
-        words = {"type": "text", "text": "What is this?"}
-        messages[0]["content"] = [{"type": "image", "path": "picture.jpg"}, words]
-    if config.data.system_prompt:
-        messages.insert(0, {"role": "system", "content": config.data.system_prompt})
     card = render(
         "model_card.md.j2",
         facts=facts,
@@ -69,7 +62,6 @@ def card_text(
         reader=reader,
         image_samples=image_samples,
         image_limits=image_limits(config),
-        messages=messages,
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         has_these_scores=kind not in ROUNDED_FORMATS if delivered is None else kind == delivered,
         measured=_measured(facts),
@@ -128,8 +120,8 @@ def _measured(facts: RunFacts) -> dict[str, str]:
         measured["hours"] = f"{seconds / 3600:.3g}"
     if report.tokens_per_second:
         measured["tokens/s in training"] = f"{report.tokens_per_second:,.0f}"
-    if report.peak_bytes and report.peak_bytes.measured:
-        measured["peak memory of a device"] = f"{report.peak_bytes.measured / GIB:.1f} GiB"
+    if report.measured_peak:
+        measured["peak memory of a device"] = f"{report.measured_peak / GIB:.1f} GiB"
     if energy is not None:
         measured["energy"] = f"{energy.kwh:.3g} kWh by {energy.gpus} GPUs (NVML)"
     return measured

@@ -7,7 +7,7 @@ import logging
 import re
 import shlex
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,9 @@ def _environment() -> Environment:
         count=count,
         seconds=seconds,
         thumbnail=thumbnail,
-        score=score,
-        change=change,
-        figures=figures,
+        score=partial(in_form, ".3f"),
+        change=partial(in_form, "+.3f"),
+        figures=partial(in_form, ".4g", unknown=""),
         public=public_name,
         cell=lambda text: text.replace("|", "\\|"),
         repr=repr,
@@ -83,11 +83,6 @@ def code(text: object) -> str:
     ticks = "`" * (1 + max(map(len, re.findall("`+", visible)), default=0))
     space = " " if "`" in visible else ""
     return f"{ticks}{space}{visible}{space}{ticks}"
-
-
-def figures(number: float | None) -> str:
-    """Return a number with four figures, nothing if it is not known."""
-    return "" if number is None else f"{number:.4g}"
 
 
 def public_name(source: str) -> str:
@@ -108,14 +103,17 @@ def thumbnail(path: str) -> str:
     return encode_small(shown, THUMBNAIL)
 
 
+def in_form(form: str, number: float | None, unknown: str = "–") -> str:
+    """Return a number in a form such as `.3f`, or a dash."""
+    return unknown if number is None else format(number, form)
+
+
+count = partial(in_form, ",.0f")
+
+
 def gib(size: int | None) -> str:
     """Return bytes as `1.23 GiB`, or a dash where they are not known."""
     return "–" if size is None else f"{size / GIB:.2f} GiB"
-
-
-def count(number: float | None) -> str:
-    """Return a whole number with separators, or a dash."""
-    return "–" if number is None else f"{number:,.0f}"
 
 
 def seconds(number: float | None) -> str:
@@ -123,16 +121,6 @@ def seconds(number: float | None) -> str:
     if number is None:
         return "–"
     return f"{number:.1f} s" if number < 60 else duration(round(number))
-
-
-def score(number: float | None) -> str:
-    """Return a score with three decimals, or a dash."""
-    return "–" if number is None else f"{number:.3f}"
-
-
-def change(number: float | None) -> str:
-    """Return the change of a score with its sign, or a dash."""
-    return "–" if number is None else f"{number:+.3f}"
 
 
 def write_report(folder: RunFolder) -> Path:

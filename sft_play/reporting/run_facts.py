@@ -19,6 +19,7 @@ from sft_play.plan.devices import GIB
 from sft_play.plan.memory import PHASES
 from sft_play.reporting import answers
 from sft_play.reporting.answers import OF_SOURCE, Answer, AnsweredRow, Evaluation, is_loss
+from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder
@@ -309,6 +310,11 @@ class RunFacts:
         before, after = self.before.recorded, self.after.recorded
         titles = sorted({**after, **before}, key=lambda title: not is_loss(title))
         return [answers.changed(name, before.get(name), after.get(name)) for name in titles]
+
+    @property
+    def last_scores(self) -> dict[str, Estimate | None]:
+        """The scores after training."""
+        return {score.name: score.after for score in self.scores}
 
     @property
     def whole_scores(self) -> list[Score]:

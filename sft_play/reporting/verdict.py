@@ -1,6 +1,5 @@
 """How a run ended, whether it scored better, and what to type next. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 

@@ -240,6 +240,11 @@ class RunReport:
         return (self.cause or "").partition("\n")[0]
 
     @property
+    def measured_peak(self) -> int | None:
+        """The peak bytes of the fullest rank."""
+        return self.peak_bytes.measured if self.peak_bytes else None
+
+    @property
     def total_seconds(self) -> float | None:
         return (self.seconds or {}).get("total")
 
