@@ -12,7 +12,7 @@ from pathlib import Path
 from sft_play.config.schema import Config
 from sft_play.data.images import image_limits
 from sft_play.reporting.base_facts import CAUSAL, BaseFacts
-from sft_play.reporting.page import GIB, public_name, render
+from sft_play.reporting.page import public_name, render
 from sft_play.reporting.run_facts import RunFacts, UsedSetting
 from sft_play.runs.exports import COMPRESSED, SavedStops
 
@@ -44,7 +44,6 @@ def card_text(
     image_samples = report.rows("train").get("image_samples", 0)
     reader = "processor" if image_samples else "tokenizer"
     base = BaseFacts.read(config.model)
-    imports, options = _imports_and_options(config, base, kind == "adapter", reader)
     card = render(
         "model_card.md.j2",
         facts=facts,
@@ -56,15 +55,12 @@ def card_text(
         kind=kind,
         reopened=reopened,
         is_on_hub=HUB_ID.fullmatch(config.model.name),
-        model_class=_model_class(config, base),
-        imports=imports,
-        options=options,
+        model_class=CAUSAL if config.model.trust_remote_code else base.model_class,
         reader=reader,
         image_samples=image_samples,
         image_limits=image_limits(config),
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         has_these_scores=kind not in ROUNDED_FORMATS if delivered is None else kind == delivered,
-        measured=_measured(facts),
         chosen=chosen_settings(facts),
     )
     return card.rstrip() + "\n"
@@ -80,48 +76,3 @@ def chosen_settings(facts: RunFacts) -> list[UsedSetting]:
             value = public_name(setting.value) if setting.name in PLACES else setting.value
             chosen.append(replace(setting, value=value, origin=origin))
     return chosen
-
-
-def _model_class(config: Config, base: BaseFacts) -> str:
-    """Return the class of transformers that opens the base, and what was trained on it."""
-    return CAUSAL if config.model.trust_remote_code else base.model_class
-
-
-def _imports_and_options(
-    config: Config, base: BaseFacts, is_adapter: bool, reader: str
-) -> tuple[list[str], str]:
-    """Return what the code that loads the weights imports, and the words of from_pretrained."""
-    model = config.model
-    imports = sorted((_model_class(config, base), f"Auto{reader.title()}"))
-    options = ""
-    if model.revision:
-        options += f", revision={model.revision!r}"
-    if model.trust_remote_code:
-        options += ", trust_remote_code=True"
-    if base.has_soft_caps:  # transformers' sdpa leaves them out
-        options += ", attn_implementation='eager'"
-    if is_adapter:
-        imports.append("GenerationConfig")
-        if base.dequantised_by is not None:
-            imports.append(base.dequantised_by)
-            options += f", quantization_config={base.dequantised_by}(dequantize=True)"
-        if model.rope_scaling.rope_type:  # stretched
-            imports.append("AutoConfig")
-            options += ", config=AutoConfig.from_pretrained(folder)"
-    return imports, options
-
-
-def _measured(facts: RunFacts) -> dict[str, str]:
-    """Return hardware, hours, speed, memory and energy, those that were measured."""
-    report, energy = facts.report, facts.energy
-    seconds = report.total_seconds or (report.seconds or {}).get("train")
-    measured = {"hardware": facts.hardware} if facts.hardware else {}
-    if seconds:
-        measured["hours"] = f"{seconds / 3600:.3g}"
-    if report.tokens_per_second:
-        measured["tokens/s in training"] = f"{report.tokens_per_second:,.0f}"
-    if report.measured_peak:
-        measured["peak memory of a device"] = f"{report.measured_peak / GIB:.1f} GiB"
-    if energy is not None:
-        measured["energy"] = f"{energy.kwh:.3g} kWh by {energy.gpus} GPUs (NVML)"
-    return measured
