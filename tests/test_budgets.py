@@ -36,10 +36,10 @@ TOKENS = {
     "evaluation": 12_300,
     "inference": 20_700,
     "models": 111_500,
-    "monitor": 8_750,
+    "monitor": 8_100,
     "notebooks": 15_050,
     "plan": 49_150,
-    "reporting": 12_350,
+    "reporting": 10_400,
     "runs": 14_500,
     "training": 46_200,
 }

@@ -303,16 +303,16 @@ def test_few_rows_have_no_interval_and_weights_count():
 @pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-6, 3e-6], [-2.0, 1.0], [1e6, 3e6]])
 def test_every_point_of_a_curve_lies_inside_the_drawing(values):
     points = list(enumerate(values, 1))
-    drawing = charts.line_chart("t", [charts.Series("s", points)])
-    for x, y in drawing.lines[0].places:
-        assert charts.LEFT <= x <= charts.RIGHT
-        assert charts.TOP <= y <= charts.BOTTOM
-    labels = [tick.label for tick in drawing.y_ticks]
+    chart = charts.line_chart("t", [charts.Series("s", points)])
+    for step, value in chart.lines[0].points:
+        assert charts.LEFT <= chart.x_axis.place(step) <= charts.RIGHT
+        assert charts.TOP <= chart.y_axis.place(value) <= charts.BOTTOM
+    labels = [label for _, label in chart.y_axis.ticks]
     assert 2 <= len(labels) == len(set(labels))
 
 
 def test_bars_of_a_histogram_are_as_high_as_their_counts():
-    drawing = charts.histogram("t", LengthHistogram([0, 10, 20, 30], [1, 0, 4]))
-    heights = [bar.height for bar in drawing.bars]
+    chart = charts.histogram("t", LengthHistogram([0, 10, 20, 30], [1, 0, 4]))
+    heights = [charts.BOTTOM - chart.y_axis.place(bar.count) for bar in chart.bars]
     assert heights == [pytest.approx(heights[2] / 4, abs=0.2), 0, charts.BOTTOM - charts.TOP]
     assert charts.histogram("t", LengthHistogram([], [])) is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import markdown
+from jinja2 import Environment
 from report_folders import run_folder
 from run_files import held_by_another
 
@@ -19,6 +20,7 @@ from faults.files import flip, nothing, refused
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import ExitClass
+from sft_play.reporting import page
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import checkpoints
@@ -27,6 +29,7 @@ from sft_play.runs.report import RunReport
 from sft_play.training.classify import classify
 
 ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = page._environment()
 
 
 def from_elsewhere(bench: Bench) -> Outcome:
@@ -39,6 +42,14 @@ def from_elsewhere(bench: Bench) -> Outcome:
     command = ["make", "-f", str(path), "help"]
     done = subprocess.run(command, cwd=bench.folder.parent, capture_output=True, text=True)
     return Outcome(0, done.stderr)
+
+
+def without_code_spans() -> Environment:
+    """Return the templates' environment, which writes names into Markdown as they are."""
+    environment = TEMPLATES.overlay()
+    environment.filters = dict(TEMPLATES.filters)
+    environment.filters["code"] = str
+    return environment
 
 
 def hostile_names(bench: Bench) -> Outcome:
@@ -54,9 +65,9 @@ def hostile_names(bench: Bench) -> Outcome:
     stops = SavedStops((name,), (7,))
     facts = RunFacts.read(folder)
     text = card_text(facts, Config.model_validate(config), stops, bench.folder)
-    page = markdown.markdown(text, extensions=["tables", "fenced_code"])
-    obeyed = re.findall("<img|<a ", page)
-    return Outcome(len(obeyed), f"{len(obeyed)} of {page.count('onerror')} names were obeyed")
+    html = markdown.markdown(text, extensions=["tables", "fenced_code"])
+    obeyed = re.findall("<img|<a ", html)
+    return Outcome(len(obeyed), f"{len(obeyed)} of {html.count('onerror')} names were obeyed")
 
 
 # as torch's data loader and NCCL say it
@@ -201,7 +212,7 @@ ROWS = (
         hostile_names,
         ExitClass.DONE,
         ("0 of ", " names were obeyed"),
-        Guard("sft_play.reporting.model_card:code", str),
+        Guard("sft_play.reporting.page:_environment", without_code_spans),
         10,
         None,
         True,
