@@ -19,7 +19,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
 from sft_play.errors import of_class
 from sft_play.reporting.page import report_page
-from sft_play.reporting.summary import read_summary
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
@@ -45,10 +45,10 @@ class Run:
         return self.report.metrics or {}
 
     def __repr__(self) -> str:
-        return "\n".join(verdict_lines(RunFolder(self.path)))
+        return "\n".join(verdict_lines(RunFacts.read(RunFolder(self.path))))
 
     def _repr_html_(self) -> str:
-        return _framed(report_page(read_summary(RunFolder(self.path))))
+        return _framed(report_page(RunFacts.read(RunFolder(self.path))))
 
 
 @dataclass(frozen=True, repr=False)

@@ -293,7 +293,7 @@ def runs(json: JsonOption = False) -> None:
 
     output_dir = read_call().output_dir
     if json:
-        typer.echo(as_text(watch.run_facts(output_dir)))
+        typer.echo(as_text(watch.runs_json(output_dir)))
     else:
         _echo_lines(watch.run_table(output_dir))
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "runs": {"errors", "timeline", "process_id", "config"},
     "plan": {"errors", "stops", "config", "runs"},
     "data": {"errors", "reading", "stops", "progress", "http_client", "config", "runs", "plan"},
-    "reporting": {"errors", "timeline", "config", "runs", "plan", "data"},
+    "reporting": {"errors", "timeline", "progress", "config", "runs", "plan", "data"},
     "models": {"errors", "timeline", "process", "progress", "config", "runs", "plan", "data"},
     "evaluation": {
         "stops",
@@ -73,7 +73,16 @@ ALLOWED = {
         "models",
         "evaluation",
     },
-    "monitor": {"errors", "process_id", "progress", "http_client", "config", "runs", "plan"},
+    "monitor": {
+        "errors",
+        "process_id",
+        "progress",
+        "http_client",
+        "config",
+        "runs",
+        "plan",
+        "reporting",
+    },
     "notebooks": {"errors", "reading", "config", "runs"},
     "commands": {
         "errors",

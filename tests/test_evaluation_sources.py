@@ -20,7 +20,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.plan.sources import resolved
 from sft_play.process import Process
 from sft_play.reporting.charts import history_charts
-from sft_play.reporting.summary import read_summary
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import logged_losses, recorded_scores
 
@@ -190,14 +190,14 @@ def test_every_record_of_a_run_has_the_losses_by_name(runs):
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     logged = [line["values"] for line in lines if "eval_words_loss" in line.get("values", {})]
     assert len(logged) >= 1
-    summary = read_summary(folder)
-    assert [score.name for score in summary.scores] == ["loss", "loss, sums", "loss, words"]
-    whole, sums, words = summary.scores
+    facts = RunFacts.read(folder)
+    assert [score.name for score in facts.scores] == ["loss", "loss, sums", "loss, words"]
+    whole, sums, words = facts.scores
     assert sums.after.mean == pytest.approx(metrics["after"]["eval_sums_loss"], abs=1e-5)
     assert (whole.after.rows, sums.after.rows, words.after.rows) == (8, 5, 3)
-    evaluated = [step.eval_losses for step in summary.history if step.eval_loss is not None]
+    evaluated = [step.eval_losses for step in facts.report.history if step.eval_loss is not None]
     assert evaluated and all(losses.keys() == {"sums", "words"} for losses in evaluated)
-    titles = [chart.title for chart in history_charts([("run", summary.history)])]
+    titles = [chart.title for chart in history_charts([("run", facts.report.history)])]
     assert {"Validation loss of sums", "Validation loss of words"} <= set(titles)
     assert scalars(folder) >= {
         *("eval/loss", "eval/sums_loss", "eval/words_loss"),

@@ -6,7 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_gpu import needs_two, train
 
-from sft_play.monitor.watch import Follower, frame
+from sft_play.monitor.watch import frame
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.folder import RunFolder
 
 torch = pytest.importorskip("torch")
@@ -49,8 +50,7 @@ def test_one_gpu_is_seen_in_the_log_in_tensorboard_and_in_the_terminal(tmp_path)
     for step in sorted(steps)[1:]:
         seconds = [of_parts[part][step] for part in parts]
         assert min(seconds) > 0 and sum(seconds) < 1.2 * steps[step]
-    run = Follower(RunFolder(tmp_path / "run"))
-    run.update()
+    run = RunFacts.read(RunFolder(tmp_path / "run"))
     assert any(line.startswith(f"GPU 0 {memory['name']}: ") for line in frame(run))
 
 

@@ -18,7 +18,7 @@ from sft_play.monitor.watch import run_table
 from sft_play.reporting import bootstrap, charts
 from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
 from sft_play.reporting.page import report_page, write_report, write_report_or_warn
-from sft_play.reporting.summary import read_summary
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.report import Check, LengthHistogram, LoggedStep, RunReport
 
@@ -99,9 +99,9 @@ def test_the_page_stays_small_however_long_the_answers_and_the_run_are(tmp_path)
     path = write_report(folder)
     assert path.stat().st_size < 60_000
     assert (folder.path / "report.json").stat().st_size < 60_000
-    summary = read_summary(folder)
-    assert len(summary.improved) == len(summary.worsened) == ROWS_SHOWN
-    assert f"({5_000 - TEXT_LENGTH:,} characters more)" in summary.improved[0].after
+    facts = RunFacts.read(folder)
+    assert len(facts.improved) == len(facts.worsened) == ROWS_SHOWN
+    assert f"({5_000 - TEXT_LENGTH:,} characters more)" in facts.improved[0].after
 
 
 # How a run ended
@@ -126,7 +126,7 @@ def test_a_run_is_called_better_only_where_its_scores_are(tmp_path, after, rouge
     folder = run_folder(
         tmp_path / "run", replace(DONE, metrics=metrics), after=answer_lines(scores)
     )
-    verdict = read_summary(folder).verdict
+    verdict = RunFacts.read(folder).verdict
     assert headline in verdict.headline
     assert verdict.tone == tone
 
@@ -147,13 +147,13 @@ def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
         before=scored_lines(before),
         after=scored_lines(after),
     )
-    scores = {score.name: score for score in read_summary(folder).scores}
+    scores = {score.name: score for score in RunFacts.read(folder).scores}
     assert list(scores) == ["loss", "ROUGE-L", "bleu", "exact_match"]
     assert scores["exact_match"].outcome == "better"
     assert scores["exact_match"].difference.low > 0.2
     assert scores["bleu"].after == bootstrap.Estimate(25.0, 20, 20.0, 31.0)
     assert scores["bleu"].difference is None
-    words = Page(report_page(read_summary(folder))).words
+    words = Page(report_page(RunFacts.read(folder))).words
     assert "exact_match (20 rows)" in words and "25.000 (20.000 to 31.000)" in words
     (line,) = run_table(tmp_path)
     assert "rougeL=0.750 bleu=25.000 [20.000, 31.000] exact_match=0.500" in line
@@ -162,19 +162,19 @@ def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
 def test_the_loss_has_intervals_where_rows_have_losses(tmp_path):
     metrics = {"before": {"eval_loss": 3.5}, "after": {"eval_loss": 3.45}}
     folder = run_folder(tmp_path / "run", replace(DONE, metrics=metrics), before="", after="")
-    (loss,) = read_summary(folder).scores
+    (loss,) = RunFacts.read(folder).scores
     assert (loss.outcome, loss.difference) == ("better", None)
     before = [30.0, 40.0] * (ROWS // 2)
     write_text(folder.evaluation / "before.losses.jsonl", loss_lines(before))
     by_chance = [nats + 3 * (-1) ** (row // 2) - 0.5 for row, nats in enumerate(before)]
     write_text(folder.evaluation / "after.losses.jsonl", loss_lines(by_chance))
-    (loss,) = read_summary(folder).scores
+    (loss,) = RunFacts.read(folder).scores
     assert (loss.before.mean, loss.after.mean) == (3.5, pytest.approx(3.45))
     assert loss.difference.mean == pytest.approx(-0.05)
     assert loss.outcome == "no clear difference"
     everywhere = [nats - 0.5 for nats in before]
     write_text(folder.evaluation / "after.losses.jsonl", loss_lines(everywhere))
-    assert read_summary(folder).scores[0].outcome == "better"
+    assert RunFacts.read(folder).scores[0].outcome == "better"
 
 
 def test_a_failed_run_shows_class_cause_and_the_check_that_failed(tmp_path):
@@ -206,10 +206,10 @@ def test_a_stopped_or_killed_run_says_how_to_go_on(tmp_path, is_killed):
     folder = run_folder(tmp_path / "run", report, before="", after="")
     if is_killed:
         write_holder(folder.path)
-    assert read_summary(folder).verdict.next is None
+    assert RunFacts.read(folder).verdict.next is None
     write_text(folder.checkpoints / "checkpoint-40" / "MANIFEST.json", "{}")
     command = f"make train TRAIN_RESUME_FROM={folder.path}"
-    assert read_summary(folder).verdict.next == command
+    assert RunFacts.read(folder).verdict.next == command
 
 
 def test_a_report_that_is_written_anew_says_that_its_run_was_killed(tmp_path):
@@ -248,7 +248,7 @@ def test_a_real_run_records_history_checks_and_lengths_and_writes_its_report(fin
         "the saved weights are finite and equal those in memory",
     }
     assert sum(report.lengths["train"].counts) == 10
-    loss, rouge = read_summary(folder).scores
+    loss, rouge = RunFacts.read(folder).scores
     assert loss.after.mean == pytest.approx(report.metrics["after"]["eval_loss"], abs=1e-5)
     assert loss.difference is not None and rouge.difference is not None
     assert read_json(folder.path / "report.json")["run"] == folder.name
@@ -303,17 +303,16 @@ def test_few_rows_have_no_interval_and_weights_count():
 @pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-6, 3e-6], [-2.0, 1.0], [1e6, 3e6]])
 def test_every_point_of_a_curve_lies_inside_the_drawing(values):
     points = list(enumerate(values, 1))
-    drawing = charts.line_chart("t", [charts.Series("s", points)])
-    for place in drawing.lines[0].points.split():
-        x, y = map(float, place.split(","))
-        assert charts.LEFT <= x <= charts.RIGHT
-        assert charts.TOP <= y <= charts.BOTTOM
-    labels = [tick.label for tick in drawing.y_ticks]
+    chart = charts.line_chart("t", [charts.Series("s", points)])
+    for step, value in chart.lines[0].points:
+        assert charts.LEFT <= chart.x_axis.place(step) <= charts.RIGHT
+        assert charts.TOP <= chart.y_axis.place(value) <= charts.BOTTOM
+    labels = [label for _, label in chart.y_axis.ticks]
     assert 2 <= len(labels) == len(set(labels))
 
 
 def test_bars_of_a_histogram_are_as_high_as_their_counts():
-    drawing = charts.histogram("t", LengthHistogram([0, 10, 20, 30], [1, 0, 4]))
-    heights = [bar.height for bar in drawing.bars]
+    chart = charts.histogram("t", LengthHistogram([0, 10, 20, 30], [1, 0, 4]))
+    heights = [charts.BOTTOM - chart.y_axis.place(bar.count) for bar in chart.bars]
     assert heights == [pytest.approx(heights[2] / 4, abs=0.2), 0, charts.BOTTOM - charts.TOP]
     assert charts.histogram("t", LengthHistogram([], [])) is None

@@ -7,59 +7,51 @@ from pathlib import Path
 import markdown
 import pytest
 from huggingface_hub import ModelCard
-from report_folders import run_folder
+from report_folders import DONE, run_folder
 
 from sft_play.config.schema import Config, ModelSection
-from sft_play.reporting.answers import answer_scores
-from sft_play.reporting.bootstrap import Estimate
-from sft_play.reporting.card_facts import (
-    CardFacts,
-    ChosenSetting,
-    Energy,
-    base_config,
-    chosen_settings,
-    energy_of,
-    hardware_of,
-    has_soft_caps,
-    licence_of,
-)
-from sft_play.reporting.model_card import card_text
-from sft_play.reporting.verdict import Score
+from sft_play.reporting.base_facts import BaseFacts
+from sft_play.reporting.model_card import card_text, chosen_settings
+from sft_play.reporting.run_facts import Energy, RunFacts
+from sft_play.runs import metrics
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.metrics import GpuSample, MetricsLine
 from sft_play.runs.report import RankMemory, RunReport
-from sft_play.runs.resumed import AskedRun
 
 STOPS = SavedStops(("<|im_end|>",), (7,))
-NOTHING = CardFacts([], [], None, None, None)
 CONFIG = Config.model_validate(
     {"model": {"name": "me/base", "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
 )
+RUN = RunReport(run="a", status="done", global_step=3)
 
 
-def card(report: RunReport | None = None, facts: CardFacts = NOTHING, **changes) -> str:
-    report = report or RunReport(run="a", status="done", global_step=3)
-    return card_text(CONFIG, report, STOPS, Path("out/adapter"), facts, **changes)
+@pytest.fixture
+def facts(tmp_path):
+    """Return the facts of a run whose test rows have no answers, from its run.json."""
+
+    def read(report: RunReport = RUN, overrides: tuple[str, ...] = ()) -> RunFacts:
+        folder = run_folder(tmp_path / "a", report, before="", after="", overrides=overrides)
+        return RunFacts.read(folder)
+
+    return read
 
 
-def test_a_run_that_measured_nothing_claims_nothing():
-    text = card()
+def card(facts: RunFacts, config: Config = CONFIG, **changes) -> str:
+    return card_text(facts, config, STOPS, Path("out/adapter"), **changes)
+
+
+def test_a_run_that_measured_nothing_claims_nothing(facts):
+    text = card(facts())
     for word in ("Scores", "energy", "hardware", "hours", "tokens/s", "interval", "## Data"):
         assert word not in text, word
     assert "- Nothing was scored." in text
     assert "does not say under which licence; look before you publish this" in text
 
 
-LOSS = Score(
-    "loss",
-    *(Estimate(3.0, 10, 2.5, 3.5), Estimate(1.0, 10, 0.9, 1.1), Estimate(-2.0, 10)),
-    higher_is_better=False,
-)
-
-
-def test_scores_have_their_intervals_and_the_command_that_prints_them_again():
-    text = card(facts=replace(NOTHING, scores=[LOSS]))
-    assert "| loss (nats a token) | 3 [2.5, 3.5] | 1 [0.9, 1.1] | -2 |" in text
+def test_scores_have_their_intervals_and_the_command_that_prints_them_again(tmp_path):
+    text = card(RunFacts.read(run_folder(tmp_path / "a", DONE)))
+    assert "| loss (nats a token) | 3.5 | 0.5 |  |" in text
+    assert "| ROUGE-L | 0.25 [0.25, 0.25] | 0.75 [0.65, 0.85] | 0.5 [0.4, 0.6] |" in text
     assert "`make eval RUN=a` scores them again." in text
 
 
@@ -75,99 +67,102 @@ def test_scores_have_their_intervals_and_the_command_that_prints_them_again():
         ("fp8", "int4", False),
     ],
 )
-def test_the_hub_reads_the_scores_of_files_that_have_them(kind, delivered, has_scores):
-    facts = replace(NOTHING, scores=[LOSS])
+def test_the_hub_reads_the_scores_of_files_that_have_them(kind, delivered, has_scores, facts):
     train = CONFIG.train.model_copy(update={"deliver_as": delivered})
     config = CONFIG.model_copy(update={"train": train})
-    report = RunReport(run="a: b", status="done", global_step=3)
-    text = card_text(config, report, STOPS, Path("out/adapter"), facts, kind)
+    report = replace(RUN, metrics={"before": {"eval_loss": 3.0}, "after": {"eval_loss": 1.0}})
+    text = card(facts(report), config, kind=kind)
     results = ModelCard(text).data.eval_results or []
     found = [(result.metric_type, result.metric_value) for result in results]
     assert found == ([("loss", 1.0)] if has_scores else [])
 
 
-def test_scores_of_other_metrics_have_the_intervals_of_the_run():
-    after = {"eval_loss": 1.0, "answers": 20, "exact_match": 0.5}
+def test_scores_of_other_metrics_have_the_intervals_of_the_run(facts):
+    after = {"answers": 20, "max_new_tokens": 64, "exact_match": 0.5}
     after |= {"exact_match_low": 0.25, "exact_match_high": 0.75}
-    report = RunReport(run="a", metrics={"before": {"exact_match": 0.0}, "after": after})
-    (score,) = answer_scores(report, [], [])
-    assert score.after == Estimate(0.5, 0, 0.25, 0.75) and score.before == Estimate(0.0, 0)
-    text = card(facts=replace(NOTHING, scores=[score]))
-    assert "| exact_match | 0 | 0.5 [0.25, 0.75] |  |" in text
+    report = replace(RUN, metrics={"before": {"exact_match": 0.0}, "after": after})
+    assert "| exact_match | 0 | 0.5 [0.25, 0.75] |  |" in card(facts(report))
 
 
-def test_hardware_hours_and_energy_are_those_that_were_measured():
+def test_hardware_hours_and_energy_are_those_that_were_measured(facts):
     ranks = [RankMemory(n, "h", f"cuda:{n}", "NVIDIA H200", 1, 0, 0) for n in range(2)]
-    report = RunReport(run="a", global_step=3, memory_by_rank=ranks, seconds={"total": 1800.0})
-    facts = replace(NOTHING, hardware=hardware_of(report), energy=Energy(1.25, 2))
-    text = card(report, facts)
+    run = facts(replace(RUN, memory_by_rank=ranks, seconds={"total": 1800.0}))
+    for seconds in (0.0, 5625.0):
+        gpus = (GpuSample(0, watts=300.0), GpuSample(1, watts=500.0))
+        metrics.append(run.folder.metrics, MetricsLine(1, 3, seconds, gpus=gpus))
+    text = card(run)
     assert "| hardware | 2 × NVIDIA H200 |" in text and "| hours | 0.5 |" in text
     assert "| energy | 1.25 kWh by 2 GPUs (NVML) |" in text
 
 
-def test_energy_is_watts_by_the_time_between_lines():
-    lines = [
+def test_energy_is_watts_by_the_time_between_lines(facts):
+    run = facts()
+    assert run.energy is None
+    for line in (
         MetricsLine(1, 3, 0.0, gpus=(GpuSample(0, watts=999.0),)),
         MetricsLine(2, 3, 1800.0, gpus=(GpuSample(0, watts=300.0), GpuSample(1, watts=500.0))),
         MetricsLine(3, 3, 3600.0, gpus=(GpuSample(0, watts=400.0), GpuSample(1, watts=400.0))),
-    ]
-    assert energy_of(lines) == Energy(pytest.approx(0.8), 2)  # 800 W for an hour
-    assert energy_of([MetricsLine(1, 3, 0.0), MetricsLine(2, 3, 9.0)]) is None
+    ):
+        metrics.append(run.folder.metrics, line)
+    assert run.read_again().energy == Energy(pytest.approx(0.8), 2)  # 800 W for an hour
 
 
-def test_a_chosen_setting_has_its_origin_and_no_private_folder():
-    chosen = [
-        ChosenSetting("data.train_path", "/home/me/secret/rows.jsonl", "/home/me/own.yaml:3"),
-        ChosenSetting("tuning.lora.r", "8", "environment TUNING_LORA_R"),
-    ]
-    text = card(facts=replace(NOTHING, chosen=chosen))
-    assert "| `data.train_path` | `rows.jsonl` | `own.yaml:3` |" in text
-    assert "| `tuning.lora.r` | `8` | `environment TUNING_LORA_R` |" in text
+def test_a_chosen_setting_has_its_origin_and_no_private_folder(facts):
+    run = facts(overrides=("data.train_path=/home/me/secret/rows.jsonl", "train.seed=3"))
+    asked = run.folder.path / "asked.json"
+    asked.write_text(asked.read_text().replace("--set train.seed", "/home/me/own.yaml:3"))
+    text = card(run)
+    assert "| `data.train_path` | `rows.jsonl` | `--set data.train_path` |" in text
+    assert "| `train.seed` | `3` | `own.yaml:3` |" in text
 
 
-def test_where_images_are_is_in_no_card(tmp_path):
-    folder = run_folder(tmp_path / "a", overrides=("data.image_folder=/home/me", "train.seed=3"))
-    chosen = {each.name for each in chosen_settings(folder, AskedRun.read(folder))}
+def test_where_images_are_is_in_no_card(facts):
+    run = facts(overrides=("data.image_folder=/home/me", "train.seed=3"))
+    chosen = {each.name for each in chosen_settings(run)}
     assert "train.seed" in chosen and "data.image_folder" not in chosen
 
 
-def test_neither_html_nor_a_link_in_a_name_means_anything():
-    hostile = "<img src=x onerror=alert(1)> ![](http://a.b/c) |`` \n</script>.jsonl"
+def test_neither_html_nor_a_link_in_a_name_means_anything(facts, tmp_path):
+    hostile = "<img src=x onerror=alert(1)> ![](http://a.b/c) |`` <!-- .jsonl"
     counts = dict.fromkeys(("rows_in", "rows_used", "tokens", "trained_tokens"), 9)
-    data = {"train": {**counts, "sources": [{"name": hostile}]}}
-    report = RunReport(run="a", global_step=3, data=data)
-    config = {"model": {"name": hostile, "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
+    data = {"train": {**counts, "sources": [{"name": f"{hostile}\n</script>"}]}}
+    base = tmp_path / hostile
+    base.mkdir(parents=True)
+    (base / "README.md").write_text(f"---\nlicense: {hostile}\n---\n")
+    config = {"model": {"name": str(base), "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
     changed = Config.model_validate({**config, "data": {"system_prompt": hostile}})
-    facts = replace(NOTHING, licence=hostile, chosen=[ChosenSetting("model.name", hostile, "x")])
-    text = card_text(changed, report, SavedStops((hostile,), (7,)), Path(f"a/{hostile}"), facts)
+    run = facts(RunReport(run="a", global_step=3, data=data), (f"model.name={hostile}",))
+    text = card_text(run, changed, SavedStops((hostile,), (7,)), Path(f"a/{hostile}"))
     page = markdown.markdown(text, extensions=["tables", "fenced_code"])
-    assert "onerror" in page
+    assert page.count("onerror") > 6
     assert not re.search("<(img|script|/script|a )", page)
     assert page.count("<table>") == text.count("| --- |\n"), "a cell ends where it is to end"
 
 
 def test_the_licence_is_what_the_base_says(tmp_path):
-    assert licence_of(tmp_path) is None
+    base = BaseFacts(ModelSection(name=str(tmp_path)), {})
+    assert base.licence is None
     (tmp_path / "LICENSE").write_text("MIT")
-    assert licence_of(tmp_path) == "LICENSE in the base's folder"
+    assert base.licence == "LICENSE in the base's folder"
     (tmp_path / "README.md").write_text(
         "---\nlanguage: en\nlicense: apache-2.0\n---\nlicense: no\n"
     )
-    assert licence_of(tmp_path) == "apache-2.0 (README.md of the base)"
+    assert base.licence == "apache-2.0 (README.md of the base)"
 
 
-def test_limits_count_the_answers_that_did_not_end():
+def test_limits_count_the_answers_that_did_not_end(facts):
     after = {"rougeL": 0.5, "answers": 9, "cut_answers": 2, "max_new_tokens": 64}
     counts = dict.fromkeys(("rows_in", "rows_used", "tokens", "trained_tokens"), 9)
-    report = RunReport(run="a", global_step=3, metrics={"after": after}, data={"test": counts})
-    text = card(report)
+    text = card(facts(replace(RUN, metrics={"after": after}, data={"test": counts})))
     assert "9 held-out rows" in text and "2 of 9 answers did not end within 64 tokens." in text
 
 
-def test_a_base_with_soft_caps_is_loaded_with_the_attention_that_computes_them(tmp_path):
-    (tmp_path / "config.json").write_text('{"text_config": {"attn_logit_softcapping": 50.0}}')
-    assert has_soft_caps(base_config(ModelSection(name=str(tmp_path))))
-    assert not has_soft_caps(base_config(ModelSection(name="me/not-in-the-cache")))
-    facts = replace(NOTHING, has_soft_caps=True)
-    assert "generation_config=stops, attn_implementation='eager')" in card(facts=facts)
-    assert "attn_implementation" not in card()
+def test_a_base_with_soft_caps_is_loaded_with_the_attention_that_computes_them(facts, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"text_config": {"attn_logit_softcapping": 50.0}}')
+    config = CONFIG.model_copy(update={"model": ModelSection(name=str(base), max_seq_len=256)})
+    assert not BaseFacts.read(ModelSection(name="me/not-in-the-cache")).has_soft_caps
+    run = facts()
+    assert "generation_config=stops, attn_implementation='eager')" in card(run, config)
+    assert "attn_implementation" not in card(run)

@@ -21,7 +21,8 @@ from run_files import GONE, write_holder
 from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
-from sft_play.monitor.watch import Follower, bar, curve, frame, pipe_line, plain
+from sft_play.monitor.watch import bar, curve, frame, pipe_line, plain, seconds_left
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import lock, metrics
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
@@ -63,15 +64,14 @@ def running(**changes: object) -> RunReport:
     return RunReport(**values | changes)
 
 
-def recorded(folder: Path, report: RunReport, lines: tuple[MetricsLine, ...] = LINES) -> Follower:
+def recorded(path: Path, report: RunReport, lines: tuple[MetricsLine, ...] = LINES) -> RunFacts:
     """Return what is known of a run with these files."""
-    run = Follower(RunFolder(folder))
-    folder.mkdir()
-    run.folder.write_report(report)
+    folder = RunFolder(path)
+    path.mkdir()
+    folder.write_report(report)
     for line in lines:
-        metrics.append(run.folder.metrics, line)
-    run.update(now=NOW + 91)
-    return run
+        metrics.append(folder.metrics, line)
+    return replace(RunFacts.read(folder), read_at=NOW + 91)
 
 
 def test_a_frame_has_progress_losses_speed_gpus_and_answers(tmp_path):
@@ -92,15 +92,15 @@ def test_a_run_that_goes_on_from_another_shows_its_losses_and_not_its_time(tmp_p
     earlier = (MetricsLine(1, 40, values={"loss": 9.0}), MetricsLine(2, 40, values={"loss": 8.0}))
     later = tuple(replace(line, step=line.step + 2) for line in LINES)
     run = recorded(tmp_path / "run", running(), earlier + later)
-    assert [loss for _, loss in run.values("loss")] == [9.0, 8.0, 3.0, 2.0, 1.0]
+    assert [loss for _, loss in run.logged("loss")] == [9.0, 8.0, 3.0, 2.0, 1.0]
     assert run.begun.step == 2
-    assert run.seconds_left() == (40 - 23) * 2.0 - 1.0
+    assert seconds_left(run) == (40 - 23) * 2.0 - 1.0
 
 
 def test_silence_is_said(tmp_path):
     run = recorded(tmp_path / "run", running())
-    run.update(now=NOW + 90 + 3600)
-    assert "       no sign of life for 1 h 0 min" in frame(run)
+    later = replace(run, read_at=NOW + 90 + 3600)
+    assert "       no sign of life for 1 h 0 min" in frame(later)
 
 
 def test_a_run_that_has_no_step_yet_shows_the_end_of_its_log(tmp_path):
@@ -108,7 +108,6 @@ def test_a_run_that_has_no_step_yet_shows_the_end_of_its_log(tmp_path):
     run.folder.logs.mkdir()
     log = "2026-01-01 10:00:00,000 INFO sft_play.training.worker: loading x: 3 GB\n  more\n"
     (run.folder.logs / "rank-0.log").write_text(log)
-    run.update()
     assert frame(run)[-1] == "log    loading x: 3 GB"
 
 
@@ -126,17 +125,18 @@ def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "is_local", lambda path: False)
     run = recorded(tmp_path / "run", running(host="elsewhere"))
     write_holder(run.folder.path, replace(GONE, host="elsewhere", boot="another"))
-    run.update()
+    run = run.read_again()
     assert run.goes_on and frame(run)[0].endswith(", on elsewhere")
     write_holder(run.folder.path, GONE)
     run.folder.write_report(running())
-    run.update()
+    run = run.read_again()
     assert not run.goes_on and frame(run)[0].startswith("run run: died")
 
 
 def test_a_pipe_gets_a_line_a_log(tmp_path):
     run = recorded(tmp_path / "run", running())
-    lines = [pipe_line(run, line) for line in run.lines]
+    assert run.new_lines == run.lines and run.read_again().new_lines == []
+    lines = [line for line in (pipe_line(run, line) for line in run.lines) if line is not None]
     assert lines[0].endswith("step 0/40 test_loss=3.5 test_rougeL=0.25")
     assert " mfu=0.4 tokens_per_second=12345 gpu_busy_percent=97,96 " in lines[2]
     assert lines[-1].endswith("gpu_used_gib=61.2,61.2 left=37s")
@@ -179,10 +179,13 @@ def watched(output_dir: Path, run: str | None = None) -> str:
     ],
 )
 def test_a_run_that_has_ended_is_shown_once_with_its_verdict(tmp_path, report, verdict):
-    write_holder(run_folder(tmp_path / "run", report).path)
+    folder = run_folder(tmp_path / "run", report)
+    write_holder(folder.path)
+    for line in LINES:
+        metrics.append(folder.metrics, line)
     text = watched(tmp_path)
     assert f"\n{verdict}" in text
-    assert "loss   1.0000 now, 2.0000 first, 1.0000 lowest" in text
+    assert "loss   1.0000 now, 3.0000 first, 1.0000 lowest" in text
 
 
 def test_of_several_machines_the_folder_with_the_figures_is_shown(tmp_path):
@@ -253,15 +256,15 @@ def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
 
 def test_a_real_run_writes_what_is_watched(finished):
     folder = finished("lora")
-    run = Follower(folder)
-    run.update()
+    run = RunFacts.read(folder)
     logged = {entry["step"]: entry["loss"] for entry in json_of(folder)["loss"]}
     assert {step: pytest.approx(loss, rel=1e-5) for step, loss in logged.items()} == dict(
-        run.values("loss")
+        run.logged("loss")
     )
-    assert (run.last.step, run.last.steps) == (3, 3)
-    assert [step for step, _ in run.values("test_loss")] == [0, 3]
-    assert len(run.answers) == 3 and all(answer.expected for answer in run.answers)
+    assert (run.lines[-1].step, run.lines[-1].steps) == (3, 3)
+    assert [step for step, _ in run.logged("test_loss")] == [0, 3]
+    answers = [line.answers for line in run.lines if line.answers][-1]
+    assert len(answers) == 3 and all(answer.expected for answer in answers)
     assert frame(run)[1].startswith("step   3/3 ")
 
 

@@ -177,11 +177,11 @@ def server_of(folder: Path, address: Address, device: str) -> Launch:
     if vllm is not None and device == "cuda":
         return Launch((vllm, "serve", str(folder), *where), {})
     require(NEEDED, " ".join(NEEDED))
-    from sft_play.reporting.card_facts import base_config, has_soft_caps
+    from sft_play.reporting.base_facts import BaseFacts
 
     words = ("-m", "transformers.cli.transformers", "serve", str(folder))
     own = ("--device", device)
-    if has_soft_caps(base_config(ModelSection(name=str(folder)))):  # which sdpa leaves out silently
+    if BaseFacts.read(ModelSection(name=str(folder))).has_soft_caps:  # sdpa leaves them out
         own += ("--attn-implementation", "eager")
     return Launch((sys.executable, *words, *where, *own), {})
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from sft_play.commands.call import Call, as_text, write_out
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.monitor.watch import Follower, frame, heading, pipe_line
+from sft_play.monitor.watch import frame, heading, pipe_line
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
 
@@ -99,19 +100,17 @@ def watch(call: Call, output: TextIO = sys.stdout) -> None:
     """
     if isinstance(output, TextIOWrapper):
         output.reconfigure(errors="replace")  # a terminal that is not in UTF-8 draws no curves
-    run = Follower(chosen_run(call))
-    run.update()
+    run = RunFacts.read(chosen_run(call))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it also gives the terminal back
     try:
         if run.goes_on:
-            follow(run, output)
+            run = follow(run, output)
         else:
             print("\n".join(frame(run)), file=output)
     except KeyboardInterrupt:
         print(f"not watched any more; the run goes on: make watch RUN={run.folder.path}")
         return
-    if not run.goes_on:
-        print("\n".join(["", *verdict_lines(run.folder)]), file=output)
+    print("\n".join(["", *verdict_lines(run)]), file=output)
 
 
 def chosen_run(call: Call) -> RunFolder:
@@ -127,18 +126,17 @@ def chosen_run(call: Call) -> RunFolder:
     return (firsts or folders)[-1]
 
 
-def follow(run: Follower, output: TextIO) -> None:
-    """Show a run that goes on until it has ended."""
+def follow(run: RunFacts, output: TextIO) -> RunFacts:
+    """Show a run that goes on until it has ended; return what its folder says then."""
     from rich.console import Console
 
     console = Console(file=output, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        follow_on_terminal(run, console)
-    else:
-        follow_in_pipe(run, output)
+        return follow_on_terminal(run, console)
+    return follow_in_pipe(run, output)
 
 
-def follow_on_terminal(run: Follower, console: "Console") -> None:
+def follow_on_terminal(run: RunFacts, console: "Console") -> RunFacts:
     """Draw a frame a second on the terminal's other screen, and leave the last one behind."""
     from rich.live import Live
     from rich.text import Text
@@ -151,33 +149,31 @@ def follow_on_terminal(run: Follower, console: "Console") -> None:
         live.start(refresh=True)
         while run.goes_on:
             time.sleep(LOOK_SECONDS)
-            run.update()
+            run = run.read_again()
             live.update(drawn(), refresh=True)
     finally:
         live.stop()
     console.print(drawn())
+    return run
 
 
-def follow_in_pipe(run: Follower, output: TextIO) -> None:
+def follow_in_pipe(run: RunFacts, output: TextIO) -> RunFacts:
     """Print a line for each log from now on, after those that there are."""
     print(heading(run), file=output)
-    new = list(run.lines)
     while True:
-        for line in new:
+        for line in run.new_lines:
             text = pipe_line(run, line)
             if text is not None:
                 print(text, file=output)
         output.flush()
         if not run.goes_on:
-            return
+            return run
         time.sleep(LOOK_SECONDS)
-        new = run.update()
+        run = run.read_again()
 
 
-def verdict_lines(folder: RunFolder) -> list[str]:
+def verdict_lines(run: RunFacts) -> list[str]:
     """Return what became of a run, and what to type next."""
-    from sft_play.reporting.summary import read_summary
-
-    verdict = read_summary(folder).verdict
+    verdict = run.verdict
     following = [f"next: {verdict.next}"] if verdict.next else []
-    return [verdict.headline, *verdict.reasons, *following, f"run {folder.path}"]
+    return [verdict.headline, *verdict.reasons, *following, f"run {run.folder.path}"]

@@ -25,7 +25,7 @@ from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import dtype_name
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
-from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
+from sft_play.reporting.base_facts import CAUSAL, BaseFacts
 from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
@@ -93,7 +93,7 @@ def export_adapter(run: Exported, target: Path, kind: str) -> list[str]:
         if kind == "vllm-adapter":
             list_experts(run.config, staging)
         complete(run, staging, target, "adapter", [found.line("exported")])
-    model_class = model_class_of(base_config(run.config.model))
+    model_class = BaseFacts.read(run.config.model).model_class
     names = "" if model_class == CAUSAL else f" (named as in {model_class}, which vLLM reads)"
     return [found.line("exported"), f"exported {target}{names}"]
 

@@ -35,8 +35,8 @@ from sft_play.inference.load import (
 )
 from sft_play.inference.merge import merge_run, publish, reference_of, stranger_of
 from sft_play.models.export import read_stops, saved_stops, write_for_older_readers
-from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import exports, seal, stamp
 from sft_play.runs.exports import MOST_TOKENS, ParityRow
 from sft_play.runs.files import read_json, share, write_text
@@ -156,10 +156,8 @@ def complete(
     exports.write_parity(parity_rows(trained, split), staging)
     tokenizer = AutoTokenizer.from_pretrained(run.weights)
     ids = list(read_stops(run.weights)) or sorted(stop_ids(tokenizer))
-    report = run.folder.read_report()
-    facts = CardFacts.of(run.folder, run.config, report)
     stops = saved_stops(ids, tokenizer)
-    card = card_text(run.config, report, stops, target, facts, kind, reopened)
+    card = card_text(RunFacts.read(run.folder), run.config, stops, target, kind, reopened)
     write_text(staging / "README.md", card)
     share(staging)
     seal.seal(staging)

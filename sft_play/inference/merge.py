@@ -47,8 +47,8 @@ from sft_play.models.merging import (
 )
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
-from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import stamp
 from sft_play.runs.files import read_json, rename, share, write_json, write_text
 from sft_play.runs.folder import RunFolder
@@ -226,9 +226,8 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
     write_stops(target, stops, tokenizer, model)
     copy_processors(merge.config, target)
     published = folder.path / "merged"
-    report = folder.read_report()
-    facts = CardFacts.of(folder, merge.config, report)
-    card = card_text(merge.config, report, saved_stops(stops, tokenizer), published, facts)
+    facts = RunFacts.read(folder)
+    card = card_text(facts, merge.config, saved_stops(stops, tokenizer), published)
     write_text(target / "README.md", card)
     share(target)
 

@@ -3,28 +3,21 @@
 Reads the run's files and nothing else, so it shows a run of another host with the same disk too.
 """
 
-import math
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sft_play.plan.devices import GIB
 from sft_play.progress import duration, in_short
-from sft_play.runs import metrics
-from sft_play.runs.folder import RunFolder, listing
-from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
-from sft_play.runs.report import (
-    GOING_ON,
-    LoggedStep,
-    RankMemory,
-    RunReport,
-    logged_scores,
-    recorded_scores,
-)
+from sft_play.reporting.run_facts import RunFacts
+from sft_play.runs.folder import listing
+from sft_play.runs.metrics import GpuSample, MetricsLine
+from sft_play.runs.report import RankMemory, logged_scores, recorded_scores
 
 CURVE_WIDTH = 60
 CURVE_HEIGHT = 5
@@ -34,107 +27,15 @@ LOG_TAIL_BYTES = 8192
 SILENT_SECONDS = 30.0
 LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
 FACTS = {
-    "step_seconds": "{:.3g} s a step",
-    "mfu": "MFU {:.0%}",
-    "learning_rate": "learning rate {:.3g}",
-    "grad_norm": "gradient norm {:.3g}",
+    "tokens_per_second": lambda tokens: f"{in_short(tokens)} tokens/s",
+    "step_seconds": "{:.3g} s a step".format,
+    "mfu": "MFU {:.0%}".format,
+    "learning_rate": "learning rate {:.3g}".format,
+    "grad_norm": "gradient norm {:.3g}".format,
 }
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 KILLED = "killed before it could write why; dmesg names what was killed for memory"
-
-
-@dataclass
-class Follower:
-    """What is known of a run so far; `update` reads what its files say beyond that."""
-
-    folder: RunFolder
-    report: RunReport = field(default_factory=RunReport)
-    lines: list[MetricsLine] = field(default_factory=list)
-    log: str = ""
-    now: float = 0.0  # seconds since the epoch
-    begun: MetricsLine | None = None  # the first line of this run, not of one that it goes on from
-    _gpus: dict[int, GpuSample] = field(default_factory=dict)  # by rank, the last sample
-    _offset: int = 0
-
-    def update(self, now: float | None = None) -> list[MetricsLine]:
-        """Read on; return the new lines of metrics.jsonl."""
-        self.now = time.time() if now is None else now
-        self.report = self.folder.read_report()
-        new = metrics.read(self.folder.metrics, self._offset)
-        self._offset = new.offset
-        self.log = last_log_line(self.folder.logs / "rank-0.log")
-        self._keep(new.lines)
-        if not self.lines:  # of a version that wrote no metrics.jsonl
-            self.lines = [_line_of(step) for step in self.report.history or []]
-        return new.lines
-
-    def _keep(self, lines: Sequence[MetricsLine]) -> None:
-        """Keep the lines that say more than a step: a long run has a sign of life every 5 s."""
-        for line in lines:
-            if self.begun is None and line.time is not None:
-                self.begun = line
-            if self.lines and not (self.lines[-1].values or self.lines[-1].answers):
-                self.lines.pop()
-            self.lines.append(line)
-            self._gpus |= {sample.rank: sample for sample in line.gpus}
-
-    @property
-    def goes_on(self) -> bool:
-        return self.report.state in GOING_ON
-
-    @property
-    def last(self) -> MetricsLine | None:
-        return self.lines[-1] if self.lines else None
-
-    def values(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of everything logged under a name."""
-        return [(line.step, line.values[name]) for line in self.lines if name in line.values]
-
-    def latest(self, name: str) -> float | None:
-        """Return the value that was logged last under a name."""
-        found = self.values(name)
-        return found[-1][1] if found else None
-
-    def scores_of(self, rows: str) -> list[str]:
-        """Return the names of the scores of answers that were logged as `<rows>_<name>`."""
-        logged: dict[str, float] = {}
-        for line in self.lines:
-            logged |= line.values
-        return [score.name for score in logged_scores(logged, rows)]
-
-    @property
-    def answers(self) -> Sequence[SampleAnswer]:
-        """The answers of the last evaluation that generated some."""
-        return next((line.answers for line in reversed(self.lines) if line.answers), ())
-
-    @property
-    def gpus(self) -> list[GpuSample]:
-        """The last sample of each GPU."""
-        return [self._gpus[rank] for rank in sorted(self._gpus)]
-
-    def seconds_left(self) -> float | None:
-        """Return the time that the steps left will take, evaluations included; None before two.
-
-        The first step of a run compiles and allocates: it does not count.
-        """
-        begun, last = self.begun, self.last
-        if begun is None or last is None:
-            return None
-        timed = (line for line in self.lines if line.time is not None)
-        first = next((line for line in timed if line.step > begun.step), None)
-        if first is None or last.step <= first.step:
-            return None
-        seconds_per_step = (last.time - first.time) / (last.step - first.step)
-        return max(0.0, (last.steps - last.step) * seconds_per_step - (self.now - last.time))
-
-
-def _line_of(step: LoggedStep) -> MetricsLine:
-    """Return a log of run.json, which has no times."""
-    known = {name: value for name, value in asdict(step).items() if value is not None}
-    scores = known.pop("eval_scores", {})
-    known |= {f"eval_{name}": value for name, value in scores.items()}
-    return MetricsLine(known.pop("step"), steps=0, values=known)
 
 
 def last_log_line(path: Path) -> str:
@@ -157,7 +58,7 @@ def plain(text: str) -> str:
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
-def frame(run: Follower) -> list[str]:
+def frame(run: RunFacts) -> list[str]:
     """Return the lines of a terminal, the most important ones first."""
     return [
         heading(run),
@@ -165,12 +66,12 @@ def frame(run: Follower) -> list[str]:
         *_loss_lines(run),
         *_fact_lines(run),
         *_gpu_lines(run),
-        *([f"log    {run.log}"] if run.log and run.goes_on else []),
-        *_answer_lines(run.answers),
+        *_log_lines(run),
+        *_answer_lines(run),
     ]
 
 
-def heading(run: Follower) -> str:
+def heading(run: RunFacts) -> str:
     """Return name and state of a run, and what it computes on."""
     report = run.report
     facts = [f"run {run.folder.name}: {report.state}"]
@@ -185,48 +86,60 @@ def heading(run: Follower) -> str:
     return ", ".join(facts)
 
 
-def _progress_lines(run: Follower) -> Iterator[str]:
-    last, begun = run.last, run.begun
-    if last is None or begun is None:
+def _progress_lines(run: RunFacts) -> Iterator[str]:
+    begun = run.begun
+    if begun is None:
         if run.goes_on:
             yield "no step yet: it prepares rows and loads weights"
         return
+    last = run.lines[-1]
     done = last.step / max(1, last.steps)
     times = [f"{duration(last.time - begun.time)} gone"]
     if run.goes_on and last.step < last.steps:
-        left = run.seconds_left()
+        left = seconds_left(run)
         times.append("time left unknown yet" if left is None else f"{duration(left)} left")
     yield (f"step   {last.step}/{last.steps} {bar(done, BAR_WIDTH)} {done:.0%}, {', '.join(times)}")
-    silent = run.now - last.time
+    silent = run.read_at - last.time
     if run.goes_on and silent > SILENT_SECONDS:
         yield f"       no sign of life for {duration(silent)}"
 
 
-def _loss_lines(run: Follower) -> Iterator[str]:
-    losses = [loss for _, loss in run.values("loss")]
+def seconds_left(run: RunFacts) -> float | None:
+    """Return the time that the steps left will take, evaluations included; None before two.
+
+    The first step of a run compiles and allocates: it does not count.
+    """
+    logs = (line for line in run.lines if line.values and line.time is not None)
+    first = next((line for line in logs if line.step > run.begun.step), None)
+    last = run.lines[-1]
+    if first is None or last.step <= first.step:
+        return None
+    seconds_per_step = (last.time - first.time) / (last.step - first.step)
+    return max(0.0, (last.steps - last.step) * seconds_per_step - (run.read_at - last.time))
+
+
+def _loss_lines(run: RunFacts) -> Iterator[str]:
+    losses = [loss for _, loss in run.logged("loss")]
     if losses:
         yield f"loss   {losses[-1]:.4f} now, {losses[0]:.4f} first, {min(losses):.4f} lowest"
         yield from curve(losses, CURVE_WIDTH, CURVE_HEIGHT)
+    names = dict.fromkeys(name for line in run.lines for name in line.values)
     for rows, title in (("eval", "validation rows"), ("test", "test rows")):
-        for name in ("loss", *run.scores_of(rows)):
-            found = run.values(f"{rows}_{name}")
+        for name in ("loss", *(score.name for score in logged_scores(names, rows))):
+            found = run.logged(f"{rows}_{name}")
             if found:
                 shown = [f"{value:.4f} at step {step}" for step, value in found[-3:]]
                 yield f"{name:<6} of the {title}: {', '.join(shown)}"
 
 
-def _fact_lines(run: Follower) -> Iterator[str]:
-    tokens = run.latest("tokens_per_second")
-    facts = [] if tokens is None else [f"{in_short(tokens)} tokens/s"]
-    for name, words in FACTS.items():
-        value = run.latest(name)
-        if value is not None:
-            facts.append(words.format(value))
+def _fact_lines(run: RunFacts) -> Iterator[str]:
+    logged = {name: run.logged(name) for name in FACTS}
+    facts = [words(logged[name][-1][1]) for name, words in FACTS.items() if logged[name]]
     if facts:
         yield f"speed  {', '.join(facts)}"
 
 
-def _gpu_lines(run: Follower) -> Iterator[str]:
+def _gpu_lines(run: RunFacts) -> Iterator[str]:
     ranks = {rank.rank: rank for rank in run.report.memory_by_rank or []}
     hosts = {rank.host for rank in ranks.values()}
     for sample in run.gpus:
@@ -238,28 +151,32 @@ def _gpu_lines(run: Follower) -> Iterator[str]:
 
 def load_of(sample: GpuSample, rank: RankMemory | None) -> list[str]:
     """Return load, memory, power and temperature of a GPU, as far as they are known."""
-    facts = []
-    if sample.busy_percent is not None:
-        facts.append(f"{sample.busy_percent:.0f} % busy")
-    if sample.used_gib is not None:
-        total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
-        facts.append(f"{sample.used_gib:.1f}{total} GiB used")
-    if sample.watts is not None:
-        facts.append(f"{sample.watts:.0f} W")
-    if sample.celsius is not None:
-        facts.append(f"{sample.celsius:.0f} °C")
-    return facts
+    total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
+    known = {
+        "{:.0f} % busy": sample.busy_percent,
+        f"{{:.1f}}{total} GiB used": sample.used_gib,
+        "{:.0f} W": sample.watts,
+        "{:.0f} °C": sample.celsius,
+    }
+    return [words.format(value) for words, value in known.items() if value is not None]
 
 
-def _answer_lines(answers: Sequence[SampleAnswer]) -> Iterator[str]:
-    for answer in answers:
+def _log_lines(run: RunFacts) -> Iterator[str]:
+    log = last_log_line(run.folder.logs / "rank-0.log") if run.goes_on else ""
+    if log:
+        yield f"log    {log}"
+
+
+def _answer_lines(run: RunFacts) -> Iterator[str]:
+    """Yield the answers of the last evaluation that generated some."""
+    for answer in next((line.answers for line in reversed(run.lines) if line.answers), ()):
         yield ""
         yield f"prompt   {plain(answer.prompt)}"
         yield f"expected {plain(answer.expected)}"
         yield f"answer   {plain(answer.answer)}"
 
 
-def pipe_line(run: Follower, line: MetricsLine) -> str | None:
+def pipe_line(run: RunFacts, line: MetricsLine) -> str | None:
     """Return a log in one line for a pipe; None for a line that logged no loss."""
     names = ["loss", "grad_norm", "learning_rate", "mfu"]
     for rows in ("eval", "test"):
@@ -275,8 +192,8 @@ def pipe_line(run: Follower, line: MetricsLine) -> str | None:
         shown = ",".join(f"{load:.{digits}f}" for load in loads if load is not None)
         if shown:
             facts.append(f"gpu_{name}={shown}")
-    left = run.seconds_left()
-    if left is not None and line.step == run.last.step < line.steps:
+    left = seconds_left(run)
+    if left is not None and line.step == run.lines[-1].step < line.steps:
         facts.append(f"left={duration(left).replace(' ', '')}")
     clock = time.strftime("%H:%M:%S", time.localtime(line.time))
     return f"{clock} step {line.step}/{line.steps} {' '.join(facts)}"
@@ -303,45 +220,35 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     0.000 ┤████
     """
     columns = _columns(values, width)
-    low = min(columns)
-    high = max(columns)
+    low, high = min(columns), max(columns)
     # a value at the bottom still shows: its column has an eighth
     span = (high - low) or 1.0
     levels = [1 + round((value - low) / span * (8 * height - 1)) for value in columns]
+    labels = {0: f"{low:.4g}", height - 1: f"{high:.4g}"}
     lines = []
     for row in range(height - 1, -1, -1):
-        label = ""
-        if row == height - 1:
-            label = f"{high:.4g}"
-        elif row == 0:
-            label = f"{low:.4g}"
         cells = [EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels]
-        lines.append(f"{label:>8} ┤{''.join(cells)}")
+        lines.append(f"{labels.get(row, ''):>8} ┤{''.join(cells)}")
     return lines
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
     """Return at most `width` values: each the mean of about equally many neighbours."""
     count = min(width, len(values))
-    columns = []
-    for column in range(count):
-        start = math.floor(column * len(values) / count)
-        end = math.floor((column + 1) * len(values) / count)
-        group = values[start:end]
-        columns.append(sum(group) / len(group))
-    return columns
+    edges = [column * len(values) // count for column in range(count + 1)]
+    return [fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
 def run_table(output_dir: Path) -> list[str]:
     """Return a line for each run below `output_dir`, oldest first."""
-    folders = listing(output_dir)
-    if not folders:
+    runs = [RunFacts.read(folder) for folder in listing(output_dir)]
+    if not runs:
         return [f"{output_dir} holds no run yet; make train makes one"]
-    width = max(len(folder.name) for folder in folders)
-    return [_run_line(folder, width) for folder in folders]
+    width = max(len(run.run) for run in runs)
+    return [f"{run.run:<{width}}  {_run_words(run)}" for run in runs]
 
 
-def run_facts(output_dir: Path) -> list[dict[str, Any]]:
+def runs_json(output_dir: Path) -> list[dict[str, Any]]:
     """Return the content of run.json of each run, with its folder and its state of now."""
     reports = [(folder, folder.read_report()) for folder in listing(output_dir)]
     return [
@@ -350,9 +257,9 @@ def run_facts(output_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _run_line(folder: RunFolder, width: int) -> str:
-    """Return name, status, steps and scores of a run."""
-    report = folder.read_report()
+def _run_words(run: RunFacts) -> str:
+    """Return status, steps and scores of a run, and how to resume it."""
+    report = run.report
     after = report.scores("after")
     words = [score.words() for score in recorded_scores(after)]
     if "eval_loss" in after:
@@ -362,17 +269,9 @@ def _run_line(folder: RunFolder, width: int) -> str:
     cause = (report.cause or report.warning or "").partition("\n")[0]
     if report.state == "died" and not cause:
         cause = KILLED
-    facts = f"world={report.world_size or '-'} step={_step(folder, report)} {scores} {cause}"
+    facts = f"world={report.world_size or '-'} step={run.reached_step} {scores} {cause}"
     if report.state in ("failed", "died", "stopped") and report.next and "RESUME" not in cause:
         facts += f"; go on with {report.next}"
     elif report.state == "died":
         facts += "; nothing is kept: the same command starts it anew"
-    return f"{folder.name:<{width}}  {report.state:<8} {mode:<13} {facts}".rstrip()
-
-
-def _step(folder: RunFolder, report: RunReport) -> int:
-    """Return the last step that a run is known to have reached, also of one that was killed."""
-    reached = report.global_step or 0
-    if report.state == "died":
-        reached = max([reached, *(line.step for line in metrics.read(folder.metrics).lines)])
-    return reached
+    return f"{report.state:<8} {mode:<13} {facts}".rstrip()

@@ -1,29 +1,32 @@
-"""Answers to the test rows and losses of them, before and after training, with their scores.
-
-Reads eval/; loads no torch.
-"""
+"""What the test rows scored before and after training, with the answers. Reads eval/; no torch."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
 
 from sft_play.data.rows import make_visible
 from sft_play.reporting import bootstrap
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import RecordedScore, RunReport, recorded_scores
+from sft_play.runs.report import RecordedScore, RunReport, logged_losses, recorded_scores
 
 ROWS_SHOWN = 8  # of the most improved, and of the most worsened
 IMAGES_SHOWN = 4  # of a row
 TEXT_LENGTH = 600  # characters of a text that are shown
-TEXTS = ("origin", "prompt", "expected", "answer", "was_cut")  # keys of a line, but for scores
+TEXTS = ("origin", "prompt", "expected", "answer")  # of a line of eval/*.jsonl
 LEAST_CHANGE = 0.005  # of ROUGE-L that counts as a change, half of the last digit shown
 
+LOSS = "loss"
+OF_SOURCE = f"{LOSS}, "  # before the name of a source
 ROUGE_L = "ROUGE-L"
 TITLES = {"rougeL": ROUGE_L}
 ROUNDING = 1e-4  # of the scores of single answers in eval/*.jsonl
+
+Row = tuple[str, str | int]  # what identifies a row, also in another run
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Answer:
         return self.scores.get("rougeL")
 
     @property
-    def row(self) -> tuple[str, str]:
+    def row(self) -> Row:
         """What tells the row from others in another run, whatever the chat template is."""
         return self.origin, self.expected
 
@@ -68,27 +71,95 @@ class AnsweredRow:
         return self.rouge_after - self.rouge_before
 
 
-def read_answers(folder: RunFolder, when: str) -> list[Answer]:
-    """Return the answers of eval/<when>.jsonl in order; none where there is no such file."""
-    path = folder.evaluation / f"{when}.jsonl"
-    if not path.exists():
+@dataclass(frozen=True)
+class RowLoss:
+    """A line of eval/before.losses.jsonl or eval/after.losses.jsonl."""
+
+    origin: str  # file:line of the row
+    nats: float  # of all its tokens with loss
+    tokens: int  # that have a loss
+    source: str | None = None  # its name, if there are several
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A score of the test rows at one time."""
+
+    recorded: Estimate | None  # in run.json
+    is_mean: bool  # of the rows, as BLEU of a corpus is not
+    rows: Sequence[Row]  # those that have a score
+    values: Sequence[float]  # by row
+    weights: Sequence[float]  # what each row counts for in the mean
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The score with its interval: over its rows, or as run.json has it."""
+        return bootstrap.estimate(self.values, self.weights) if self.is_mean else self.recorded
+
+    def on(self, rows: Sequence[Row]) -> "Measured":
+        """Return the score of some of the rows, which count equally."""
+        values = dict(zip(self.rows, self.values, strict=True))
+        found = [values[row] for row in rows]
+        return replace(self, rows=rows, values=found, weights=[1.0] * len(rows))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the test rows scored before or after training."""
+
+    answers: Sequence[Answer]
+    scores: Mapping[str, Measured]  # by title, also those that only rows have
+
+    @classmethod
+    def read(cls, folder: RunFolder, report: RunReport, when: str) -> Self:
+        """Return what eval/ and run.json have of `before` or `after`; nothing if not evaluated."""
+        metrics = report.scores(when)
+        samples = report.rows("test").get("samples", 0)
+        losses = [RowLoss(**row) for row in _lines(folder.evaluation / f"{when}.losses.jsonl")]
+        answers = [_answer(row) for row in _lines(folder.evaluation / f"{when}.jsonl")]
+        scores = {}
+        if "eval_loss" in metrics:
+            scores[LOSS] = _measured_loss(Estimate(metrics["eval_loss"], samples), losses)
+        for name, mean in logged_losses(metrics, "eval").items():
+            of_source = [row for row in losses if row.source == name]
+            scores[OF_SOURCE + name] = _measured_loss(Estimate(mean, samples), of_source)
+        recorded = {score.name: score for score in recorded_scores(metrics)}
+        for name in recorded | {name: None for each in answers for name in each.scores}:
+            scores[title_of(name)] = _measured_answers(name, recorded.get(name), answers)
+        return cls(answers, scores)
+
+    @property
+    def recorded(self) -> dict[str, Measured]:
+        """The scores that run.json has."""
+        return {title: score for title, score in self.scores.items() if score.recorded}
+
+
+def is_loss(title: str) -> bool:
+    """Return whether a score is the loss of the test rows, or of those of a source."""
+    return title == LOSS or title.startswith(OF_SOURCE)
+
+
+def title_of(name: str) -> str:
+    """Return what a score is called on pages: ROUGE-L, or the name of the metric."""
+    return TITLES.get(name, name)
+
+
+def changed(title: str, early: Measured | None, late: Measured | None) -> Score:
+    """Return how a score changed; its difference is known if both are means of the same rows."""
+    before, after = (measured and measured.estimate for measured in (early, late))
+    difference = None
+    if early and late and early.is_mean and late.is_mean and early.rows == late.rows:
+        difference = bootstrap.paired_difference(early.values, late.values, early.weights)
+    return Score(title, before, after, difference, higher_is_better=not is_loss(title))
+
+
+def scored_pairs(before: Evaluation, after: Evaluation) -> list[tuple[Answer, Answer]]:
+    """Return the rows that are scored in both; none if they do not answer the same rows."""
+    if [answer.row for answer in before.answers] != [answer.row for answer in after.answers]:
         return []
-    return [_answer(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def same_rows(before: Sequence[Answer], after: Sequence[Answer]) -> bool:
-    """Return whether both lists answer the same rows in the same order."""
-    return [answer.row for answer in before] == [answer.row for answer in after]
-
-
-def scored_pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
-    """Return the rows that are scored in both; none where the two lists differ in their rows."""
-    if not same_rows(before, after):
-        return []
-    pairs = zip(before, after, strict=True)
     return [
         (early, late)
-        for early, late in pairs
+        for early, late in zip(before.answers, after.answers, strict=True)
         if early.rouge_l is not None and late.rouge_l is not None
     ]
 
@@ -104,7 +175,7 @@ def most_changed(pairs: Sequence[tuple[Answer, Answer]], sign: int) -> list[Answ
 def _shown(before: Answer, after: Answer) -> AnsweredRow:
     return AnsweredRow(
         origin=make_visible(before.origin),
-        prompt=_shorten_start(before.prompt),
+        prompt=_shorten(before.prompt, from_end=True),  # where the question is
         expected=_shorten(before.expected),
         before=_shorten(before.answer),
         after=_shorten(after.answer),
@@ -115,129 +186,53 @@ def _shown(before: Answer, after: Answer) -> AnsweredRow:
     )
 
 
-def _shorten(text: str) -> str:
-    if len(text) <= TEXT_LENGTH:
+def _shorten(text: str, from_end: bool = False) -> str:
+    """Return a text that is not too long to be shown: its start, or its end."""
+    left_out = len(text) - TEXT_LENGTH
+    if left_out <= 0:
         return make_visible(text)
-    return f"{make_visible(text[:TEXT_LENGTH])} … ({len(text) - TEXT_LENGTH:,} characters more)"
+    if from_end:
+        return f"({left_out:,} characters before) … {make_visible(text[-TEXT_LENGTH:])}"
+    return f"{make_visible(text[:TEXT_LENGTH])} … ({left_out:,} characters more)"
 
 
-def _shorten_start(text: str) -> str:
-    """Return the end of a prompt, where the question is."""
-    if len(text) <= TEXT_LENGTH:
-        return make_visible(text)
-    return f"({len(text) - TEXT_LENGTH:,} characters before) … {make_visible(text[-TEXT_LENGTH:])}"
-
-
-def _answer(line: str) -> Answer:
-    values = json.loads(line)
-    return Answer(
-        origin=values["origin"],
-        prompt=values["prompt"],
-        expected=values["expected"],
-        answer=values["answer"],
-        scores={
-            name: value
-            for name, value in values.items()
-            if name not in TEXTS and isinstance(value, int | float)
-        },
-        was_cut=values.get("was_cut"),
-        images=tuple(values.get("images", ())),
-    )
-
-
-@dataclass(frozen=True)
-class RowLoss:
-    """A line of eval/before.losses.jsonl or eval/after.losses.jsonl."""
-
-    origin: str  # file:line of the row
-    nats: float  # of all its tokens with loss
-    tokens: int  # that have a loss
-    source: str | None = None  # its name, where there are several
-
-
-def read_losses(folder: RunFolder, when: str) -> list[RowLoss]:
-    """Return eval/<when>.losses.jsonl in order; nothing where there is no such file."""
-    path = folder.evaluation / f"{when}.losses.jsonl"
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; none if it does not exist."""
     if not path.exists():
         return []
-    values = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    return [RowLoss(**row) for row in values]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def loss_estimate(rows: Sequence[RowLoss]) -> Estimate:
-    """Return the loss per token of rows, with its interval over the rows."""
-    scored = [row for row in rows if row.tokens]
-    losses = [row.nats / row.tokens for row in scored]
-    return bootstrap.estimate(losses, [row.tokens for row in scored])
+def _answer(values: dict[str, Any]) -> Answer:
+    scores = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and name != "was_cut"
+    }
+    texts = (values[name] for name in TEXTS)
+    images = tuple(values.get("images", ()))
+    return Answer(*texts, scores, values.get("was_cut"), images)
 
 
-def loss_difference(before: Sequence[RowLoss], after: Sequence[RowLoss]) -> Estimate | None:
-    """Return how much the loss per token rose, None where the rows are not the same."""
-    rows = [(row.origin, row.tokens) for row in before]
-    if not rows or rows != [(row.origin, row.tokens) for row in after]:
-        return None
-    pairs = [pair for pair in zip(before, after, strict=True) if pair[0].tokens]
-    early = [row.nats / row.tokens for row, _ in pairs]
-    late = [row.nats / row.tokens for _, row in pairs]
-    return bootstrap.paired_difference(early, late, [row.tokens for row, _ in pairs])
+def _measured_loss(recorded: Estimate, losses: Sequence[RowLoss]) -> Measured:
+    """Return a loss per token, over the rows that have tokens with loss."""
+    scored = [row for row in losses if row.tokens]
+    rows = [(row.origin, row.tokens) for row in scored]
+    values = [row.nats / row.tokens for row in scored]
+    return Measured(recorded, bool(scored), rows, values, [row.tokens for row in scored])
 
 
-def title_of(name: str) -> str:
-    """Return what a score is called on pages: ROUGE-L, or the name of the metric."""
-    return TITLES.get(name, name)
-
-
-def answer_scores(report: RunReport, before: list[Answer], after: list[Answer]) -> list[Score]:
-    """Return every score of the answers that run.json has, with intervals where there are some."""
-    early = {score.name: score for score in recorded_scores(report.scores("before"))}
-    late = {score.name: score for score in recorded_scores(report.scores("after"))}
-    found = []
-    for name in dict.fromkeys([*late, *early]):
-        first = estimate_of(early.get(name), before)
-        second = estimate_of(late.get(name), after)
-        difference = None
-        if _is_mean(late.get(name), after) and _is_mean(early.get(name), before):
-            difference = _difference(name, before, after)
-        found.append(Score(title_of(name), first, second, difference, higher_is_better=True))
-    return found
-
-
-def estimate_of(score: RecordedScore | None, answers: Sequence[Answer]) -> Estimate | None:
-    """Return a score with its interval: over its rows, or as run.json has it."""
-    if score is None:
-        return None
-    if _is_mean(score, answers):
-        return bootstrap.estimate(of_rows(score.name, answers))
-    return Estimate(score.mean, len(answers), score.low, score.high)
-
-
-def of_rows(name: str, answers: Sequence[Answer]) -> list[float]:
-    """Return a score of each answer that has it."""
-    return [answer.scores[name] for answer in answers if name in answer.scores]
-
-
-def is_mean_of_rows(report: RunReport, name: str, answers: Sequence[Answer]) -> bool:
-    """Return whether a score after training is the mean over its answers."""
-    scores = recorded_scores(report.scores("after"))
-    found = next((score for score in scores if score.name == name), None)
-    return found is None or _is_mean(found, answers)
-
-
-def _is_mean(score: RecordedScore | None, answers: Sequence[Answer]) -> bool:
-    """Return whether a score is the mean over its answers, as BLEU of a corpus is not."""
-    if score is None or not answers:
-        return False
-    values = of_rows(score.name, answers)
-    if len(values) < len(answers):
-        return False
-    # ROUGE-L of folders that were written by hand or by other versions need not be exact
-    is_rouge_l = score.name == "rougeL"
-    mean = math.fsum(values) / len(values)
-    return is_rouge_l or math.isclose(mean, score.mean, abs_tol=ROUNDING)
-
-
-def _difference(name: str, before: list[Answer], after: list[Answer]) -> Estimate | None:
-    """Return after - before over the rows of both, None where the rows differ."""
-    if not same_rows(before, after):
-        return None
-    return bootstrap.paired_difference(of_rows(name, before), of_rows(name, after))
+def _measured_answers(
+    name: str, recorded: RecordedScore | None, answers: Sequence[Answer]
+) -> Measured:
+    scored = [answer for answer in answers if name in answer.scores]
+    rows = [answer.row for answer in scored]
+    values = [answer.scores[name] for answer in scored]
+    weights = [1.0] * len(scored)
+    if recorded is None:
+        return Measured(None, True, rows, values, weights)
+    is_mean = 0 < len(answers) == len(values)
+    if is_mean and name != "rougeL":  # which need not be exact in folders written by hand
+        is_mean = math.isclose(math.fsum(values) / len(values), recorded.mean, abs_tol=ROUNDING)
+    estimate = Estimate(recorded.mean, len(answers), recorded.low, recorded.high)
+    return Measured(estimate, is_mean, rows, values, weights)

@@ -62,10 +62,7 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
     mean = float((numbers * weighted).sum() / weighted.sum())
     if len(numbers) < MIN_ROWS:
         return Estimate(mean, len(numbers))
-    means = _resampled_means(numbers * weighted, weighted)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Estimate(mean, len(numbers), float(low), float(high))
+    return _with_interval(mean, len(numbers), _resampled_means(numbers * weighted, weighted))
 
 
 def resampled(
@@ -79,9 +76,16 @@ def resampled(
 
     generator = np.random.default_rng(SEED)
     found = [score_of(generator.integers(0, rows, size=rows).tolist()) for _ in range(resamples)]
+    return _with_interval(score, rows, found)
+
+
+def _with_interval(mean: float, rows: int, means: "Sequence[float] | np.ndarray") -> Estimate:
+    """Return a mean with the interval that holds the middle of resampled ones."""
+    import numpy as np
+
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(found, [tail, 1 - tail])
-    return Estimate(score, rows, float(low), float(high))
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Estimate(mean, rows, float(low), float(high))
 
 
 def paired_difference(

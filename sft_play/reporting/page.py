@@ -7,7 +7,7 @@ import logging
 import re
 import shlex
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from sft_play.data.images import DAMAGED, IMAGE_FORMATS, encode_small
 from sft_play.data.rows import make_visible
 from sft_play.errors import first_line
 from sft_play.plan.devices import GIB
+from sft_play.progress import duration
 from sft_play.reporting import charts
-from sft_play.reporting.summary import RunSummary, read_summary
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 
@@ -33,6 +34,11 @@ TONES = {
     "failed": "bad",
     "look": "open",
 }
+# facts of a run in report.json
+IN_JSON = (
+    *("run", "model", "facts", "verdict", "rows_scored", "improved", "worsened"),
+    *("memory", "times", "ledger", "checks", "settings", "command"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +66,11 @@ def _environment() -> Environment:
         count=count,
         seconds=seconds,
         thumbnail=thumbnail,
-        score=score,
-        change=change,
+        score=partial(in_form, ".3f"),
+        change=partial(in_form, "+.3f"),
+        figures=partial(in_form, ".4g", unknown=""),
+        public=public_name,
+        cell=lambda text: text.replace("|", "\\|"),
         repr=repr,
     )
     environment.globals["tones"] = TONES
@@ -74,6 +83,11 @@ def code(text: object) -> str:
     ticks = "`" * (1 + max(map(len, re.findall("`+", visible)), default=0))
     space = " " if "`" in visible else ""
     return f"{ticks}{space}{visible}{space}{ticks}"
+
+
+def public_name(source: str) -> str:
+    """Return a path without its folders, which may be private, and any other text as it is."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def thumbnail(path: str) -> str:
@@ -89,44 +103,32 @@ def thumbnail(path: str) -> str:
     return encode_small(shown, THUMBNAIL)
 
 
+def in_form(form: str, number: float | None, unknown: str = "–") -> str:
+    """Return a number in a form such as `.3f`, or a dash."""
+    return unknown if number is None else format(number, form)
+
+
+count = partial(in_form, ",.0f")
+
+
 def gib(size: int | None) -> str:
     """Return bytes as `1.23 GiB`, or a dash where they are not known."""
     return "–" if size is None else f"{size / GIB:.2f} GiB"
-
-
-def count(number: float | None) -> str:
-    """Return a whole number with separators, or a dash."""
-    return "–" if number is None else f"{number:,.0f}"
 
 
 def seconds(number: float | None) -> str:
     """Return seconds as `45.1 s`, `12 min 5 s` or `3 h 20 min`."""
     if number is None:
         return "–"
-    if number < 60:
-        return f"{number:.1f} s"
-    minutes, rest = divmod(round(number), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def score(number: float | None) -> str:
-    """Return a score with three decimals, or a dash."""
-    return "–" if number is None else f"{number:.3f}"
-
-
-def change(number: float | None) -> str:
-    """Return the change of a score with its sign, or a dash."""
-    return "–" if number is None else f"{number:+.3f}"
+    return f"{number:.1f} s" if number < 60 else duration(round(number))
 
 
 def write_report(folder: RunFolder) -> Path:
     """Write what the folder of a run says of it; return the path of report.html."""
-    summary = read_summary(folder)
-    write_json(folder.path / "report.json", as_json(summary))
+    facts = RunFacts.read(folder)
+    write_json(folder.path / "report.json", as_json(facts))
     path = folder.path / "report.html"
-    write_text(path, report_page(summary))
+    write_text(path, report_page(facts))
     return path
 
 
@@ -146,26 +148,23 @@ def write_report_or_warn(folder: RunFolder) -> None:
         )
 
 
-def as_json(summary: RunSummary) -> dict[str, object]:
+def as_json(facts: RunFacts) -> dict[str, object]:
     """Return report.json: what the page shows, but for what run.json holds already."""
-    values = asdict(summary)
-    for name in ("report", "history", "lengths"):
-        del values[name]
-    for row, score in zip(values["scores"], summary.scores, strict=True):
-        row["outcome"] = score.outcome
-    return values
+    values = {name: getattr(facts, name) for name in IN_JSON}
+    scores = [{**asdict(score), "outcome": score.outcome} for score in facts.scores]
+    return {**values, "folder": str(facts.folder.path), "scores": scores}
 
 
-def report_page(summary: RunSummary) -> str:
+def report_page(facts: RunFacts) -> str:
     """Return the page of a run."""
     lengths = [
         charts.histogram(f"Lengths of {split} samples, tokens", histogram)
-        for split, histogram in summary.lengths.items()
+        for split, histogram in facts.lengths.items()
     ]
     return render(
         "report.html.j2",
-        summary=summary,
-        report=summary.report,
-        curves=charts.history_charts([(summary.run, summary.history)]),
+        facts=facts,
+        report=facts.report,
+        curves=charts.history_charts([(facts.run, facts.report.history or [])]),
         lengths=[drawing for drawing in lengths if drawing is not None],
     )

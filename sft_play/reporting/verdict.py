@@ -1,6 +1,5 @@
 """How a run ended, whether it scored better, and what to type next. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,47 +90,41 @@ def exit_words(exit_class: int | None) -> str:
 
 
 def _done(folder: RunFolder, scores: list[Score], warning: str | None) -> Verdict:
-    outcomes = {score.outcome for score in scores} - {None}
-    chat = f"make chat RUN={folder.name}"
     reasons = [score_sentence(score) for score in scores if score.outcome]
-    if not outcomes:
+    if not reasons:
         reasons = ["The test rows were not scored both before and after training."]
     if warning is not None:
         reasons.append(f"Warning: {warning}")
+    tone, headline = _tone_and_headline(scores)
+    return Verdict(tone, headline, reasons, f"make chat RUN={folder.name}")
+
+
+def _tone_and_headline(scores: list[Score]) -> tuple[Tone, str]:
+    """Return what the scores say of a run that is done."""
+    outcomes = {score.outcome for score in scores} - {None}
     if not outcomes:
-        return Verdict("open", "Done", reasons, chat)
+        return "open", "Done"
     if outcomes == {"better"}:
-        return Verdict("good", "Done: better on the test rows", reasons, chat)
-    if "better" not in outcomes and "worse" in outcomes:
-        return Verdict("bad", "Done, but worse on the test rows", reasons, chat)
+        return "good", "Done: better on the test rows"
     if outcomes == {"no clear difference"}:
-        return Verdict("open", "Done: no clear difference on the test rows", reasons, chat)
-    headline = "Done: the scores of the test rows do not agree"
-    if "worse" not in outcomes:
-        better = [score.name for score in scores if score.outcome == "better"]
-        headline = f"Done: better on the test rows by {listed(better)}, by no other score clearly"
-    return Verdict("open", headline, reasons, chat)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return `a, b and c`."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+        return "open", "Done: no clear difference on the test rows"
+    if "better" not in outcomes:
+        return "bad", "Done, but worse on the test rows"
+    if "worse" in outcomes:
+        return "open", "Done: the scores of the test rows do not agree"
+    *others, last = [score.name for score in scores if score.outcome == "better"]
+    better = f"{', '.join(others)} and {last}" if others else last
+    return "open", f"Done: better on the test rows by {better}, by no other score clearly"
 
 
 def score_sentence(score: Score) -> str:
     """Return `ROUGE-L rose from 0.238 to 0.926, by 0.61 to 0.76 (95 % of ...): better.`"""
-    before = score.before.mean
-    after = score.after.mean
-    moved = "rose" if after > before else "fell"
-    sentence = f"{score.name} {moved} from {before:.3f} to {after:.3f}"
+    before, after = score.before.mean, score.after.mean
+    moved = f"{'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f}"
     if after == before:
-        sentence = f"{score.name} stayed at {after:.3f}"
-    difference = score.difference
-    if difference is None or difference.low is None:
-        return f"{sentence}: {score.outcome}."
-    return (
-        f"{sentence}, by {difference.mean:+.3f} "
-        f"(95 % interval {difference.low:+.3f} to {difference.high:+.3f} over "
-        f"{difference.rows} rows): {score.outcome}."
-    )
+        moved = f"stayed at {after:.3f}"
+    change = score.difference
+    if change is not None and change.low is not None:
+        interval = f"95 % interval {change.low:+.3f} to {change.high:+.3f}"
+        moved += f", by {change.mean:+.3f} ({interval} over {change.rows} rows)"
+    return f"{score.name} {moved}: {score.outcome}."

@@ -8,6 +8,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,9 @@ def share(folder: Path) -> None:
 
 
 def as_text(value: Any) -> str:
-    """Return `value` as JSON: sorted keys, indented, UTF-8, NaN refused."""
-    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return text + "\n"
+    """Return data, which may hold dataclasses, as JSON: sorted keys, indented, UTF-8, no NaN."""
+    form = {"indent": 2, "sort_keys": True, "ensure_ascii": False, "allow_nan": False}
+    return json.dumps(value, default=asdict, **form) + "\n"
 
 
 def json_line(value: Any) -> str:

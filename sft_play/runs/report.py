@@ -158,6 +158,11 @@ class ExpertsReport:
     largest_share: float | None  # of a layer's tokens that one expert got; even is 1 / experts
     untrained: dict[str, list[int]]  # adapters whose B is still zero; [] is a whole adapter
 
+    @property
+    def reached(self) -> int:
+        """The number of experts that trained tokens were sent to."""
+        return self.experts - sum(map(len, self.never_reached.values()))
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -233,6 +238,11 @@ class RunReport:
     def cause_line(self) -> str:
         """The first line of the cause."""
         return (self.cause or "").partition("\n")[0]
+
+    @property
+    def measured_peak(self) -> int | None:
+        """The peak bytes of the fullest rank."""
+        return self.peak_bytes.measured if self.peak_bytes else None
 
     @property
     def total_seconds(self) -> float | None:

@@ -32,8 +32,8 @@ from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import count_parameters, dtype_name
 from sft_play.models.positions import write_rope_beside_adapter
 from sft_play.models.sharding import own_part
-from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
@@ -110,8 +110,8 @@ def describe_weights(
     copy_processors(config, staged)
     write_stops(staged, stops, tokenizer, trainer.model)
     write_rope_beside_adapter(config, trainer.model.config, staged)
-    facts = CardFacts.of(RunFolder(weights.parent), config, report)
-    card = card_text(config, report, saved_stops(stops, tokenizer), weights, facts)
+    facts = RunFacts.read(RunFolder(weights.parent), report)
+    card = card_text(facts, config, saved_stops(stops, tokenizer), weights)
     write_text(staged / "README.md", card)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import markdown
+from jinja2 import Environment
+from report_folders import run_folder
 from run_files import held_by_another
 
 from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
@@ -18,14 +20,16 @@ from faults.files import flip, nothing, refused
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import ExitClass
-from sft_play.reporting.card_facts import CardFacts, ChosenSetting
+from sft_play.reporting import page
 from sft_play.reporting.model_card import card_text
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import checkpoints
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
 from sft_play.training.classify import classify
 
 ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = page._environment()
 
 
 def from_elsewhere(bench: Bench) -> Outcome:
@@ -40,18 +44,30 @@ def from_elsewhere(bench: Bench) -> Outcome:
     return Outcome(0, done.stderr)
 
 
+def without_code_spans() -> Environment:
+    """Return the templates' environment, which writes names into Markdown as they are."""
+    environment = TEMPLATES.overlay()
+    environment.filters = dict(TEMPLATES.filters)
+    environment.filters["code"] = str
+    return environment
+
+
 def hostile_names(bench: Bench) -> Outcome:
     """Rows, a base, its licence and a stop whose names hold HTML, Markdown and the end of a cell."""
     name = "<img src=x onerror=alert(1)> ![](http://a.b/c) | ` .jsonl"
-    config = {"model": {"name": name, "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
+    base = bench.folder / name
+    base.mkdir(parents=True)
+    (base / "README.md").write_text(f"---\nlicense: {name}\n---\n")
+    config = {"model": {"name": str(base), "max_seq_len": 256}, "train": {"learning_rate": 0.1}}
     rows = {"rows_in": 1, "rows_used": 1, "tokens": 1, "trained_tokens": 1}
     report = RunReport(run="a", data={"train": {**rows, "sources": [{"name": name}]}})
-    facts = CardFacts([], [ChosenSetting("model.name", name, "x")], None, None, name)
+    folder = run_folder(bench.folder / "run", report, "", "", (f"model.name={name}",))
     stops = SavedStops((name,), (7,))
-    text = card_text(Config.model_validate(config), report, stops, bench.folder, facts)
-    page = markdown.markdown(text, extensions=["tables", "fenced_code"])
-    obeyed = re.findall("<img|<a ", page)
-    return Outcome(len(obeyed), f"{len(obeyed)} of {page.count('onerror')} names were obeyed")
+    facts = RunFacts.read(folder)
+    text = card_text(facts, Config.model_validate(config), stops, bench.folder)
+    html = markdown.markdown(text, extensions=["tables", "fenced_code"])
+    obeyed = re.findall("<img|<a ", html)
+    return Outcome(len(obeyed), f"{len(obeyed)} of {html.count('onerror')} names were obeyed")
 
 
 # as torch's data loader and NCCL say it
@@ -196,7 +212,7 @@ ROWS = (
         hostile_names,
         ExitClass.DONE,
         ("0 of ", " names were obeyed"),
-        Guard("sft_play.reporting.model_card:code", str),
+        Guard("sft_play.reporting.page:_environment", without_code_spans),
         10,
         None,
         True,

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from sft_play.monitor.watch import Follower, frame
+from sft_play.monitor.watch import frame
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.folder import RunFolder
 
 WIDTH = 118  # characters
@@ -19,10 +20,8 @@ FONT_OF_ANOTHER_HOST = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 def svg(run: Path) -> str:
     """Return what `make watch` shows of a run, as a picture."""
-    follower = Follower(RunFolder(run))
-    follower.update()
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    for line in frame(follower):
+    for line in frame(RunFacts.read(RunFolder(run))):
         console.print(Text(line, no_wrap=True, overflow="ellipsis"))
     drawn = console.export_svg(title="make watch", unique_id="run")
     return FONT_OF_ANOTHER_HOST.sub("", drawn)
