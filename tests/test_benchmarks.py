@@ -267,7 +267,10 @@ def test_the_largest_size_that_fits_is_found_from_below_and_from_above() -> None
 # Results and pages
 
 
-@pytest.mark.parametrize("name", ["speed-h200", "scaling-h200", "promised-h200", "planner-h200"])
+PAGES = ["speed-h200", "scaling-h200", "scaling-h100", "promised-h200", "planner-h200"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_its_results_print_and_results_are_read_as_written(name, tmp_path) -> None:
     results = Results.read(RESULTS / f"{name}.json")
     page = planner_page(results) if name.startswith("planner") else report.markdown(results)
