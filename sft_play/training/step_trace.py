@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.profiler import profile, schedule
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class StepTrace(TrainerCallback):
         if self.profiler is not None:
             self.profiler.step()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the steps that were recorded, and warn if there are none."""
         profiler, self.profiler = self.profiler, None
         if profiler is None:
@@ -39,9 +39,10 @@ class StepTrace(TrainerCallback):
         profiler.stop()
         if profiler.step_num < FIRST_STEP:
             logger.warning(
-                "train.profile_steps=%d: nothing was recorded. Training ended after %d steps, and "
-                "recording starts with step %d: type TRAIN_MAX_STEPS=%d.",
-                *(self.steps, profiler.step_num, FIRST_STEP, FIRST_STEP + self.steps - 1),
+                "train.profile_steps=%d: nothing was recorded. This process trained %d steps, and "
+                "records from its step %d on: type TRAIN_MAX_STEPS=%d.",
+                *(self.steps, profiler.step_num, FIRST_STEP),
+                state.global_step - profiler.step_num + FIRST_STEP + self.steps - 1,
             )
 
     def _write(self, profiler: profile) -> None:
