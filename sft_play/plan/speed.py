@@ -1,8 +1,8 @@
 """Operations and tokens a second of a training step, in closed form. Pure: no torch, no I/O.
 
 Fitted to runs on one H200 (docs/evidence/speed-h200.md) and a few on two. Other cards are given the
-same shares of their data sheets: nobody has measured them here, and cards without flash attention
-in their kernels (capability under 8.0) will be slower.
+same shares of their data sheets; of them only H100s were measured (docs/evidence/scaling-h100.md).
+Cards without flash attention in their kernels (capability under 8.0) will be slower.
 """
 
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ class StepLog:
             "time/evaluation_seconds": self.throughput.evaluations.seconds,
             "time/save_seconds": self.throughput.save_seconds,
         }
-        waited = {name: parts[name] for name in (WAITED,) if name in parts}
+        waited = {WAITED: parts[WAITED]} if WAITED in parts else {}
         return waited | self._speed([rank.work for rank in ranks if rank.work is not None])
 
     def _speed(self, works: Sequence[Work]) -> dict[str, float]:
