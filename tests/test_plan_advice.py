@@ -26,11 +26,12 @@ EXPLICIT_70B = (
     "train.strategy=ddp",
     "train.activation_offloading=false",
 )
+EXPLICIT_EXPERTS = ("tuning.mode=qlora", "model.max_seq_len=512", "tuning.lora.experts=per_expert")
 EXPLICIT_8B = ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpointing=false")
 SHORT = [
     ("1x4090", LLAMA_8B, ("tuning.mode=full",)),
     ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
-    ("1x4090", QWEN_30B_A3B, ("tuning.mode=qlora", "model.max_seq_len=512")),
+    ("1x4090", QWEN_30B_A3B, EXPLICIT_EXPERTS),
     long("4x4090", QWEN_32B, ("tuning.mode=lora",)),
     long("8xH200", LLAMA_70B, ("tuning.mode=full",)),
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),

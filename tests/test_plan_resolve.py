@@ -266,3 +266,32 @@ def test_an_adapted_layer_may_be_named_in_full():
     names = ("q_proj", "layers.0.self_attn.v_proj", "lm_head")
     planned = plan_for("1xH200", f"tuning.lora.target_modules=[{','.join(names)}]")
     assert planned.plan.step.lora_targets == names
+
+
+# Adapters on experts
+
+
+@pytest.mark.parametrize(
+    "gpus, settings, mode, experts, fits",
+    [
+        ("1xH100", "model.name=openai/gpt-oss-120b", "qlora", "shared", True),
+        ("1xH200", "model.name=openai/gpt-oss-120b", "qlora", "auto", True),  # one for each
+        ("1xH100", "model.name=openai/gpt-oss-120b tuning.mode=lora", "lora", "auto", False),
+        ("1xH100", "model.name=Qwen/Qwen3-30B-A3B tuning.lora.r=128", "lora", "shared", True),
+        (
+            "1xH100",
+            "model.name=Qwen/Qwen3-30B-A3B tuning.lora.r=128 tuning.lora.experts=per_expert",
+            "lora",
+            "per_expert",
+            False,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("traces_nothing")
+def test_the_largest_adapters_on_experts_that_fit_are_chosen(gpus, settings, mode, experts, fits):
+    planned = plan_for(gpus, *settings.split())
+    assert (planned.plan.fits, planned.config.tuning.mode) == (fits, mode)
+    assert planned.config.tuning.lora.experts == experts
+    told = "\n".join(planned.plan.recipe)
+    assert ("tuning.mode=qlora (auto: lora needs" in told) == (mode == "qlora")
+    assert ("tuning.lora.experts=shared (auto: " in told) == (experts == "shared")

@@ -130,7 +130,7 @@ def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay():
     loaded = load(EMPTY, {"TRAIN_EPOCHS": "2", "TUNING_MODE": "full"})
     settled = recipe.settle(loaded, facts())
     assert recipe.sentences(settled) == (
-        "train.learning_rate=1e-05 (auto: full of 8.00 billion weights)",
+        "train.learning_rate=1e-05 (auto: full training of 8.00 billion weights)",
         "train.epochs=2.0 (environment TRAIN_EPOCHS)",
         "model.max_seq_len=512 (auto: all 2 rows looked at have at most 100 tokens)",
     )

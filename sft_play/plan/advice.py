@@ -137,9 +137,7 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         changed = partial(_with, section="tuning", mode="qlora", base_dtype="auto")
         words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
         yield Option(words, changed, "mode", "trains adapters over 4-bit weights")
-    step = inputs.step
-    adapted = () if step.is_full else step.adapter_options.adapted(step.model, step.lora_targets)
-    if any(kind.is_stacked for kind in adapted) and tuning.lora.experts != "shared":
+    if inputs.step.has_adapted_experts and tuning.lora.experts != "shared":
         lora = tuning.lora.model_copy(update={"experts": "shared"})
         costs = "shares one adapter among the experts of a layer"
         changed = partial(_with, section="tuning", lora=lora)

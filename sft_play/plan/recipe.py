@@ -22,6 +22,7 @@ from sft_play.config.yaml_source import Located
 from sft_play.plan.model_shape import ModelShape
 
 SETTINGS = ("train.learning_rate", "train.epochs", "model.max_seq_len")
+BY_MEMORY = ("tuning.mode", "tuning.lora.experts")  # chosen by the plan if the default does not fit
 
 # (weights below which it holds, peak learning rate)
 # QLoRA (Dettmers et al. 2023, table 9): 2e-4 for 7B and 13B, 1e-4 for 33B and 65B. The best rate
@@ -108,13 +109,14 @@ def choose_learning_rate(mode: str, parameters: int | None) -> Choice:
     """Return the peak learning rate of AdamW for a mode and the model's number of weights.
 
     >>> choose_learning_rate("lora", 1_540_000_000)
-    Choice(value=0.0002, reason='lora of 1.54 billion weights')
+    Choice(value=0.0002, reason='adapters on 1.54 billion weights')
     """
     rates = FULL_RATES if mode == "full" else ADAPTER_RATES
+    trained = "full training of" if mode == "full" else "adapters on"
     if parameters is None:
-        return Choice(rates[0][1], f"{mode}, of a model of unknown size")
+        return Choice(rates[0][1], f"{trained} a model of unknown size")
     rate = next(rate for below, rate in rates if parameters < below)
-    return Choice(rate, f"{mode} of {format_count(parameters)} weights")
+    return Choice(rate, f"{trained} {format_count(parameters)} weights")
 
 
 def choose_epochs(facts: RowFacts | str) -> Choice:
@@ -193,7 +195,8 @@ def round_up(tokens: int) -> int:
 
 def sentences(loaded: LoadedConfig) -> tuple[str, ...]:
     """Return the settings of the recipe with their values and where each comes from."""
-    return tuple(loaded.described(path) for path in SETTINGS)
+    by_memory = [path for path in BY_MEMORY if loaded.origin[path].startswith(CHOSEN)]
+    return tuple(loaded.described(path) for path in (*SETTINGS, *by_memory))
 
 
 def foreign_recipe(loaded: LoadedConfig) -> list[str]:

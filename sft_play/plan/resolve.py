@@ -1,6 +1,5 @@
 """What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
+from sft_play.plan.adapter_choice import refuse_misspelt_targets, with_largest_adapters
 from sft_play.plan.context import with_context
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
@@ -68,31 +68,19 @@ def resolve(
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
-    needs.require(loaded, hardware)
     sources.require(loaded)
-    plans = []
-    for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
-        plans.append(_resolve(loaded, hardware, environ, ranks, engine))
-        refuse_misspelt_targets(plans[-1].plan.step)
-        if plans[-1].plan.fits:
-            return plans[-1]
-    return plans[0]
 
+    def first_that_fits(loaded: LoadedConfig) -> PlannedRun:
+        needs.require(loaded, hardware)
+        plans = []
+        for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
+            plans.append(_resolve(loaded, hardware, environ, ranks, engine))
+            refuse_misspelt_targets(plans[-1].plan.step)
+            if plans[-1].plan.fits:
+                return plans[-1]
+        return plans[0]
 
-def refuse_misspelt_targets(step: StepSpec) -> None:
-    """Raise ConfigError for a layer to adapt whose name is nearly that of one that the model has.
-
-    Other unknown names are left to the model itself, which has more than the plan knows.
-    """
-    targets = [] if step.is_full or isinstance(step.lora_targets, str) else step.lora_targets
-    known = {kind.name.rpartition(".")[2] for kind in step.model.matrices}
-    for name in targets:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if near and name not in known:
-            raise ConfigError(
-                f"tuning.lora.target_modules: the model has no linear layer {name}; did you mean "
-                f"{near[0]}? It has {', '.join(sorted(known))}"
-            )
+    return with_largest_adapters(loaded, first_that_fits)
 
 
 def fastest(
@@ -115,10 +103,13 @@ def fastest(
     if is_alone or train.strategy != "auto" or train.fsdp_offload:
         return planned
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
-    plans = []
-    for engine in alternatives(loaded.config, _is_float16(loaded, hardware)):
-        plans.append(_resolve(loaded, hardware, environ, ranks, engine))
-    return max(plans, key=_fits_and_speed)
+
+    def fastest_that_fits(loaded: LoadedConfig) -> PlannedRun:
+        engines = alternatives(loaded.config, _is_float16(loaded, hardware))
+        plans = [_resolve(loaded, hardware, environ, ranks, engine) for engine in engines]
+        return max(plans, key=_fits_and_speed)
+
+    return with_largest_adapters(loaded, fastest_that_fits)
 
 
 def _is_float16(loaded: LoadedConfig, hardware: Hardware) -> bool:

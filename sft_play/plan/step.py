@@ -339,6 +339,11 @@ class StepSpec:
         return self.adapter_options.adapted(self.model, self.lora_targets)
 
     @property
+    def has_adapted_experts(self) -> bool:
+        """Whether experts in one parameter have adapters."""
+        return not self.is_full and any(kind.is_stacked for kind in self.adapted_matrices)
+
+    @property
     def has_fused_loss(self) -> bool:
         """Whether head and loss are computed in chunks, so that all logits never exist."""
         return self.is_fast if self.fuses_loss is None else self.fuses_loss

@@ -186,9 +186,9 @@ class LoraSection(Section):
     )
     experts: Literal["auto", "per_expert", "shared", "none"] = Field(
         "auto",
-        description="Adapters of experts, one each (per_expert) or one for a layer's (shared), "
-        "beside any targets; none: on no expert; auto is per_expert where target_modules is "
-        "all-linear or names them.",
+        description="Adapters of experts: one for each (per_expert), one for all of a layer "
+        "(shared), or none. auto is the first of these that fits, if target_modules is all-linear "
+        "or names experts.",
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."
