@@ -44,7 +44,7 @@ class DryRun:
 
     On leaving it restores buffers, gradients, optimizer state and random state, and checks that no
     weight has changed. `steps_optimizer` must be False where the optimizer's state must survive or
-    cannot be dropped: on a resumed run, under DeepSpeed (which creates its own state at start), and
+    cannot be dropped: on a resumed run, under DeepSpeed (whose optimizer steps other tensors), and
     for paged optimizers (whose pages are never freed).
 
     Raises: EnvironmentFault on leaving, when a weight has changed.

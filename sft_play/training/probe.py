@@ -121,7 +121,7 @@ class Probe:
             )
         memory = None
         if self.memory.is_exact:
-            used = self.process.max(self.memory.used_bytes())
+            used = self.process.max(self.memory.used_bytes()) + self._later_state_bytes()
             memory = probe_fit.memory_as_measured(self.step, self.layout, point, used)
         return ProbeResult(self.layout, (point,), None, memory, budget, is_cached=False)
 
@@ -218,8 +218,18 @@ class Probe:
         point = dry_run.measure(layout)
         if not self.process.min(int(point is not None)):
             return None
-        peaks = {name: self.process.max(peak) for name, peak in point.phases.items()}
+        later = self._later_state_bytes()
+        peaks = {name: self.process.max(peak) + later for name, peak in point.phases.items()}
         return replace(point, phases=peaks)
+
+    def _later_state_bytes(self) -> int:
+        """Return the bytes of the moments, which DeepSpeed's optimizer creates in its first step."""
+        is_later = self.trainer.is_deepspeed_enabled and not self.is_resumed
+        if not (is_later and self.memory.is_exact):
+            return 0
+        moments, masters = self.step.moment_bytes, self.step.master_bytes
+        held = step_bytes(self.step, self.layout).peak.optimizer
+        return held * moments // (moments + masters)
 
     def _fingerprint(self) -> str:
         """Return a digest of everything that determines the bytes of a step, except its layout."""
