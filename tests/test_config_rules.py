@@ -61,6 +61,11 @@ CASES = [
         ["tuning.mode=full", "tuning.backend=unsloth", "train.optim=paged_adamw_8bit"],
         ["tuning.mode=full", "tuning.backend=bnb", "train.optim=paged_adamw_8bit"],
     ),
+    (["train.optim=muon", "tuning.mode=lora"], ["train.optim=muon", "tuning.mode=full"]),
+    (
+        ["tuning.backend=unsloth", "train.optim=lion_8bit"],
+        ["tuning.backend=unsloth", "train.optim=adamw_8bit"],
+    ),
     (["model.dtype=float16", "tuning.mode=full"], ["model.dtype=float16", "tuning.mode=lora"]),
     (["tuning.lora.target_modules=[]"], ["tuning.lora.target_modules=[]", "tuning.mode=full"]),
     (

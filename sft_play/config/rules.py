@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sft_play.config import schedules
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
 from sft_play.config.metrics import find_problems, produced
 from sft_play.config.schema import Config, LoraSection, SourceSection
@@ -18,6 +19,8 @@ ROPE_OPTIONS = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
 }
+
+OTHER_OPTIMIZERS = ("muon", "adafactor", "lion", "lion_8bit")
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,18 @@ RULES = (
         "Unsloth trains every weight without paged optimizers; use adamw_8bit or adamw_torch",
     ),
     Rule(
+        ("tuning.mode", "train.optim"),
+        lambda c: c.train.optim == "muon" and c.tuning.mode != "full",
+        "Muon is for the matrices of a model, and adapters are factors of one; set "
+        "TRAIN_OPTIM=adamw_torch_fused, or TUNING_MODE=full",
+    ),
+    Rule(
+        ("tuning.backend", "train.optim"),
+        lambda c: c.train.optim in OTHER_OPTIMIZERS and backend_of(c).has_own_kernels,
+        "Unsloth is only verified with AdamW and SGD; set TRAIN_OPTIM=adamw_8bit, or "
+        "TUNING_BACKEND=bnb",
+    ),
+    Rule(
         ("model.dtype", "tuning.mode"),
         lambda c: c.model.dtype == "float16" and c.tuning.mode == "full",
         "float16 weights cannot be trained (loss scaling needs float32 weights); use float32 or "
@@ -365,6 +380,7 @@ def broken(config: Config, described: Callable[[str], str]) -> list[str]:
         for rule in RULES
         if rule.when(config)
     ]
+    found += schedules.find_problems(config.train, described)
     return [*found, *_metric_problems(config, described)]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from sft_play.config import metrics
+from sft_play.config.schedules import SCHEDULES
 from sft_play.config.sections.base import (
     Auto,
     Epochs,
@@ -68,9 +69,21 @@ class TrainSection(Section):
         "auto",
         description="Peak learning rate; auto follows from tuning.mode and the size of the model.",
     )
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = Field("cosine", description="Learning rate schedule after the warm-up.")
+    lr_scheduler_type: Literal[*SCHEDULES] = Field(
+        "cosine", description="Learning rate schedule after the warm-up, by transformers' names."
+    )
+    lr_scheduler_kwargs: dict[str, Any] = Field(
+        {},
+        json_schema_extra={
+            "structured": True,
+            "write": "a mapping of the schedule's options, such as {min_lr_rate: 0.1}",
+        },
+        description="Options of the schedule, by transformers' names; each has a default. "
+        "cosine_with_min_lr: min_lr_rate, a share of the peak (0.1), or min_lr, a rate. "
+        "warmup_stable_decay: num_decay_steps (0.1; a value under 1 is a fraction of the run), "
+        "min_lr_ratio (0), decay_type (cosine). polynomial: lr_end (1e-7), power (1). "
+        "inverse_sqrt: timescale, in steps (those of the warm-up).",
+    )
     warmup_steps: NonNegativeFloat = Field(
         0.03,
         description="Warm-up in optimizer steps; a value under 1 is a fraction of the run. Of W "
@@ -89,14 +102,24 @@ class TrainSection(Section):
         "adamw_8bit",
         "paged_adamw_8bit",
         "paged_adamw_32bit",
+        "muon",
+        "adafactor",
+        "lion",
+        "lion_8bit",
         "sgd",
     ] = Field(
         "adamw_torch_fused",
-        description="Optimizer; the 8-bit and paged ones are bitsandbytes', and paging needs a "
-        "GPU.",
+        description="Optimizer; the 8-bit and paged ones and lion are bitsandbytes', and paging "
+        "needs a GPU. muon is for mode full: torch's Muon for the matrices of the layers, AdamW "
+        "for embeddings, head, stacked experts, norms and biases.",
     )
-    adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment.")
-    adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment.")
+    adam_beta1: Fraction = Field(
+        0.9, description="Decay of Adam's first moment; Lion's weight of its momentum in a step."
+    )
+    adam_beta2: Fraction = Field(
+        0.999,
+        description="Decay of Adam's second moment, and of Lion's momentum (its authors: 0.99).",
+    )
     adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
     neftune_noise_alpha: PositiveFloat | None = Field(
         None,
