@@ -118,7 +118,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         "load": _loading(step, held),
         "forward": forward,
         "backward": max(_backward(step, layout), key=lambda moment: moment.total),
-        "optimizer": replace(held, activations=_gradient_copies(step) * held.gradients),
+        "optimizer": replace(held, activations=_stepping(step, held)),
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
@@ -225,15 +225,25 @@ def _loading_experts(step: StepSpec) -> int:
     return int(copies * step.compute_bytes * (largest.weights // largest.count))
 
 
-def _gradient_copies(step: StepSpec) -> int:
-    """Return how often an optimizer step copies the gradients.
+def _stepping(step: StepSpec, held: PhaseBytes) -> int:
+    """Return the bytes that an optimizer step allocates while it runs.
 
-    torch's foreach steps do once, fused and 8-bit ones do not. ZeRO flattens and casts them, as
-    seen on a CPU.
+    torch's foreach steps copy all gradients, fused and 8-bit ones nothing. ZeRO flattens and casts
+    the gradients, as seen on a CPU. Adafactor and Muon compute in copies of one matrix at a time.
     """
     if step.zero_stage:
-        return 1 if step.zero_stage == 3 else 2
-    return int(step.optim == "adamw_torch")
+        return held.gradients * (1 if step.zero_stage == 3 else 2)
+    if step.optim == "adamw_torch":
+        return held.gradients
+    model = step.model
+    if step.optim == "adafactor" and step.is_full:
+        sizes = [kind.weights // kind.count for kind in model.matrices]
+        copies = 2 if step.trained_bytes == 4 else 4  # of 16-bit weights and gradients, too
+        return 4 * copies * max(model.vocab * model.hidden, *sizes)
+    if step.optim == "muon":  # in bfloat16, with two products of the matrix and its transpose
+        sides = [(kind.inputs, kind.outputs) for kind in model.matrices if not kind.is_stacked]
+        return max((step.trained_bytes + 4) * n * m + 4 * min(n, m) ** 2 for n, m in sides)
+    return 0
 
 
 def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
@@ -311,7 +321,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
         buckets = step.trained_bytes * shared.trained_weights
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
-    optimizer = (step.moment_bytes + step.master_bytes) * trained // optimizer_shards
+    optimizer = (step.state_bytes + step.master_bytes * trained) // optimizer_shards
     gradients = step.trained_bytes * trained // gradient_shards
     on_host = step.is_gpu and step.offloads_training
     return PhaseBytes(

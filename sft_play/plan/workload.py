@@ -139,7 +139,7 @@ SMALL_FILES_BYTES = 50 << 20  # tokenizer, logs, answers, curves; without weight
 
 def checkpoint_bytes(step: StepSpec) -> int:
     """Return the bytes of a checkpoint of all ranks: trained weights and the optimizer's state."""
-    return step.trained_weights * (step.trained_bytes + step.moment_bytes + step.master_bytes)
+    return step.state_bytes + step.trained_weights * (step.trained_bytes + step.master_bytes)
 
 
 def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
