@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import long
 from rank_processes import train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
@@ -60,6 +61,19 @@ def test_two_ranks_train_what_one_does(optim, plan_run, run_worker):
     assert largest_difference(weights(alone), weights(together)) < 2e-4
 
 
+@pytest.mark.parametrize(("optim", "stage"), [("lion", 2), long("lion", 3), long("lion_8bit", 2)])
+def test_lion_under_deepspeed_trains_what_one_process_does(optim, stage, plan_run, run_worker):
+    settings = {**FULL, "train.optim": optim, "train.batch_size": 1, "train.grad_accum": "auto"}
+    settings |= {"train.effective_batch_size": 4, "train.max_steps": 3, "train.max_grad_norm": 1.0}
+    config = f"configs/deepspeed_zero{stage}.json"
+    alone, together = plan_run(settings), plan_run(settings, 2, config)
+    assert run_worker(alone) == 0
+    train_on_two(together)
+    assert run_json(together)["engine"] == "DeepSpeedEngine"
+    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
 def test_the_best_checkpoint_of_muon_is_scored_and_saved(plan_run, run_worker):
     best = {"train.load_best_model_at_end": True, "train.save_strategy": "steps"}
     steps = {"train.eval_strategy": "steps", "train.eval_steps": 1, "train.save_steps": 1}
@@ -68,17 +82,32 @@ def test_the_best_checkpoint_of_muon_is_scored_and_saved(plan_run, run_worker):
     assert run_worker(folder) == 0
     report = run_json(folder)
     step = report["best"]["step"]
+    assert step < 3
     kept = load_file(folder.checkpoints / f"checkpoint-{step}" / "model.safetensors")
     assert largest_difference(weights(folder), kept) == 0
 
 
+def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_trainer):
+    trainer, _ = build_trainer(plan_run({**FULL, "train.optim": "muon"}))
+    groups = trainer.create_optimizer().param_groups
+    by_muon = {id(each) for group in groups if "momentum" in group for each in group["params"]}
+    assert by_muon == set(map(id, hidden_matrices(trainer.model)))
+    for name, parameter in trainer.model.named_parameters():
+        is_matrix = "_proj." in name and parameter.ndim == 2
+        assert (id(parameter) in by_muon) == is_matrix, name
+    decays = [(group["weight_decay"], len(group["params"])) for group in groups]
+    assert decays == [(0.1, len(by_muon)), (0.1, 1), (0.0, 5)]  # matrices, embedding, norms
+
+
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
-def test_the_planned_state_is_that_of_trainers_optimizer(optim, mode, plan_run, build_trainer):
+def test_the_planned_and_the_traced_state_are_that_of_trainers_optimizer(optim, mode, plan_run, build_trainer):
     if (optim, mode) == ("muon", "lora"):
         pytest.skip("refused")
     settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
     folder = plan_run({**settings, "train.fast_path": False})
+    step = StepSetup(folder.read_config(), "cpu", 0, zero_stage=0, accumulates=True)
+    traced = trace_step(step).optimizer
     trainer, _ = build_trainer(folder)
     optimizer = trainer.create_optimizer()
     trained = [each for each in trainer.model.parameters() if each.requires_grad]
@@ -86,6 +115,7 @@ def test_the_planned_state_is_that_of_trainers_optimizer(optim, mode, plan_run, 
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     measured = state_bytes(optimizer, on_gpu=False)
+    assert traced == measured
     planned = PlannedRun.read(folder).plan
     expected = step_bytes(planned.step, planned.layout).phases["forward"].optimizer
     if "8bit" not in optim:  # a counter of steps, or an RMS, for each parameter

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from bitsandbytes.optim import GlobalOptimManager
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -314,6 +315,12 @@ def make_optimizer(model: PreTrainedModel, optim: str, on_gpu: bool) -> torch.op
     if optim == "muon":
         options["matrices"] = hidden_matrices(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if "8bit" in optim:  # as Trainer, which keeps embeddings in 32 bits
+        manager = GlobalOptimManager.get_instance()
+        manager.initialize()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
     with unset_fake_temporarily():  # bitsandbytes creates tables of 8-bit values
         return OPTIMIZERS[optim]([{"params": trained}], lr=0.0, **options)
 

@@ -213,6 +213,9 @@ def _agree(carried: Carried, has_adapters: bool) -> None:
         rest = [name for name in targets if name not in whole]
         lines[adapted] = replace(lines[adapted], value=rest)
         lines.setdefault(saved, Line(saved, whole, "trained whole, as Unsloth does"))
+    options = "train.lr_scheduler_kwargs"
+    if "train.lr_scheduler_type" not in lines and lines.pop(options, None) is not None:
+        carried.look(None, f"{options} is left out: it is of a schedule that is not carried")
     if carried.value("train.eval_strategy") in (None, "no"):
         for path in COMPARES_CHECKPOINTS:
             if lines.pop(path, None) is not None:
