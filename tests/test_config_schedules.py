@@ -57,7 +57,11 @@ def test_a_schedule_without_options_has_defaults(kind, options, steps, found):
         ("cosine_with_min_lr", "{min_lr: 0.01}", "min_lr=0.01 is not below train.learning_rate"),
         ("cosine_with_min_lr", "{min_lr: 0, min_lr_rate: 0}", "say the same; delete one of them"),
         ("polynomial", "{lr_end: 0.01}", "lr_end=0.01 is not below train.learning_rate=0.01"),
-        ("inverse_sqrt", "{timescale: 0}", "timescale=0 is not valid; write a number of at least 1"),
+        (
+            "inverse_sqrt",
+            "{timescale: 0}",
+            "timescale=0 is not valid; write a number of at least 1",
+        ),
         ("warmup_stable_decay", "{num_decay_steps: 1.5}", "write whole steps, or a fraction"),
         ("warmup_stable_decay", "{decay_type: sqrt}", "write linear, cosine, 1-sqrt"),
         ("warmup_stable_decay", "{num_stable_steps: 5}", "no option num_stable_steps; write num_d"),

@@ -131,7 +131,11 @@ def test_functions_that_reshape_rows_are_named(tmp_path):
         ("optim='lion_32bit'", "train.optim", "lion"),
         ("optim='lion_8bit'", "train.optim", "lion_8bit"),
         ("optim='lomo'", "train.optim", "adamw_torch_fused"),
-        ("lr_scheduler_type='warmup_stable_decay'", "train.lr_scheduler_type", "warmup_stable_decay"),
+        (
+            "lr_scheduler_type='warmup_stable_decay'",
+            "train.lr_scheduler_type",
+            "warmup_stable_decay",
+        ),
         (
             "lr_scheduler_kwargs={'min_lr_rate': 0.2}, lr_scheduler_type='cosine_with_min_lr'",
             "train.lr_scheduler_kwargs",

@@ -74,6 +74,21 @@ def test_lion_under_deepspeed_trains_what_one_process_does(optim, stage, plan_ru
     assert two == pytest.approx(one, rel=1e-3)
 
 
+@pytest.mark.parametrize("optim", [long("adafactor"), "lion"])
+def test_adapters_over_a_base_that_fsdp_divides_train_as_on_one_process(
+    optim, plan_run, run_worker
+):
+    settings = {**FULL, "tuning.mode": "lora", "train.optim": optim, "train.batch_size": 1}
+    settings |= {"train.grad_accum": "auto", "train.effective_batch_size": 4}
+    alone = plan_run(settings)
+    together = plan_run({**settings, "train.strategy": "fsdp"}, num_gpus=2)
+    assert run_worker(alone) == 0
+    train_on_two(together)
+    assert run_json(together)["strategy"] == "fsdp"
+    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
 def test_the_best_checkpoint_of_muon_is_scored_and_saved(plan_run, run_worker):
     best = {"train.load_best_model_at_end": True, "train.save_strategy": "steps"}
     steps = {"train.eval_strategy": "steps", "train.eval_steps": 1, "train.save_steps": 1}
@@ -96,12 +111,15 @@ def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_tr
         is_matrix = "_proj." in name and parameter.ndim == 2
         assert (id(parameter) in by_muon) == is_matrix, name
     decays = [(group["weight_decay"], len(group["params"])) for group in groups]
-    assert decays == [(0.1, len(by_muon)), (0.1, 1), (0.0, 5)]  # matrices, embedding, norms
+    # matrices, no matrix without decay, embedding, norms
+    assert decays == [(0.1, len(by_muon)), (0.0, 0), (0.1, 1), (0.0, 5)]
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
-def test_the_planned_and_the_traced_state_are_that_of_trainers_optimizer(optim, mode, plan_run, build_trainer):
+def test_the_planned_and_the_traced_state_are_that_of_trainers_optimizer(
+    optim, mode, plan_run, build_trainer
+):
     if (optim, mode) == ("muon", "lora"):
         pytest.skip("refused")
     settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}

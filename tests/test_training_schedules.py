@@ -16,7 +16,12 @@ CASES = [
     (
         "warmup_stable_decay",
         "{num_decay_steps: 0.5, min_lr_ratio: 0.2, decay_type: 1-sqrt, warmup_type: cosine}",
-        {"num_decay_steps": 6, "min_lr_ratio": 0.2, "decay_type": "1-sqrt", "warmup_type": "cosine"},
+        {
+            "num_decay_steps": 6,
+            "min_lr_ratio": 0.2,
+            "decay_type": "1-sqrt",
+            "warmup_type": "cosine",
+        },
     ),
     ("polynomial", "{power: 2, lr_end: 0.001}", {"power": 2, "lr_end": 0.001}),
     ("inverse_sqrt", "{timescale: 2}", {"timescale": 2}),

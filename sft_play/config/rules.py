@@ -20,8 +20,6 @@ ROPE_OPTIONS = {
     "high_freq_factor": ("llama3",),
 }
 
-OTHER_OPTIMIZERS = ("muon", "adafactor", "lion", "lion_8bit")
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -227,24 +225,21 @@ RULES = (
     ),
     Rule(
         ("tuning.mode", "train.optim"),
-        lambda c: (
-            c.tuning.mode == "full"
-            and c.train.optim.startswith("paged")
-            and not backend_of(c).has_paged_full_optimizers
-        ),
-        "Unsloth trains every weight without paged optimizers; use adamw_8bit or adamw_torch",
-    ),
-    Rule(
-        ("tuning.mode", "train.optim"),
         lambda c: c.train.optim == "muon" and c.tuning.mode != "full",
         "Muon is for the matrices of a model, and adapters are factors of one; set "
         "TRAIN_OPTIM=adamw_torch_fused, or TUNING_MODE=full",
     ),
     Rule(
-        ("tuning.backend", "train.optim"),
-        lambda c: c.train.optim in OTHER_OPTIMIZERS and backend_of(c).has_own_kernels,
-        "Unsloth is only verified with AdamW and SGD; set TRAIN_OPTIM=adamw_8bit, or "
-        "TUNING_BACKEND=bnb",
+        ("tuning.backend", "tuning.mode", "train.optim"),
+        lambda c: (
+            backend_of(c).has_own_kernels
+            and (
+                c.train.optim in schedules.UNUSUAL
+                or (c.tuning.mode == "full" and c.train.optim.startswith("paged"))
+            )
+        ),
+        "Unsloth trains with AdamW and SGD, every weight without paging; set "
+        "TRAIN_OPTIM=adamw_8bit, or TUNING_BACKEND=bnb",
     ),
     Rule(
         ("model.dtype", "tuning.mode"),

@@ -1,4 +1,4 @@
-"""Learning rate schedules and their options, by the names that transformers gives them. Pure.
+"""Optimizers, and learning rate schedules with their options by transformers' names. Pure.
 
 `transformers.get_scheduler` makes the schedule. What it would refuse once the rows are read and the
 model is loaded is refused here.
@@ -11,13 +11,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sft_play.config.sections.train import TrainSection
 
+# Values of train.optim
+MATRIX_OPTIMIZERS = ("muon", "adafactor")  # which step whole matrices
+LION = ("lion", "lion_8bit")
+UNUSUAL = MATRIX_OPTIMIZERS + LION  # neither AdamW nor SGD
+ADAMW = "adamw_torch adamw_torch_fused adamw_8bit paged_adamw_8bit paged_adamw_32bit"
+OPTIMIZERS = (*ADAMW.split(), *UNUSUAL, "sgd")
 SHAPES = ("linear", "cosine", "1-sqrt")
-# What each option takes: one of some words, or a number from a lowest to a highest one
-OPTIONS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_cycles", "lr_end", "power", "min_lr", "num_decay_steps"), (0, math.inf)),
-    **dict.fromkeys(("min_lr_rate", "min_lr_ratio"), (0, 1)),
-    **dict.fromkeys(("warmup_type", "decay_type"), SHAPES),
-    "timescale": (1, math.inf),
+
+
+def _is_number(value: Any, least: float = 0, most: float = math.inf) -> bool:
+    return type(value) in (int, float) and least <= value <= most
+
+
+NUMBER = (_is_number, "a number of at least 0")
+SHARE = (lambda value: _is_number(value, most=1), "a number from 0 to 1")
+SHAPE = (lambda value: value in SHAPES, ", ".join(SHAPES))
+STEPS = (
+    lambda value: _is_number(value) and (value < 1 or value == int(value)),
+    "whole steps, or a fraction of the run under 1",
+)
+# What each option takes: a check, and the words for it
+OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("num_cycles", "lr_end", "power", "min_lr"), NUMBER),
+    **dict.fromkeys(("min_lr_rate", "min_lr_ratio"), SHARE),
+    **dict.fromkeys(("warmup_type", "decay_type"), SHAPE),
+    "num_decay_steps": STEPS,
+    "timescale": (lambda value: _is_number(value, 1), "a number of at least 1"),
 }
 SCHEDULES = {
     "linear": (),
@@ -50,46 +70,21 @@ def count_steps(wanted: float, steps: int) -> int:
     return math.ceil(wanted * steps) if wanted < 1 else int(wanted)
 
 
-def depends_on_length(train: "TrainSection") -> bool:
-    """Return whether the learning rate of a step depends on the number of steps of the run."""
-    if train.lr_scheduler_type == "constant":
-        return False
-    is_endless = train.lr_scheduler_type in ("constant_with_warmup", "inverse_sqrt")
-    return not is_endless or 0 < train.warmup_steps < 1
-
-
 def find_problems(train: "TrainSection", described: Callable[[str], str]) -> Iterator[str]:
     """Yield a sentence for each option that the schedule does not have or cannot use."""
     kind, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
     shown = described("train.lr_scheduler_kwargs")
+    peak = math.inf if train.learning_rate == "auto" else train.learning_rate
     for name, value in options.items():
         if name not in SCHEDULES[kind]:
             known = f"write {', '.join(SCHEDULES[kind])}, or " if SCHEDULES[kind] else ""
             yield f"{shown}: the schedule {kind} has no option {name}; {known}delete it"
-        elif not _is_valid(name, value):
-            yield f"{shown}: {name}={value} is not valid; write {_wanted(name)}"
-        elif name in ("lr_end", "min_lr") and train.learning_rate != "auto":
-            if value >= train.learning_rate:
-                rate = described("train.learning_rate")
-                yield f"{shown}: {name}={value:g} is not below {rate}; write a lower {name}"
+            continue
+        is_valid, wanted = OPTIONS[name]
+        if not is_valid(value):
+            yield f"{shown}: {name}={value} is not valid; write {wanted}"
+        elif name in ("lr_end", "min_lr") and value >= peak:
+            rate = described("train.learning_rate")
+            yield f"{shown}: {name}={value:g} is not below {rate}; write a lower {name}"
     if {"min_lr", "min_lr_rate"} <= options.keys():
         yield f"{shown}: min_lr and min_lr_rate say the same; delete one of them"
-
-
-def _is_valid(name: str, value: Any) -> bool:
-    if OPTIONS[name] is SHAPES:
-        return value in SHAPES
-    low, high = OPTIONS[name]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:
-        return False
-    return name != "num_decay_steps" or value < 1 or value == int(value)
-
-
-def _wanted(name: str) -> str:
-    if OPTIONS[name] is SHAPES:
-        return ", ".join(SHAPES)
-    if name == "num_decay_steps":
-        return "whole steps, or a fraction of the run under 1"
-    low, high = OPTIONS[name]
-    return f"a number of at least {low}" if high == math.inf else f"a number from {low} to {high}"

@@ -1,6 +1,6 @@
-"""The optimizers of train.optim, for a step that is measured; and Muon, which transformers lacks."""
+"""The optimizers of train.optim, and Muon, which transformers' Trainer does not create."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,13 @@ class Muon(Optimizer):
         for group in groups:
             for part, is_chosen in ((by_muon, True), (by_adamw, False)):
                 own = [each for each in group["params"] if (id(each) in chosen) == is_chosen]
-                if own:
-                    part.append({**group, "params": own})
+                part.append({**group, "params": own})
         self.muon = torch.optim.Muon(by_muon, lr, adjust_lr_fn="match_rms_adamw")
         self.adamw = AdamW(by_adamw, lr, **options)
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {"lr": lr})
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Step both. A checkpoint, LoRA+ or a schedule may have replaced groups and state."""
-        assert closure is None, "the loss is computed before the step"
+    def step(self, closure: None = None) -> None:
+        """Step both. A checkpoint that was loaded has replaced groups and state."""
         for part, is_muon in ((self.muon, True), (self.adamw, False)):
             groups = self.param_groups
             part.param_groups = [group for group in groups if ("momentum" in group) == is_muon]
@@ -48,14 +46,14 @@ class Muon(Optimizer):
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return what Muon steps: the trained 2-D weights of modules, but for embeddings and head."""
-    left_out = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    found = []
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        is_embedding = isinstance(module, nn.Embedding) or id(module) in left_out
-        if isinstance(weight, nn.Parameter) and weight.ndim == 2 and not is_embedding:
-            found.append(weight)
-    return [weight for weight in found if weight.requires_grad]
+    head = model.get_output_embeddings()
+    left_out = [each for each in model.modules() if each is head or isinstance(each, nn.Embedding)]
+    others = {id(module.weight) for module in left_out}
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.ndim == 2 and name.endswith(".weight") and id(weight) not in others
+    ]
 
 
 # The optimizers that Trainer creates for train.optim. A paged state has the same bytes, but the

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
     layer_working_bytes,
+    stepping_bytes,
     working_bytes,
 )
 from sft_play.plan.devices import GIB
@@ -118,7 +119,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         "load": _loading(step, held),
         "forward": forward,
         "backward": max(_backward(step, layout), key=lambda moment: moment.total),
-        "optimizer": replace(held, activations=_stepping(step, held)),
+        "optimizer": replace(held, activations=stepping_bytes(step, held.gradients)),
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
@@ -223,27 +224,6 @@ def _loading_experts(step: StepSpec) -> int:
         part = PART_COPIES * PROVEN_EXPERTS / largest.experts
         copies = max(copies, PROOF_COPIES if is_divided else min(part, PROOF_COPIES))
     return int(copies * step.compute_bytes * (largest.weights // largest.count))
-
-
-def _stepping(step: StepSpec, held: PhaseBytes) -> int:
-    """Return the bytes that an optimizer step allocates while it runs.
-
-    torch's foreach steps copy all gradients, fused and 8-bit ones nothing. ZeRO flattens and casts
-    the gradients, as seen on a CPU. Adafactor and Muon compute in copies of one matrix at a time.
-    """
-    if step.zero_stage:
-        return held.gradients * (1 if step.zero_stage == 3 else 2)
-    if step.optim == "adamw_torch":
-        return held.gradients
-    model = step.model
-    if step.optim == "adafactor" and step.is_full:
-        sizes = [kind.weights // kind.count for kind in model.matrices]
-        copies = 2 if step.trained_bytes == 4 else 4  # of 16-bit weights and gradients, too
-        return 4 * copies * max(model.vocab * model.hidden, *sizes)
-    if step.optim == "muon":  # in bfloat16, with two products of the matrix and its transpose
-        sides = [(kind.inputs, kind.outputs) for kind in model.matrices if not kind.is_stacked]
-        return max((step.trained_bytes + 4) * n * m + 4 * min(n, m) ** 2 for n, m in sides)
-    return 0
 
 
 def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:

@@ -17,10 +17,10 @@ from sft_play.config.loader import (
     LoadedConfig,
     is_shipped_model,
 )
+from sft_play.config.schedules import LION, MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.plan.model_shape import ModelShape
-from sft_play.plan.step import MATRIX_OPTIMIZERS
 
 SETTINGS = ("train.learning_rate", "train.epochs", "model.max_seq_len")
 
@@ -123,8 +123,8 @@ def choose_learning_rate(mode: str, parameters: int | None, optim: str = "adamw_
     if parameters is not None:
         rate = next(rate for below, rate in rates if parameters < below)
         reason = f"{mode} of {format_count(parameters)} weights"
-    if optim.startswith("lion"):
-        return Choice(rate / LION_SHARE, f"{reason}, a fifth of AdamW's for Lion")
+    if optim in LION:
+        return Choice(round(rate / LION_SHARE, 8), f"{reason}, a fifth of AdamW's for Lion")
     if optim in MATRIX_OPTIMIZERS:
         reason += f", AdamW's for {optim.capitalize()}"
     return Choice(rate, reason)

@@ -31,7 +31,7 @@ from sft_play.plan.needs import recurrent_warnings, resolve_packing
 from sft_play.plan.ranks import Precision, Ranks, choose_precision, plan_ranks
 from sft_play.plan.rope import unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
-from sft_play.plan.step import MATRIX_OPTIMIZERS, Layout, StepSpec
+from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
     UNSHARDED,
     Engine,
@@ -301,12 +301,6 @@ def _setting_warnings(loaded: LoadedConfig) -> list[str]:
 
 def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     config = loaded.config
-    if inputs.zero_stage and config.train.optim in MATRIX_OPTIMIZERS:
-        raise ConfigError(
-            f"{loaded.described('train.optim')}: it steps whole matrices, and DeepSpeed cuts flat "
-            "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
-            "TRAIN_STRATEGY=ddp"
-        )
     if inputs.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
         raise ConfigError(
             f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "

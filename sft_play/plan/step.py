@@ -4,8 +4,7 @@ Counts of adapters are exact where the matrices of the model are, but for biases
 trained in full; `models.parameters` counts the real model.
 """
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -112,8 +111,6 @@ STATE_BYTES = {
     "lion_8bit": 1,
     "sgd": 0,
 }
-# Others have moments in the type of the weights, but Adafactor and Muon step whole matrices
-MATRIX_OPTIMIZERS = ("adafactor", "muon")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -189,19 +186,13 @@ class AdapterOptions:
             text += f", the rows of {self.trained_tokens} tokens"
         return text
 
-    def other_weights(
-        self, model: ModelShape, size: Callable[[int, int], int] = operator.mul
-    ) -> int:
-        """Return the weights of modules trained in full and of rows of tokens.
-
-        With `operator.add` as `size` the rows and columns of vocabularies are counted instead.
-        """
+    def other_weights(self, model: ModelShape) -> int:
+        """Return the weights of modules trained in full and of rows of tokens."""
         matrices = 1 if model.is_tied else 2
-        rows = matrices * size(self.trained_tokens, model.hidden) if self.trained_tokens else 0
+        rows = self.trained_tokens * matrices * model.hidden
         names = self.saved_names
         saved_matrices = bool(names & EMBEDDINGS) + bool(names & HEADS)
-        # tied: either is both
-        rows += min(matrices, saved_matrices) * size(model.vocab, model.hidden)
+        rows += min(matrices, saved_matrices) * model.vocab * model.hidden  # tied: either is both
         sizes = _module_sizes(model)
         return rows + sum(sizes.get(name, 0) for name in names)
 
@@ -380,13 +371,15 @@ class StepSpec:
 
     @property
     def _factored_moments(self) -> int:
-        """Numbers of Adafactor's state: one for each row and column, and for each other weight."""
+        """Numbers of Adafactor's state: one for each row and column, and for each other weight.
+
+        Next to adapters, modules that are trained in full are counted by their weights.
+        """
         model, options = self.model, self.adapter_options
         if not self.is_full:
             of_rank_1 = options.adapter_weights(model, 1, self.lora_targets)
             adapters = sum(kind.count * kind.experts for kind in self.adapted_matrices)
-            other = options.other_weights(model, operator.add)
-            return of_rank_1 + 2 * self.lora_rank * adapters + other
+            return of_rank_1 + 2 * self.lora_rank * adapters + options.other_weights(model)
         vocabularies = 1 if model.is_tied else 2
         sides = vocabularies * (model.vocab + model.hidden)
         for kind in model.matrices:

@@ -11,6 +11,7 @@ from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
@@ -18,7 +19,7 @@ from sft_play.plan import memory, speed
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs
 from sft_play.plan.ranks import Ranks, Strategy, visible_entries
-from sft_play.plan.step import MATRIX_OPTIMIZERS, Layout
+from sft_play.plan.step import Layout
 
 # For a stage where the user names no JSON
 ZERO_CONFIGS = {

@@ -17,7 +17,6 @@ from sft_play.config import layers
 from sft_play.config.loader import LoadedConfig, RunSettings
 from sft_play.config.messages import refuse, word
 from sft_play.config.on_resume import CLASSES, CONTENT, OnResume, of_class
-from sft_play.config.schedules import depends_on_length
 from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.yaml_source import Located, parse_scalar
 from sft_play.errors import CheckpointError, EnvironmentFault, first_line
@@ -157,8 +156,9 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
 def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     """Return the settings that a run which resumes a checkpoint stamped `saved` may change."""
     free = set(MAY_CHANGE)
-    if now.train.extend or not depends_on_length(then.train):  # the schedule itself must match
-        free |= SCHEDULE_LENGTH
+    is_constant = now.train.lr_scheduler_type == then.train.lr_scheduler_type == "constant"
+    if is_constant or now.train.extend:
+        free |= SCHEDULE_LENGTH  # a constant rate depends on no length
     if then.train.max_steps == now.train.max_steps is not None:
         free |= {"train.epochs"}  # max_steps overrides them
     if then.tuning.mode == now.tuning.mode == "full":

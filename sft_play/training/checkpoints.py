@@ -262,11 +262,9 @@ def keeping_types(trainer: "SftTrainer") -> Iterator[None]:
     saved: dict[int, dict[str, Any]] = {}
 
     def restore(loaded: torch.optim.Optimizer) -> None:
-        parameters = [part for group in loaded.param_groups for part in group["params"]]
-        for number, values in saved.items():
-            state = loaded.state[parameters[number]]
-            for name, value in values.items():
-                if torch.is_tensor(value) and value.dtype != state[name].dtype:
+        for number, state in loaded.state_dict()["state"].items():
+            for name, value in saved[number].items():
+                if torch.is_tensor(value):
                     state[name] = value.to(state[name].device)
 
     before = optimizer.register_load_state_dict_pre_hook(

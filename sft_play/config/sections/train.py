@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from sft_play.config import metrics
-from sft_play.config.schedules import SCHEDULES
+from sft_play.config.schedules import OPTIMIZERS, SCHEDULES
 from sft_play.config.sections.base import (
     Auto,
     Epochs,
@@ -74,15 +74,8 @@ class TrainSection(Section):
     )
     lr_scheduler_kwargs: dict[str, Any] = Field(
         {},
-        json_schema_extra={
-            "structured": True,
-            "write": "a mapping of the schedule's options, such as {min_lr_rate: 0.1}",
-        },
-        description="Options of the schedule, by transformers' names; each has a default. "
-        "cosine_with_min_lr: min_lr_rate, a share of the peak (0.1), or min_lr, a rate. "
-        "warmup_stable_decay: num_decay_steps (0.1; a value under 1 is a fraction of the run), "
-        "min_lr_ratio (0), decay_type (cosine). polynomial: lr_end (1e-7), power (1). "
-        "inverse_sqrt: timescale, in steps (those of the warm-up).",
+        json_schema_extra={"structured": True, "write": "options such as {min_lr_rate: 0.1}"},
+        description="Options of the schedule by transformers' names (docs/concepts.md).",
     )
     warmup_steps: NonNegativeFloat = Field(
         0.03,
@@ -96,30 +89,13 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="Gradients are clipped to this global L2 norm; 0 does not clip."
     )
-    optim: Literal[
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "paged_adamw_32bit",
-        "muon",
-        "adafactor",
-        "lion",
-        "lion_8bit",
-        "sgd",
-    ] = Field(
+    optim: Literal[*OPTIMIZERS] = Field(
         "adamw_torch_fused",
         description="Optimizer; the 8-bit and paged ones and lion are bitsandbytes', and paging "
-        "needs a GPU. muon is for mode full: torch's Muon for the matrices of the layers, AdamW "
-        "for embeddings, head, stacked experts, norms and biases.",
+        "needs a GPU. muon is for mode full (docs/concepts.md).",
     )
-    adam_beta1: Fraction = Field(
-        0.9, description="Decay of Adam's first moment; Lion's weight of its momentum in a step."
-    )
-    adam_beta2: Fraction = Field(
-        0.999,
-        description="Decay of Adam's second moment, and of Lion's momentum (its authors: 0.99).",
-    )
+    adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment; Lion's first.")
+    adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment; Lion's second.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
     neftune_noise_alpha: PositiveFloat | None = Field(
         None,
