@@ -59,6 +59,8 @@ def random_value(
         return dice.choice([None, "auto", "sequential", names])
     if path == "model.template_kwargs":
         return {text(dice): dice.choice([True, 0.5, text(dice)]) for _ in range(dice.randrange(3))}
+    if path == "train.lr_scheduler_kwargs":
+        return dice.choice([{}, {"num_cycles": 1 / 3}, {"power": 2}, {"decay_type": "1-sqrt"}])
     if path == "train.metric_for_best_model":
         return dice.choice(["eval_loss", "eval_rougeL"])
     if path == "train.metrics":

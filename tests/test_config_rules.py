@@ -57,9 +57,10 @@ CASES = [
         ["train.warmup_steps=10", "train.max_steps=10"],
     ),
     (["train.warmup_steps=1.5"], ["train.warmup_steps=0.5"]),
+    (["train.optim=muon", "tuning.mode=lora"], ["train.optim=muon", "tuning.mode=full"]),
     (
-        ["tuning.mode=full", "tuning.backend=unsloth", "train.optim=paged_adamw_8bit"],
-        ["tuning.mode=full", "tuning.backend=bnb", "train.optim=paged_adamw_8bit"],
+        ["tuning.backend=unsloth", "train.optim=lion_8bit"],
+        ["tuning.backend=unsloth", "train.optim=paged_adamw_8bit"],
     ),
     (["model.dtype=float16", "tuning.mode=full"], ["model.dtype=float16", "tuning.mode=lora"]),
     (["tuning.lora.target_modules=[]"], ["tuning.lora.target_modules=[]", "tuning.mode=full"]),
@@ -155,6 +156,13 @@ def test_the_case_beside_it_is_allowed(kept):
     assert {loaded.origin[entry.partition("=")[0]] for entry in kept} == {
         f"--set {entry.partition('=')[0]}" for entry in kept
     }
+
+
+def test_unsloth_has_no_paged_optimizers_for_every_weight():
+    paged = ["tuning.mode=full", "train.optim=paged_adamw_8bit", "tuning.backend={}"]
+    load(EMPTY, None, [word.format("bnb") for word in paged])
+    with pytest.raises(ConfigError, match="every weight without paging; set TRAIN_OPTIM="):
+        load(EMPTY, None, [word.format("unsloth") for word in paged])
 
 
 @pytest.mark.parametrize(

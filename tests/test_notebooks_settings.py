@@ -128,7 +128,19 @@ def test_functions_that_reshape_rows_are_named(tmp_path):
         ("per_device_train_batch_size=size // 2", "train.batch_size", 4),
         ("learning_rate=float(x)", "train.learning_rate", "auto"),
         ("optim='adamw_bnb_8bit'", "train.optim", "adamw_8bit"),
-        ("optim='lion_8bit'", "train.optim", "adamw_torch_fused"),
+        ("optim='lion_32bit'", "train.optim", "lion"),
+        ("optim='lion_8bit'", "train.optim", "lion_8bit"),
+        ("optim='lomo'", "train.optim", "adamw_torch_fused"),
+        (
+            "lr_scheduler_type='warmup_stable_decay'",
+            "train.lr_scheduler_type",
+            "warmup_stable_decay",
+        ),
+        (
+            "lr_scheduler_kwargs={'min_lr_rate': 0.2}, lr_scheduler_type='cosine_with_min_lr'",
+            "train.lr_scheduler_kwargs",
+            {"min_lr_rate": 0.2},
+        ),
         ("evaluation_strategy='steps', eval_steps=7", "train.eval_steps", 7),
         ("bf16=not is_bfloat16_supported()", "train.bf16", "auto"),
         ("fp16=True", "train.fp16", True),
@@ -148,7 +160,11 @@ def test_values_are_read_where_they_can_be_and_fit(arguments, path, value, tmp_p
     ("arguments", "words"),
     [
         ("learning_rate=float(x)", "learning_rate = float(x)"),
-        ("optim='lion_8bit'", "optim = 'lion_8bit'"),
+        ("optim='lomo'", "optim = 'lomo'"),
+        (
+            "lr_scheduler_type='cosine_with_restarts', lr_scheduler_kwargs={'num_cycles': 2}",
+            "train.lr_scheduler_kwargs is left out",
+        ),
         ("per_device_train_batch_size=0", "per_device_train_batch_size = 0"),
         ("**more", "SFTConfig"),
         ("", "train.learning_rate"),

@@ -83,6 +83,12 @@ REFUSED: dict[type[Exception], list[tuple[str, str, str]]] = {
             "train.strategy=fsdp tuning.mode=full train.optim=adamw_8bit",
             "TRAIN_OPTIM=adamw_torch_fused",
         ),
+        *(
+            (gpus, f"tuning.mode=full train.optim={optim} {strategy}", "TRAIN_STRATEGY=ddp")
+            for optim in ("muon", "adafactor")
+            for gpus, strategy in (("2xH200", "train.strategy=fsdp"), ("2xH200", ZERO_3))
+        ),
+        ("2xH200", "tuning.mode=full train.optim=lion train.strategy=fsdp", "TRAIN_STRATEGY=zero2"),
         ("2xT4", "train.strategy=fsdp tuning.mode=full", "float16"),
         ("2xH200", "train.strategy=zero3 tuning.lora.use_dora=true", "ZeRO-3"),
         ("2xH200", f"{LLAMA} train.strategy=ep", "TRAIN_STRATEGY=ddp"),

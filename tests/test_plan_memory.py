@@ -238,10 +238,25 @@ def test_adams_moments_have_the_type_of_the_weights():
 
     assert state_bytes("adamw_torch", weight_bytes=4) == 8
     assert state_bytes("adamw_torch", weight_bytes=2) == 4
-    assert state_bytes("adamw_8bit") == 2
+    in_32_bits = EIGHT_B.vocab * EIGHT_B.hidden / EIGHT_B.parameters  # the embedding
+    assert state_bytes("adamw_8bit") == pytest.approx(2 + 6 * in_32_bits)
+    assert state_bytes("adamw_8bit", zero_stage=1) == 6  # flat parts, and a copy in float32
+    assert state_bytes("lion", weight_bytes=2) == 4
+    assert state_bytes("lion_8bit") == pytest.approx(1 + 3 * in_32_bits)
     assert state_bytes("sgd") == 0
     # with a float32 copy of the weights
     assert state_bytes("adamw_torch", weight_bytes=4, zero_stage=1) == 12
+
+
+def test_adafactor_and_muon_keep_and_allocate_less_than_adamw():
+    full = {"mode": "full", "weight_bytes": 2}
+    adamw = held(**full, optim="adamw_torch").optimizer
+    assert held(**full, optim="adafactor").optimizer < 0.02 * EIGHT_B.parameters
+    assert held(**full, optim="muon").optimizer == adamw - 2 * EIGHT_B.block_weights
+    # of one matrix: the embedding, in float32 four times; an MLP's in bfloat16
+    embedding, mlp = EIGHT_B.vocab * EIGHT_B.hidden, EIGHT_B.intermediate * EIGHT_B.hidden
+    assert held("optimizer", **full, optim="adafactor").activations == 16 * embedding
+    assert held("optimizer", **full, optim="muon").activations == 10 * mlp
 
 
 def test_only_autocast_keeps_a_second_copy_of_full_weights():

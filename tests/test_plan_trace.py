@@ -30,11 +30,9 @@ from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import (
-    OPTIMIZERS,
     StepMeter,
     StepSetup,
     measure_step,
-    state_bytes,
     storage_bytes,
 )
 from sft_play.models.trace import setup_of, trace_step
@@ -183,35 +181,6 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode, fold
     assert found.adapters == found.gradients == adapters > 0
     assert found.weights == sum(tensor.nbytes for tensor in tensors.values()) - adapters
     assert found.buffers == sum(buffer.nbytes for buffer in model.buffers())
-
-
-@pytest.mark.parametrize(
-    "optim, mode",
-    [
-        *(("adamw_torch", mode) for mode in ("lora", "full")),
-        *(("adamw_8bit", mode) for mode in ("lora", "full")),
-        ("sgd", "lora"),
-        # fused and paged ones have the state of those
-        *(
-            long(optim, "lora")
-            for optim in sorted({*OPTIMIZERS} - {"adamw_torch", "adamw_8bit", "sgd"})
-        ),
-    ],
-)
-def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
-    optim, mode, plan_run, build_trainer
-):
-    settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
-    folder = plan_run({**settings, "train.fast_path": False})  # kernels train the same weights
-    trainer, _ = build_trainer(folder)
-    optimizer = trainer.create_optimizer()
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    traced = trace_step(StepSetup(folder.read_config(), "cpu", 0, zero_stage=0, accumulates=True))
-    assert traced.optimizer == state_bytes(optimizer, on_gpu=False)
-    assert (traced.optimizer > 0) == (optim != "sgd")
 
 
 def saved_bytes(model: torch.nn.Module) -> int:

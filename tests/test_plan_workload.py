@@ -65,6 +65,13 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told():
     assert work_of("train.warmup_steps=0.5", "train.epochs=0.01").warning is None
 
 
+def test_a_decay_that_is_longer_than_the_run_is_reported():
+    stable = ("train.lr_scheduler_type=warmup_stable_decay", "train.epochs=1")
+    assert work_of(*stable).warning is None
+    warning = work_of(*stable, "train.lr_scheduler_kwargs={num_decay_steps: 50}").warning
+    assert "num_decay_steps=50 are more than the run's 38 steps" in warning
+
+
 def test_hours_are_steps_of_these_rows():
     found = work_of("train.epochs=2")
     assert found.gpu_hours == pytest.approx(2 * found.seconds / 3600)

@@ -87,6 +87,20 @@ def test_the_learning_rate_follows_from_mode_and_size(mode, parameters, rate):
 
 
 @pytest.mark.parametrize(
+    ("optim", "rate", "reason"),
+    [
+        ("lion", 2e-6, "a fifth of AdamW's for Lion"),
+        ("lion_8bit", 2e-6, "a fifth of AdamW's for Lion"),
+        ("muon", 1e-5, "AdamW's for Muon"),
+        ("adafactor", 1e-5, "AdamW's for Adafactor"),
+    ],
+)
+def test_the_learning_rate_follows_from_the_optimizer(optim, rate, reason):
+    found = recipe.choose_learning_rate("full", 8_000_000_000, optim)
+    assert found == (rate, f"full of 8.00 billion weights, {reason}")
+
+
+@pytest.mark.parametrize(
     ("rows", "epochs"),
     [(1, 10), (200, 10), (500, 7), (1200, 3), (8_333, 3), (8_334, 2), (12_501, 1), (10**6, 1)],
 )

@@ -34,7 +34,7 @@ OPTIMIZERS = get_args(TrainSection.model_fields["optim"].annotation)
 # warm-up, limit of the gradients' norm, weight decay
 VARIANTS = ((0, 1.0, 0.1), (3, 0.0, 0.1), (0.34, 0.05, 0.0), (2, 0.05, 0.1))
 ALL = [(schedule, optim) for schedule in SCHEDULES for optim in OPTIMIZERS]
-SAMPLE = [(SCHEDULES[n], OPTIMIZERS[n]) for n in range(6)]
+SAMPLE = [(SCHEDULES[n % len(SCHEDULES)], optim) for n, optim in enumerate(OPTIMIZERS)]
 # bitsandbytes keeps states of 4,096 numbers and more in 8 bits, those of embeddings in 32
 SMALLEST_IN_8_BITS, BLOCK = 4096, 256
 
@@ -52,17 +52,19 @@ def expected_rate(schedule: str, step: int, asked_warmup: float) -> float:
             return RATE * left
         case "cosine":
             return RATE * (1 - math.cos(math.pi * left)) / 2
+        case "cosine_with_min_lr":
+            return RATE * (0.1 + 0.9 * (1 - math.cos(math.pi * left)) / 2)
         case "polynomial":
             return 1e-7 + (RATE - 1e-7) * left
         case "inverse_sqrt":
             scale = warmup or 10_000
             return RATE / math.sqrt((step - warmup + scale) / scale)
-    return RATE
+    return RATE  # of warmup_stable_decay, too: its decay of one step begins at the peak
 
 
 @dataclass
 class Oracle:
-    """AdamW or SGD with clipped gradients, one tensor at a time."""
+    """An optimizer with clipped gradients, one tensor at a time."""
 
     optim: str
     max_norm: float
@@ -84,6 +86,15 @@ class Oracle:
             if self.optim == "sgd":
                 found[name] = -rate * (g + decay * weights[name])
                 continue
+            if self.optim == "muon" and g.ndim == 2 and not is_vocabulary(name):
+                found[name] = self.by_muon(name, weights[name], g, rate, decay)
+                continue
+            if self.optim == "adafactor":
+                found[name] = -rate * (self.by_adafactor(name, g) + decay * weights[name])
+                continue
+            if self.optim.startswith("lion"):
+                found[name] = -rate * (self.by_lion(name, g) + decay * weights[name])
+                continue
             first, second = self.moments.get(name, [torch.zeros_like(g), torch.zeros_like(g)])
             # rounded as by bitsandbytes: another last bit is another state in 8 bits
             first = torch.add(0.9 * first, g, alpha=1 - 0.9)
@@ -92,9 +103,50 @@ class Oracle:
             change = change / ((second / (1 - 0.999**self.step)).sqrt() + 1e-8)
             found[name] = -rate * (change + decay * weights[name])
             self.moments[name] = [first, second]
-            if "8bit" in self.optim and g.numel() >= SMALLEST_IN_8_BITS and "embed" not in name:
+            if self.is_in_8_bits(name, g):
                 self.moments[name] = [in_8_bits(first, True), in_8_bits(second, False)]
         return found
+
+    def is_in_8_bits(self, name: str, gradient: Tensor) -> bool:
+        is_large = gradient.numel() >= SMALLEST_IN_8_BITS
+        return "8bit" in self.optim and is_large and "embed" not in name
+
+    def by_lion(self, name: str, g: Tensor) -> Tensor:
+        """Return the update of Chen et al. 2023, algorithm 2."""
+        (moment,) = self.moments.get(name, [torch.zeros_like(g)])
+        change = (0.9 * moment + (1 - 0.9) * g).sign()
+        moment = 0.999 * moment + (1 - 0.999) * g
+        self.moments[name] = [in_8_bits(moment, True) if self.is_in_8_bits(name, g) else moment]
+        return change
+
+    def by_adafactor(self, name: str, g: Tensor) -> Tensor:
+        """Return the update of Shazeer and Stern 2018, algorithms 4 and 5, with beta1 = 0."""
+        decay = 1 - self.step**-0.8
+        square = g**2 + 1e-30
+        if g.ndim == 2:
+            means = [square.mean(dim=1), square.mean(dim=0)]
+        else:
+            means = [square]
+        old = self.moments.get(name, [torch.zeros_like(mean) for mean in means])
+        kept = [decay * a + (1 - decay) * b for a, b in zip(old, means, strict=True)]
+        self.moments[name] = kept
+        second = kept[0]
+        if g.ndim == 2:
+            second = torch.outer(kept[0], kept[1]) / kept[0].mean()
+        change = g / second.sqrt()
+        return change / (change.norm() / change.numel() ** 0.5).clamp(min=1.0)
+
+    def by_muon(self, name: str, weight: Tensor, g: Tensor, rate: float, decay: float) -> Tensor:
+        """Return what torch's Muon adds to a weight that it has by itself."""
+        own = torch.nn.Parameter(weight.clone())
+        own.grad = g
+        optimizer = torch.optim.Muon(
+            [own], rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizer.state[own]["momentum_buffer"] = self.moments.get(name, [torch.zeros_like(g)])[0]
+        optimizer.step()
+        self.moments[name] = [optimizer.state[own]["momentum_buffer"]]
+        return own.detach() - weight
 
 
 def in_8_bits(numbers: Tensor, signed: bool) -> Tensor:
@@ -102,6 +154,10 @@ def in_8_bits(numbers: Tensor, signed: bool) -> Tensor:
     code = bnb.create_dynamic_map(signed)
     packed, state = bnb.quantize_blockwise(numbers, code=code, blocksize=BLOCK)
     return bnb.dequantize_blockwise(packed, state)
+
+
+def is_vocabulary(name: str) -> bool:
+    return "embed" in name or "lm_head" in name
 
 
 def is_undecayed(name: str) -> bool:

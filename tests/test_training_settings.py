@@ -35,6 +35,7 @@ def arguments_of(plan_run):
 SAME = {
     "learning_rate": 0.125,
     "lr_scheduler_type": "polynomial",
+    "lr_scheduler_kwargs": {"power": 2},
     "warmup_steps": 0.25,
     "weight_decay": 0.5,
     "max_grad_norm": 0.75,

@@ -53,7 +53,6 @@ class Backend:
     needs_gpu: bool
     min_capability: tuple[int, int]  # of a GPU, (0, 0) where any will do
     computes_in_float32: bool
-    has_paged_full_optimizers: bool  # train.optim=paged_* under tuning.mode=full
     runs_under_deepspeed: bool
     runs_under_fsdp: bool
     takes_device_map: bool  # one model over the GPUs of one process
@@ -78,7 +77,6 @@ BNB = Backend(
     needs_gpu=False,
     min_capability=(0, 0),
     computes_in_float32=True,
-    has_paged_full_optimizers=True,
     runs_under_deepspeed=True,
     runs_under_fsdp=True,
     takes_device_map=True,
@@ -102,7 +100,6 @@ UNSLOTH = Backend(
     needs_gpu=True,
     min_capability=(7, 0),  # the least that Unsloth's documentation asks for
     computes_in_float32=False,
-    has_paged_full_optimizers=False,
     runs_under_deepspeed=False,
     runs_under_fsdp=False,
     takes_device_map=False,

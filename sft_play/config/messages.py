@@ -83,8 +83,15 @@ def is_switch(path: str) -> bool:
 VALUES = {
     ("train.optim", "adamw_bnb_8bit"): "adamw_8bit",
     ("train.optim", "adamw_hf"): "adamw_torch",
+    ("train.optim", "lion_32bit"): "lion",
+    ("train.optim", "paged_adamw"): "paged_adamw_32bit",
     ("train.gradient_checkpointing", "unsloth"): True,
 }
+PLATEAU = (
+    "its rates would depend on how often a run evaluates; write cosine_with_min_lr. "
+    "TRAIN_EARLY_STOPPING_PATIENCE=3 with TRAIN_EVAL_STRATEGY=epoch ends a run that no longer "
+    "improves"
+)
 
 
 def invalid(path: str, located: Located) -> str:
@@ -96,6 +103,8 @@ def invalid(path: str, located: Located) -> str:
     typed = word(value) if located.text is None else _shorten(located.text)
     known = VALUES.get((path, value)) if isinstance(value, str) else None
     write = f"write {wanted(path) if known is None else word(known)}"
+    if value == "reduce_lr_on_plateau":
+        write = PLATEAU
     if value is None and not typed:
         sentence = f" has no value; {write}, or delete the line"
     elif isinstance(value, dict) and not is_structured(path):

@@ -56,7 +56,8 @@ MUST_MATCH = """
     tuning.lora.loraplus_lr_ratio tuning.lora.layers_to_transform tuning.lora.modules_to_save
     tuning.lora.trainable_tokens tuning.towers tuning.towers_learning_rate
     train.effective_batch_size train.learning_rate data.order
-    train.lr_scheduler_type train.warmup_steps train.weight_decay train.max_grad_norm train.optim
+    train.lr_scheduler_type train.lr_scheduler_kwargs train.warmup_steps train.weight_decay
+    train.max_grad_norm train.optim
     train.adam_beta1 train.adam_beta2 train.adam_epsilon train.neftune_noise_alpha
     train.router_aux_loss_coef train.deliver_as train.epochs train.max_steps train.seed
     train.data_seed data.columns data.on_bad_row data.on_overlap data.train_on data.reasoning

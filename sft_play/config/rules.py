@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sft_play.config import schedules
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
 from sft_play.config.metrics import find_problems, produced
 from sft_play.config.schema import Config, LoraSection, SourceSection
@@ -224,12 +225,21 @@ RULES = (
     ),
     Rule(
         ("tuning.mode", "train.optim"),
+        lambda c: c.train.optim == "muon" and c.tuning.mode != "full",
+        "Muon is for the matrices of a model, and adapters are factors of one; set "
+        "TRAIN_OPTIM=adamw_torch_fused, or TUNING_MODE=full",
+    ),
+    Rule(
+        ("tuning.backend", "tuning.mode", "train.optim"),
         lambda c: (
-            c.tuning.mode == "full"
-            and c.train.optim.startswith("paged")
-            and not backend_of(c).has_paged_full_optimizers
+            backend_of(c).has_own_kernels
+            and (
+                c.train.optim in schedules.UNUSUAL
+                or (c.tuning.mode == "full" and c.train.optim.startswith("paged"))
+            )
         ),
-        "Unsloth trains every weight without paged optimizers; use adamw_8bit or adamw_torch",
+        "Unsloth trains with AdamW and SGD, every weight without paging; set "
+        "TRAIN_OPTIM=adamw_8bit, or TUNING_BACKEND=bnb",
     ),
     Rule(
         ("model.dtype", "tuning.mode"),
@@ -365,6 +375,7 @@ def broken(config: Config, described: Callable[[str], str]) -> list[str]:
         for rule in RULES
         if rule.when(config)
     ]
+    found += schedules.find_problems(config.train, described)
     return [*found, *_metric_problems(config, described)]
 
 

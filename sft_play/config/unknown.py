@@ -61,6 +61,7 @@ SAME_SETTING = names_by_meaning(
         "train.effective_batch_size": "global_batch_size total_batch_size",
         "train.learning_rate": "lr peak_lr",
         "train.lr_scheduler_type": "lr_scheduler scheduler scheduler_type",
+        "train.lr_scheduler_kwargs": "scheduler_kwargs lr_scheduler_args",
         "train.warmup_steps": "warmup warmup_ratio num_warmup_steps",
         "train.optim": "optimizer optimizer_type",
         "train.max_grad_norm": "gradient_clipping grad_clip max_norm",
@@ -139,6 +140,9 @@ ADVICE = names_by_meaning(
         "default, gaussian and orthogonal": "pissa_init",
         "write tuning.lora.target_modules: all-linear": "lora_target_linear",
         "it follows from the model; nothing to set": "lora_fan_in_fan_out",
+        # schedule
+        "write train.lr_scheduler_type: cosine_with_min_lr and train.lr_scheduler_kwargs: "
+        "{min_lr_rate: 0.1}": "cosine_min_lr_ratio min_lr min_lr_rate min_lr_ratio",
         # attention and kernels
         "write model.attn_implementation: flash_attention_2; the fused kernels "
         "(train.fast_path) need no flash-attn": """

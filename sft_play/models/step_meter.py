@@ -9,11 +9,10 @@ of `plan.memory`.
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from bitsandbytes import optim as bnb_optim
+from bitsandbytes.optim import GlobalOptimManager
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,21 +23,11 @@ from sft_play.config.schema import Config
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
+from sft_play.models.optimizers import OPTIMIZERS, hidden_matrices
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.plan.memory import StepBytes
 from sft_play.plan.ranks import precision
 from sft_play.process import DTYPES
-
-# The optimizers that Trainer creates for train.optim. A paged state has the same bytes, but the
-# driver may move them to the host.
-OPTIMIZERS: dict[str, Any] = {
-    "adamw_torch": torch.optim.AdamW,
-    "adamw_torch_fused": partial(torch.optim.AdamW, fused=True),
-    "adamw_8bit": partial(bnb_optim.AdamW, optim_bits=8),
-    "paged_adamw_8bit": partial(bnb_optim.AdamW, optim_bits=8),
-    "paged_adamw_32bit": bnb_optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -235,7 +224,7 @@ class StepMeter:
         with self.tracker:
             if not self.setup.zero_stage:
                 on_gpu = self.setup.on_gpu
-                optimizer = make_optimizer(self.trained, self.setup.config.train.optim, on_gpu)
+                optimizer = make_optimizer(self.model, self.setup.config.train.optim, on_gpu)
                 optimizer.step()
                 state = state_bytes(optimizer, on_gpu)
                 before = self.tracker.reset_peak()
@@ -318,15 +307,22 @@ class StepMeter:
         return {**inputs, "attention_mask": mask}
 
 
-def make_optimizer(
-    parameters: list[nn.Parameter], optim: str, on_gpu: bool
-) -> torch.optim.Optimizer:
+def make_optimizer(model: PreTrainedModel, optim: str, on_gpu: bool) -> torch.optim.Optimizer:
     """Return the optimizer that Trainer creates for `train.optim`."""
-    options = {}
+    options: dict[str, Any] = {}
     if on_gpu and optim in ("adamw_torch", "sgd"):
         options["foreach"] = True
+    if optim == "muon":
+        options["matrices"] = hidden_matrices(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if "8bit" in optim:  # as Trainer, which keeps embeddings in 32 bits
+        manager = GlobalOptimManager.get_instance()
+        manager.initialize()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
     with unset_fake_temporarily():  # bitsandbytes creates tables of 8-bit values
-        return OPTIMIZERS[optim](parameters, lr=0.0, **options)
+        return OPTIMIZERS[optim]([{"params": trained}], lr=0.0, **options)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, on_gpu: bool) -> int:

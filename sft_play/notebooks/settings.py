@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sft_play.config.loader import nested
+from sft_play.config.messages import VALUES
 from sft_play.config.present import Line, commented_yaml
 from sft_play.config.schema import Config, settings
 from sft_play.config.unknown import ADVICE, SAME_SETTING
@@ -59,7 +60,6 @@ CHOSEN_HERE = {
     "train.lr_scheduler_type": "cosine",
     "train.warmup_steps": "0.03 of the run",
 }
-OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"}
 TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
 FILE_BUILDERS = ("json", "csv", "parquet", "text")
 TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
@@ -213,6 +213,9 @@ def _agree(carried: Carried, has_adapters: bool) -> None:
         rest = [name for name in targets if name not in whole]
         lines[adapted] = replace(lines[adapted], value=rest)
         lines.setdefault(saved, Line(saved, whole, "trained whole, as Unsloth does"))
+    options = "train.lr_scheduler_kwargs"
+    if "train.lr_scheduler_type" not in lines and lines.pop(options, None) is not None:
+        carried.look(None, f"{options} is left out: it is of a schedule that is not carried")
     if carried.value("train.eval_strategy") in (None, "no"):
         for path in COMPARES_CHECKPOINTS:
             if lines.pop(path, None) is not None:
@@ -337,7 +340,7 @@ def adapt_value(path: str, value: Any) -> Any:
         case "train.gradient_checkpointing":
             value = bool(value)
         case "train.optim":
-            value = OPTIMIZERS.get(str(value), value)
+            value = VALUES.get((path, str(value)), value)
         case "train.bf16" | "train.fp16":
             value = value if value in (True, False, AUTO) else None
         case "train.report_to":

@@ -301,3 +301,24 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     # its cast and its gradient in 16 bits; then the gradient in both types
     cast = 2 * step.compute_bytes * matrix
     return _Moments(forward + cast, hidden + (step.compute_bytes + 4) * matrix)
+
+
+def stepping_bytes(step: StepSpec, gradients: int) -> int:
+    """Return the bytes that an optimizer step allocates while it runs, over so many of gradients.
+
+    torch's foreach steps copy all gradients, fused and 8-bit ones nothing. ZeRO flattens and casts
+    the gradients, as seen on a CPU. Adafactor and Muon compute in copies of one matrix at a time.
+    """
+    if step.zero_stage:
+        return gradients * (1 if step.zero_stage == 3 else 2)
+    if step.optim == "adamw_torch":
+        return gradients
+    model = step.model
+    if step.optim == "adafactor" and step.is_full:
+        sizes = [kind.weights // kind.count for kind in model.matrices]
+        copies = 2 if step.trained_bytes == 4 else 4  # of 16-bit weights and gradients, too
+        return 4 * copies * max(model.vocab * model.hidden, *sizes)
+    if step.optim == "muon":  # in bfloat16, with two products of the matrix and its transpose
+        sizes = [kind.inputs * kind.outputs for kind in model.matrices]
+        return (step.trained_bytes + 8) * max(sizes, default=0)
+    return 0

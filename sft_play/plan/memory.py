@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
     layer_working_bytes,
+    stepping_bytes,
     working_bytes,
 )
 from sft_play.plan.devices import GIB
@@ -118,7 +119,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         "load": _loading(step, held),
         "forward": forward,
         "backward": max(_backward(step, layout), key=lambda moment: moment.total),
-        "optimizer": replace(held, activations=_gradient_copies(step) * held.gradients),
+        "optimizer": replace(held, activations=stepping_bytes(step, held.gradients)),
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
@@ -225,17 +226,6 @@ def _loading_experts(step: StepSpec) -> int:
     return int(copies * step.compute_bytes * (largest.weights // largest.count))
 
 
-def _gradient_copies(step: StepSpec) -> int:
-    """Return how often an optimizer step copies the gradients.
-
-    torch's foreach steps do once, fused and 8-bit ones do not. ZeRO flattens and casts them, as
-    seen on a CPU.
-    """
-    if step.zero_stage:
-        return 1 if step.zero_stage == 3 else 2
-    return int(step.optim == "adamw_torch")
-
-
 def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
     """Return the moments of the backward pass that may hold most: its begin and its end."""
     held = _held(step, layout)
@@ -311,7 +301,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
         buckets = step.trained_bytes * shared.trained_weights
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
-    optimizer = (step.moment_bytes + step.master_bytes) * trained // optimizer_shards
+    optimizer = (step.state_bytes + step.master_bytes * trained) // optimizer_shards
     gradients = step.trained_bytes * trained // gradient_shards
     on_host = step.is_gpu and step.offloads_training
     return PhaseBytes(

@@ -13,6 +13,7 @@ from packaging.version import Version
 from sft_play.config.backends import backend_of
 from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
+from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.cards import Card
@@ -114,7 +115,13 @@ def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
 
 
 def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
-    """Raise ConfigError for a base in float8, and for trained towers, under DeepSpeed."""
+    """Raise ConfigError for what DeepSpeed cannot train."""
+    if loaded.config.train.optim in MATRIX_OPTIMIZERS and ranks.strategy == "deepspeed":
+        raise ConfigError(
+            f"{loaded.described('train.optim')}: it steps whole matrices, and DeepSpeed cuts flat "
+            "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
+            "TRAIN_STRATEGY=ddp"
+        )
     if loaded.config.tuning.trains_towers and ranks.strategy == "deepspeed":
         raise ConfigError(
             f"{loaded.described('tuning.towers')}: ZeRO sums gradients in the order in which they "

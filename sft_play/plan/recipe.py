@@ -17,6 +17,7 @@ from sft_play.config.loader import (
     LoadedConfig,
     is_shipped_model,
 )
+from sft_play.config.schedules import LION, MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.plan.model_shape import ModelShape
@@ -31,6 +32,10 @@ ADAPTER_RATES = ((30e9, 2e-4), (math.inf, 1e-4))
 # A tenth of an adapter's (the same article); of larger models less: 2e-5 and 5e-6 for 7B and 8B
 # (Alpaca, Tulu 3), 1e-5 and 2e-6 for 65B and 70B (LIMA, Tulu 3). These are the means of such pairs.
 FULL_RATES = ((3e9, 2e-5), (30e9, 1e-5), (math.inf, 5e-6))
+# Lion's rate is 3 to 10 times smaller than AdamW's (Chen et al. 2023, arXiv 2302.06675, section 5).
+# Muon, scaled to the RMS of AdamW's update, has AdamW's rate (Moonshot 2025, arXiv 2502.16982). So
+# has Adafactor, whose update has an RMS of 1 at most (Shazeer and Stern 2018, section 6).
+LION_SHARE = 5
 
 # As OpenAI's cookbook chooses them: three passes, and fewer where that is more than 25,000 rows
 EPOCHS = 3
@@ -82,7 +87,9 @@ def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
     config = loaded.config
     choices: dict[str, Choice] = {}
     if config.train.learning_rate == "auto":
-        choices["train.learning_rate"] = choose_learning_rate(config.tuning.mode, facts.parameters)
+        choices["train.learning_rate"] = choose_learning_rate(
+            config.tuning.mode, facts.parameters, config.train.optim
+        )
     if config.train.epochs == "auto":
         choices["train.epochs"] = choose_epochs(facts.rows)
     if config.model.max_seq_len == "auto":
@@ -105,18 +112,24 @@ def is_settled(config: Config) -> bool:
     return config.train.learning_rate != "auto" and not depends_on_rows(config)
 
 
-def choose_learning_rate(mode: str, parameters: int | None) -> Choice:
-    """Return the peak learning rate of AdamW for a mode and the model's number of weights.
+def choose_learning_rate(mode: str, parameters: int | None, optim: str = "adamw_torch") -> Choice:
+    """Return the peak learning rate for a mode, the model's number of weights and an optimizer.
 
     >>> choose_learning_rate("lora", 1_540_000_000)
     Choice(value=0.0002, reason='adapters on 1.54 billion weights')
     """
     rates = FULL_RATES if mode == "full" else ADAPTER_RATES
     trained = "full training of" if mode == "full" else "adapters on"
-    if parameters is None:
-        return Choice(rates[0][1], f"{trained} a model of unknown size")
-    rate = next(rate for below, rate in rates if parameters < below)
-    return Choice(rate, f"{trained} {format_count(parameters)} weights")
+    rate = rates[0][1]
+    reason = f"{trained} a model of unknown size"
+    if parameters is not None:
+        rate = next(rate for below, rate in rates if parameters < below)
+        reason = f"{trained} {format_count(parameters)} weights"
+    if optim in LION:
+        return Choice(round(rate / LION_SHARE, 8), f"{reason}, a fifth of AdamW's for Lion")
+    if optim in MATRIX_OPTIMIZERS:
+        reason += f", AdamW's for {optim.capitalize()}"
+    return Choice(rate, reason)
 
 
 def choose_epochs(facts: RowFacts | str) -> Choice:

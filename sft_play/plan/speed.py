@@ -299,8 +299,8 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
     writes weight and state.
     """
     size = _trained_bytes(step)
-    state = step.moment_bytes
     trained = step.of_rank().trained_weights
+    state = step.of_rank().state_bytes / trained
     is_divided = step.zero_stage or step.divides_training
     share = trained / (layout.world_size if is_divided else 1)
     if step.offload or step.offloads_training:

@@ -102,16 +102,15 @@ class Layout:
         return replace(self, fullest_step=None)
 
 
-# Optimizer state for each float32 weight
-ADAM_BYTES = {
-    "adamw_torch": 8,
-    "adamw_torch_fused": 8,
+# Bytes of an optimizer's state for each trained weight
+STATE_BYTES = {
     "paged_adamw_32bit": 8,
     "adamw_8bit": 2,
     "paged_adamw_8bit": 2,
+    "lion": 4,
+    "lion_8bit": 1,
     "sgd": 0,
 }
-TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -360,11 +359,38 @@ class StepSpec:
         return self.weight_bytes if self.is_full else 4
 
     @property
-    def moment_bytes(self) -> int:
-        """Bytes of the optimizer's state for each trained weight."""
-        if self.optim in TORCH_ADAM and not self.zero_stage:
-            return 2 * self.trained_bytes
-        return ADAM_BYTES[self.optim]
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state for all trained weights."""
+        trained = self.trained_weights
+        if self.optim in STATE_BYTES:
+            if "8bit" in self.optim and self.is_full and not self.zero_stage:
+                trained += 3 * self.model.vocab * self.model.hidden  # embeddings stay in 32 bits
+            return STATE_BYTES[self.optim] * trained
+        if self.optim == "adafactor":
+            return 4 * self._factored_moments
+        # of each matrix Muon has a momentum, and AdamW two moments of all else
+        by_muon = 0
+        if self.optim == "muon":
+            by_muon = sum(kind.weights for kind in self.model.matrices if not kind.is_stacked)
+        return (4 if self.zero_stage else self.trained_bytes) * (2 * trained - by_muon)
+
+    @property
+    def _factored_moments(self) -> int:
+        """Numbers of Adafactor's state: one for each row and column, and for each other weight.
+
+        Next to adapters, modules that are trained in full are counted by their weights.
+        """
+        model, options = self.model, self.adapter_options
+        if not self.is_full:
+            of_rank_1 = options.adapter_weights(model, 1, self.lora_targets)
+            adapters = sum(kind.count * kind.experts for kind in self.adapted_matrices)
+            return of_rank_1 + 2 * self.lora_rank * adapters + options.other_weights(model)
+        vocabularies = 1 if model.is_tied else 2
+        sides = vocabularies * (model.vocab + model.hidden)
+        for kind in model.matrices:
+            sides += kind.count * kind.experts * (kind.inputs + kind.outputs)
+        in_matrices = model.block_weights + vocabularies * model.vocab * model.hidden
+        return sides + max(0, self.trained_weights - in_matrices)
 
     @property
     def master_bytes(self) -> int:

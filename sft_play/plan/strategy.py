@@ -11,6 +11,7 @@ from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
@@ -133,7 +134,8 @@ def alternatives(config: Config, is_float16: bool) -> tuple[Engine, ...]:
     engines = [Engine("ddp")]
     if not why_not_fsdp(config, is_float16):
         engines.append(Engine("fsdp"))
-    if backend_of(config).runs_under_deepspeed and not config.tuning.has_float8_base:
+    keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
+    if backend_of(config).runs_under_deepspeed and not keeps_matrices:
         engines += [Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in ZERO_ORDER]
     return tuple(engines)
 
@@ -191,9 +193,10 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
                 "set TRAIN_STRATEGY=zero2, or TRAIN_BF16=true on GPUs that have it"
             )
         if config.train.optim not in DIVISIBLE_OPTIMIZERS:
+            other = "ddp" if config.train.optim in MATRIX_OPTIMIZERS else "zero2"
             return (
                 f"train.optim={config.train.optim} steps whole weights, which FSDP divides in "
-                "tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=zero2"
+                f"tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY={other}"
             )
         return None
     for name in UNSHARDED:
@@ -228,8 +231,8 @@ def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
         )
     if train.optim not in DIVISIBLE_OPTIMIZERS:
         return (
-            f"train.optim={train.optim} keeps numbers for blocks of a matrix, which are of several "
-            "ranks' experts; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=ddp"
+            f"train.optim={train.optim} was only verified where each rank has all experts; set "
+            "TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=ddp"
         )
     if train.context_parallel not in (1, "auto"):
         return (

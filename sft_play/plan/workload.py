@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sft_play.config.schedules import count_steps, options_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.train import TrainSection
 from sft_play.plan.memory import GIB, peak_bytes
@@ -87,22 +88,30 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         tokens_per_second=speed.tokens_per_second if speed else None,
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
-        warning=warm_up_warning(config.train, steps),
+        warning=schedule_warning(config.train, steps),
     )
 
 
-def warm_up_warning(train: Any, steps: int) -> str | None:
-    """Return what is said of a warm-up that is longer than its run, None for any other.
+def schedule_warning(train: Any, steps: int) -> str | None:
+    """Return a warning about a schedule that does not fit its run, None if it fits.
 
     `train` is the section, or the arguments of transformers.
     """
-    if train.warmup_steps <= max(1, steps) or train.lr_scheduler_type == "constant":
-        return None
-    return (
-        f"train.warmup_steps={train.warmup_steps:g} of {steps} steps: the run ends at "
-        f"{100 * steps / train.warmup_steps:.0f} % of its learning rate; lower TRAIN_WARMUP_STEPS "
-        "(under 1 it is a fraction of the run)"
-    )
+    if train.warmup_steps > max(1, steps) and train.lr_scheduler_type != "constant":
+        return (
+            f"train.warmup_steps={train.warmup_steps:g} of {steps} steps: the run ends at "
+            f"{100 * steps / train.warmup_steps:.0f} % of its learning rate; lower "
+            "TRAIN_WARMUP_STEPS (under 1 it is a fraction of the run)"
+        )
+    decay = options_of(train, steps).get("num_decay_steps", 0)
+    warmup = count_steps(train.warmup_steps, steps)
+    if decay and warmup + decay > steps + 1:  # both may be rounded up
+        return (
+            f"train.lr_scheduler_kwargs: {warmup} steps of warm-up and num_decay_steps={decay} are "
+            f"more than the run's {steps} steps, so it starts in the middle of its decay; lower "
+            "num_decay_steps (under 1 it is a fraction of the run)"
+        )
+    return None
 
 
 def _count_steps(train: TrainSection, steps_per_epoch: int) -> int:
@@ -130,7 +139,7 @@ SMALL_FILES_BYTES = 50 << 20  # tokenizer, logs, answers, curves; without weight
 
 def checkpoint_bytes(step: StepSpec) -> int:
     """Return the bytes of a checkpoint of all ranks: trained weights and the optimizer's state."""
-    return step.trained_weights * (step.trained_bytes + step.moment_bytes + step.master_bytes)
+    return step.state_bytes + step.trained_weights * (step.trained_bytes + step.master_bytes)
 
 
 def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:

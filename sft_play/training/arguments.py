@@ -16,7 +16,7 @@ from sft_play.runs.folder import RunFolder
 NEVER = 10**9  # steps: an interval that no run reaches
 # Settings that are arguments of the same name and value. warmup_steps below 1 is a fraction in both
 UNCHANGED = """
-    learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm
     adam_beta1 adam_beta2 adam_epsilon seed data_seed logging_steps
     dataloader_pin_memory bf16 fp16
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout
@@ -24,6 +24,8 @@ UNCHANGED = """
 """.split()
 
 
+# Optimizers by transformers' names; it has no Muon, which training.build gives to Trainer
+OPTIMIZERS = {"adamw_8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "muon": "adamw_torch_fused"}
 # Ours by those of newer versions of transformers
 RENAMED = {"gradient_checkpointing": "activation_checkpointing"}
 
@@ -98,7 +100,7 @@ def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
     uses_deepspeed = plan.deepspeed is not None
     return {
         "dataloader_num_workers": train.loader_processes,
-        "optim": "adamw_bnb_8bit" if train.optim == "adamw_8bit" else train.optim,
+        "optim": OPTIMIZERS.get(train.optim, train.optim),
         "num_train_epochs": train.epochs,
         "max_steps": train.max_steps or -1,
         # it logs 0.0 in place of NaN, and synchronizes with the GPU in every micro-step

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
@@ -21,6 +22,7 @@ from sft_play.models.fast.graphs.recording import accumulators_for_recordings
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
+from sft_play.models.optimizers import Muon, hidden_matrices
 from sft_play.plan.fast import RECORDING_STRATEGIES
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
@@ -77,6 +79,7 @@ def build_trainer(
         evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
         stamp=run_stamp,
+        optimizer_cls_and_kwargs=optimizer_of(config.train.optim, arguments, model),
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         towers_learning_rate=config.tuning.towers_learning_rate,
         context=sharing_ranks(context, data, model),
@@ -99,6 +102,21 @@ def build_trainer(
             trainer.state.log_history, trainer.best_metric
         )
     return trainer
+
+
+def optimizer_of(
+    optim: str, arguments: TrainingArguments, model: nn.Module
+) -> tuple[type[Muon], dict[str, Any]] | None:
+    """Return Muon and its options; None for an optimizer that Trainer creates itself."""
+    if optim != "muon":
+        return None
+    return Muon, {
+        "lr": arguments.learning_rate,
+        "matrices": hidden_matrices(model),
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "eps": arguments.adam_epsilon,
+        "fused": True,
+    }
 
 
 def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> ContextGroup | None:

@@ -36,7 +36,7 @@ from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.files import rename, share
 from sft_play.runs.resumed import DIVIDED_OPTIMIZER
 from sft_play.training.best import best_step, metric_of, scores_by_step
-from sft_play.training.checks import check_finite, check_finite_optimizer
+from sft_play.training.checks import check_finite, check_finite_optimizer, innermost
 from sft_play.training.guards import GUARDS
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def load_optimizer(trainer: "SftTrainer", checkpoint: Path) -> None:
         state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
         trainer.lr_scheduler.load_state_dict(state)
     else:
-        with loading_plain(checkpoint), cutting_optimizer(trainer):
+        with loading_plain(checkpoint), cutting_optimizer(trainer), keeping_types(trainer):
             trainer._load_optimizer_and_scheduler(str(checkpoint))
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # in a wrapper
     if isinstance(schedule, LambdaLR):  # that of the checkpoint, which train.extend makes longer
@@ -250,6 +250,32 @@ def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def keeping_types(trainer: "SftTrainer") -> Iterator[None]:
+    """Let the optimizer load its state in the types that were saved.
+
+    torch would cast it to the type of the weights: Adafactor's is float32 over bfloat16 weights.
+    """
+    optimizer = innermost(trainer.optimizer)
+    saved: dict[int, dict[str, Any]] = {}
+
+    def restore(loaded: torch.optim.Optimizer) -> None:
+        for number, state in loaded.state_dict()["state"].items():
+            for name, value in saved[number].items():
+                if torch.is_tensor(value):
+                    state[name] = value.to(state[name].device)
+
+    before = optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: saved.update(state["state"])
+    )
+    after = optimizer.register_load_state_dict_post_hook(restore)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def reshape_moments(

@@ -18,11 +18,12 @@ from transformers.integrations import deepspeed_init
 from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
 from transformers.trainer_utils import SchedulerType
 
+from sft_play.config.schedules import options_of
 from sft_play.errors import CheckpointError
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
 from sft_play.models.sharding import is_divided
-from sft_play.plan.workload import warm_up_warning
+from sft_play.plan.workload import schedule_warning
 from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
 from sft_play.training.guards import GUARDS
 
@@ -64,6 +65,7 @@ def begin_state(
 def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) -> None:
     """Wrap the model for its strategy, and make optimizer and schedule, or load their state."""
     max_steps = trainer.state.max_steps
+    trainer.args.lr_scheduler_kwargs = options_of(trainer.args, max_steps)
     if trainer.processing_class is not None:
         align_special_tokens(trainer.model, trainer.processing_class)
     if checkpoint is not None and not trainer.is_deepspeed_enabled:
@@ -91,7 +93,7 @@ def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) 
     warmup = trainer.args.get_warmup_steps(max_steps)
     if trainer.args.lr_scheduler_type != SchedulerType.CONSTANT:
         begin_warm_up(trainer.lr_scheduler, warmup)
-    warning = warm_up_warning(trainer.args, max_steps)
+    warning = schedule_warning(trainer.args, max_steps)
     if warning is not None:
         logger.warning("warning: %s", warning)
     if checkpoint is not None:
@@ -148,11 +150,12 @@ def clip_gradients(
 def begin_warm_up(schedule: Any, warmup: int) -> None:
     """Let the warm-up of a schedule, which may be wrapped, begin at 1/W of the rate.
 
-    transformers' begins at 0: a run of one step would train nothing.
+    transformers' begins at 0: a run of one step would train nothing. So each step of the warm-up
+    has the rate of transformers' next step, and the last one the peak.
     """
 
     def with_warm_up(factor: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda step: (step + 1) / warmup if step < warmup else factor(step)
+        return lambda step: 1.0 if step + 1 == warmup else factor(step + (step < warmup))
 
     schedule = getattr(schedule, "scheduler", schedule)
     schedule.lr_lambdas = list(map(with_warm_up, schedule.lr_lambdas))

@@ -25,7 +25,8 @@ HPARAMS = """
     model.name model.max_seq_len tuning.mode tuning.backend
     tuning.lora.r tuning.lora.alpha tuning.lora.dropout data.train_path train.seed
     train.epochs train.max_steps train.effective_batch_size train.learning_rate
-    train.lr_scheduler_type train.warmup_steps train.weight_decay train.optim
+    train.lr_scheduler_type train.lr_scheduler_kwargs train.warmup_steps train.weight_decay
+    train.optim
 """.split()
 
 

@@ -153,7 +153,7 @@ ROWS = (
         long_warm_up,
         ExitClass.DONE,
         ("steps: the run ends at", "lower TRAIN_WARMUP_STEPS"),
-        Guard("sft_play.plan.workload:warm_up_warning", nothing),
+        Guard("sft_play.plan.workload:schedule_warning", nothing),
         10,
         None,
         True,

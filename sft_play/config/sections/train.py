@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from sft_play.config import metrics
+from sft_play.config.schedules import OPTIMIZERS, SCHEDULES
 from sft_play.config.sections.base import (
     Auto,
     Epochs,
@@ -68,9 +69,14 @@ class TrainSection(Section):
         "auto",
         description="Peak learning rate; auto follows from tuning.mode and the size of the model.",
     )
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = Field("cosine", description="Learning rate schedule after the warm-up.")
+    lr_scheduler_type: Literal[*SCHEDULES] = Field(
+        "cosine", description="Learning rate schedule after the warm-up, by transformers' names."
+    )
+    lr_scheduler_kwargs: dict[str, Any] = Field(
+        {},
+        json_schema_extra={"structured": True, "write": "options such as {min_lr_rate: 0.1}"},
+        description="Options of the schedule by transformers' names (docs/concepts.md).",
+    )
     warmup_steps: NonNegativeFloat = Field(
         0.03,
         description="Warm-up in optimizer steps; a value under 1 is a fraction of the run. Of W "
@@ -83,20 +89,13 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="Gradients are clipped to this global L2 norm; 0 does not clip."
     )
-    optim: Literal[
-        "adamw_torch",
+    optim: Literal[*OPTIMIZERS] = Field(
         "adamw_torch_fused",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "paged_adamw_32bit",
-        "sgd",
-    ] = Field(
-        "adamw_torch_fused",
-        description="Optimizer; the 8-bit and paged ones are bitsandbytes', and paging needs a "
-        "GPU.",
+        description="Optimizer; the 8-bit and paged ones and lion are bitsandbytes', and paging "
+        "needs a GPU. muon is for mode full (docs/concepts.md).",
     )
-    adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment.")
-    adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment.")
+    adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment; Lion's first.")
+    adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment; Lion's second.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
     neftune_noise_alpha: PositiveFloat | None = Field(
         None,

@@ -1,0 +1,145 @@
+"""Muon, Adafactor and Lion in real runs: resume, ranks, the best checkpoint, and planned bytes."""
+
+import pytest
+import torch
+from marks import long
+from rank_processes import train_on_two
+from run_files import run_json
+from safetensors.torch import load_file
+
+from sft_play.models.optimizers import OPTIMIZERS, hidden_matrices
+from sft_play.models.step_meter import StepSetup, state_bytes
+from sft_play.models.trace import trace_step
+from sft_play.plan.memory import step_bytes
+from sft_play.plan.run_plan import PlannedRun
+
+NEW = ("muon", "adafactor", "lion", "lion_8bit")
+FULL = {
+    "tuning.mode": "full",
+    "train.learning_rate": 1e-3,
+    "train.weight_decay": 0.1,
+    "train.max_grad_norm": 0.5,
+    "train.lr_scheduler_type": "cosine",
+    "train.predict_with_generate": False,
+}
+SAVED = {"train.max_steps": 4, "train.save_strategy": "steps", "train.save_steps": 2}
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder.weights("full") / "model.safetensors")
+
+
+def largest_difference(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == two.keys()
+    return max((one[name].float() - two[name].float()).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype"), [*((optim, "float32") for optim in NEW), ("adafactor", "bfloat16")]
+)
+def test_a_resumed_run_ends_with_the_same_bits(optim, dtype, plan_run, run_worker):
+    settings = {**FULL, **SAVED, "train.optim": optim, "model.dtype": dtype}
+    whole = plan_run(settings)
+    assert run_worker(whole) == 0
+    resumed = plan_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
+    assert run_worker(resumed) == 0
+    assert largest_difference(weights(whole), weights(resumed)) == 0
+    losses = run_json(whole)["loss"]
+    assert losses[-1]["loss"] < losses[0]["loss"]
+
+
+@pytest.mark.parametrize("optim", ["muon", "adafactor"])
+def test_two_ranks_train_what_one_does(optim, plan_run, run_worker):
+    settings = {**FULL, "train.optim": optim, "train.batch_size": 1, "train.grad_accum": "auto"}
+    settings |= {"train.effective_batch_size": 4, "train.max_steps": 3}
+    alone, together = plan_run(settings), plan_run(settings, num_gpus=2)
+    assert run_worker(alone) == 0
+    train_on_two(together)
+    assert run_json(together)["strategy"] == "ddp"
+    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
+    assert two == pytest.approx(one, rel=1e-3)
+    assert largest_difference(weights(alone), weights(together)) < 2e-4
+
+
+@pytest.mark.parametrize(("optim", "stage"), [("lion", 2), long("lion", 3), long("lion_8bit", 2)])
+def test_lion_under_deepspeed_trains_what_one_process_does(optim, stage, plan_run, run_worker):
+    settings = {**FULL, "train.optim": optim, "train.batch_size": 1, "train.grad_accum": "auto"}
+    settings |= {"train.effective_batch_size": 4, "train.max_steps": 3, "train.max_grad_norm": 1.0}
+    config = f"configs/deepspeed_zero{stage}.json"
+    alone, together = plan_run(settings), plan_run(settings, 2, config)
+    assert run_worker(alone) == 0
+    train_on_two(together)
+    assert run_json(together)["engine"] == "DeepSpeedEngine"
+    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize("optim", [long("adafactor"), "lion"])
+def test_adapters_over_a_base_that_fsdp_divides_train_as_on_one_process(
+    optim, plan_run, run_worker
+):
+    settings = {**FULL, "tuning.mode": "lora", "train.optim": optim, "train.batch_size": 1}
+    settings |= {"train.grad_accum": "auto", "train.effective_batch_size": 4}
+    alone = plan_run(settings)
+    together = plan_run({**settings, "train.strategy": "fsdp"}, num_gpus=2)
+    assert run_worker(alone) == 0
+    train_on_two(together)
+    assert run_json(together)["strategy"] == "fsdp"
+    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_the_best_checkpoint_of_muon_is_scored_and_saved(plan_run, run_worker):
+    best = {"train.load_best_model_at_end": True, "train.save_strategy": "steps"}
+    steps = {"train.eval_strategy": "steps", "train.eval_steps": 1, "train.save_steps": 1}
+    rising = {"train.learning_rate": 0.5, "train.lr_scheduler_type": "constant"}
+    folder = plan_run({**FULL, **best, **steps, **rising, "train.optim": "muon"})
+    assert run_worker(folder) == 0
+    report = run_json(folder)
+    step = report["best"]["step"]
+    assert step < 3
+    kept = load_file(folder.checkpoints / f"checkpoint-{step}" / "model.safetensors")
+    assert largest_difference(weights(folder), kept) == 0
+
+
+def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_trainer):
+    trainer, _ = build_trainer(plan_run({**FULL, "train.optim": "muon"}))
+    groups = trainer.create_optimizer().param_groups
+    by_muon = {id(each) for group in groups if "momentum" in group for each in group["params"]}
+    assert by_muon == set(map(id, hidden_matrices(trainer.model)))
+    for name, parameter in trainer.model.named_parameters():
+        is_matrix = "_proj." in name and parameter.ndim == 2
+        assert (id(parameter) in by_muon) == is_matrix, name
+    decays = [(group["weight_decay"], len(group["params"])) for group in groups]
+    # matrices, no matrix without decay, embedding, norms
+    assert decays == [(0.1, len(by_muon)), (0.0, 0), (0.1, 1), (0.0, 5)]
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
+def test_the_planned_and_the_traced_state_are_that_of_trainers_optimizer(
+    optim, mode, plan_run, build_trainer
+):
+    if (optim, mode) == ("muon", "lora"):
+        pytest.skip("refused")
+    settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
+    folder = plan_run({**settings, "train.fast_path": False})
+    step = StepSetup(folder.read_config(), "cpu", 0, zero_stage=0, accumulates=True)
+    traced = trace_step(step).optimizer
+    trainer, _ = build_trainer(folder)
+    optimizer = trainer.create_optimizer()
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    measured = state_bytes(optimizer, on_gpu=False)
+    assert traced == measured
+    planned = PlannedRun.read(folder).plan
+    expected = step_bytes(planned.step, planned.layout).phases["forward"].optimizer
+    if "8bit" not in optim:  # a counter of steps, or an RMS, for each parameter
+        assert 0 <= measured - expected <= 4 * len(trained)
+        return
+    # bitsandbytes keeps moments of fewer than 4,096 numbers in 32 bits, of others a scale for 256
+    moments = 1 if optim == "lion_8bit" else 2
+    small = sum(each.numel() for each in trained if each.numel() < 4096)
+    assert measured == pytest.approx(expected + 3 * moments * small, rel=0.05)
