@@ -34,6 +34,8 @@ __all__ = [
     "settings",
 ]
 
+UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
+
 
 class Config(Section):
     """A whole config: what one run was asked for, or, in a run folder, what it does."""
@@ -47,6 +49,20 @@ class Config(Section):
     def epoch_seed(self) -> int | None:
         """Seed of the order of an epoch's rows; None keeps them in the order of the files."""
         return None if self.data.order == "as_given" else self.train.order_seed
+
+    @property
+    def trained_tokens(self) -> list[str]:
+        """Tokens whose rows of embedding and head are trained next to adapters."""
+        if self.tuning.mode == "full":
+            return []
+        tokens = [*(self.tuning.lora.trainable_tokens or ()), *(self.model.add_tokens or ())]
+        return list(dict.fromkeys(tokens))
+
+    @property
+    def unsharded_options(self) -> list[str]:
+        """Settings of adapters for which PEFT reads complete weights."""
+        options = [f"tuning.lora.{name}" for name in UNSHARDED if getattr(self.tuning.lora, name)]
+        return [*options, *["model.add_tokens"] * bool(self.model.add_tokens)]
 
 
 @cache

@@ -108,6 +108,8 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         # is in the files is looked at here, not a kernel.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens that a run added
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     adapted = PeftModel.from_pretrained(with_soft_caps(model), folder)
     refuse_unread(adapted, folder)
     return adapted.eval(), tokenizer

@@ -11,16 +11,18 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import empty_model
+from sft_play.models.added_tokens import Growth, grow_config
 from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
 from sft_play.models.load import loading_options, weight_dtype
-from sft_play.plan.model_shape import known_model
+from sft_play.plan.model_shape import grown_vocabulary, known_model
 
 
 def build_on_meta(
@@ -65,8 +67,8 @@ def quantise_and_adapt(
     if config.tuning.has_float8_base:
         quantise_on_meta(model)
     if config.tuning.mode != "full":
-        tokens = config.tuning.lora.trainable_tokens or ()
-        model = lora.add_adapters(model, config, range(len(tokens)))  # any rows take as many bytes
+        rows = range(len(config.trained_tokens))  # any rows take as many bytes
+        model = lora.add_adapters(model, config, rows)
     return model
 
 
@@ -78,15 +80,21 @@ def load_architecture(config: Config) -> PretrainedConfig:
     name = config.model.name
     known = known_model(name)
     if known is not None:
-        return AutoConfig.for_model(**known.config)
-    try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise EnvironmentFault(
-            f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
-        ) from None
+        architecture = AutoConfig.for_model(**known.config)
+    else:
+        try:
+            architecture = AutoConfig.from_pretrained(
+                name,
+                revision=config.model.revision,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise EnvironmentFault(
+                f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
+            ) from None
+    rows = architecture.get_text_config().vocab_size
+    grown = grown_vocabulary(config.model, rows, environment())
+    return grow_config(architecture, Growth(rows, grown))
 
 
 def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:

@@ -25,8 +25,10 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, expert_parallel, lora, placement, sharding
+from sft_play.models.added_tokens import reading_grown
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
 from sft_play.models.base_files import (
+    growth_of_base,
     reading_stored,
     stored_config,
     stored_format,
@@ -175,6 +177,8 @@ def load_base(
     if stored is not None and stores_own_head(config, stored):
         stored.get_text_config().tie_word_embeddings = stored.tie_word_embeddings = False
         options.setdefault("config", stored)
+    if config.model.add_tokens:
+        options.setdefault("config", stored)
     options["dtype"] = base_dtype
     if found is not None and dtype == "auto":
         options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
@@ -190,6 +194,11 @@ def load_base(
     gpus = list(process.devices) if process.is_gpu else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
+        growth = growth_of_base(config)
+        if growth is not None:
+            added = config.model.add_tokens
+            logger.info("model.add_tokens: rows %d -> %d for %s", *growth, ", ".join(added))
+        stack.enter_context(reading_grown(growth))
         if found is not None:
             keeps = keeps_mxfp4(config, found)
             stack.enter_context(reading_stored(found, process.device, keeps))

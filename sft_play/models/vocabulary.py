@@ -91,6 +91,8 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
     try:
         embedding, head = find_matrices(config)
         rows = embedding.rows if embedding else _vocab_size(config)
+        added = tokenizer.convert_tokens_to_ids(config.model.add_tokens or [])
+        rows = max(rows, *(token + 1 for token in added), 0)
         _refuse_ids_without_rows(config, tokenizer, used, rows)
         if config.tuning.allow_untrained_tokens:
             return
@@ -194,7 +196,7 @@ def _refuse_untrained(
     """Raise EnvironmentFault for tokens that a run reads or writes and whose rows are untrained."""
     ids = used.ids if use == "read" else used.trained_ids
     untrained = untrained_tokens(matrix, ids, tokenizer)
-    for token in tokenizer.convert_tokens_to_ids(config.tuning.lora.trainable_tokens or []):
+    for token in tokenizer.convert_tokens_to_ids(config.trained_tokens):
         untrained.pop(token, None)
     if not untrained:
         return

@@ -32,6 +32,7 @@ from sft_play.plan.model_shape import (
     ModelShape,
     known_model,
     load_model_config,
+    grown_vocabulary,
     load_shape,
 )
 from sft_play.plan.structure import structure_from_json
@@ -84,6 +85,7 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     missing; ConfigError for a model that cannot be run on text alone.
     """
     shape = _counted_shape(config, environ)
+    shape = shape.with_vocab(grown_vocabulary(config.model, shape.vocab, environ))
     if config.tuning.towers == "full" and shape.structure is not None:
         return replace(shape, structure=shape.structure.with_trained_towers())
     return shape.without_towers() if config.tuning.towers == "drop" else shape
@@ -169,10 +171,13 @@ def traced_settings(config: Config, device: Device) -> dict[str, object]:
 
 def _settings(config: Config, device: Device) -> dict[str, dict[str, object]]:
     """Return the settings that change what a step of a model holds beyond its rows."""
+    trained = config.trained_tokens or None
+    lora = config.tuning.lora.model_copy(update={"trainable_tokens": trained})
+    tuning = config.tuning.model_copy(update={"lora": lora})
     unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
     return {
         "model": config.model.model_dump(mode="json", include=MODEL_SETTINGS),
-        "tuning": config.tuning.model_dump(mode="json", exclude=unread),
+        "tuning": tuning.model_dump(mode="json", exclude=unread),
         "train": {
             "fast_path": config.train.fast_path,
             "batch_size": 2,  # so that there is a mask where attention needs one

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from sft_play.config.layers import nearest_path
@@ -19,6 +19,7 @@ from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.config_json import ModelConfigJson, read_config_json, read_typed
 from sft_play.plan.rope import stretch
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_from_json
+from sft_play.runs.files import read_json
 
 KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -107,6 +108,14 @@ class ModelShape:
     def active_parameters(self) -> int:
         """All weights but those of experts that a token does not meet."""
         return self.counts.active_parameters
+
+    def with_vocab(self, rows: int) -> Self:
+        """Return the shape with another number of rows in embedding and output head."""
+        shape = replace(self, vocab=rows)
+        if self.structure is None:
+            return shape
+        more = (rows - self.vocab) * self.hidden * (1 if self.is_tied else 2)
+        return replace(shape, structure=self.structure.with_more(more))
 
     def without_towers(self) -> Self:
         """Return the shape of the language model alone."""
@@ -212,6 +221,36 @@ def load_model_config(
         return read_config_json(Path(name) / "config.json", name)
     path = find_file(name, "config.json", revision, environ) or _download(name, revision)
     return read_config_json(path, name)
+
+
+def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str]) -> int:
+    """Return the rows of a vocabulary of `rows` with model.add_tokens.
+
+    Without a tokenizer.json on this machine none of the tokens is taken to have a row.
+    """
+    if not model.add_tokens:
+        return rows
+    path = find_file(model.name, "tokenizer.json", model.revision, environ)
+    settings = find_file(model.name, "tokenizer_config.json", model.revision, environ)
+    try:
+        ids = _token_ids(read_json(path), read_json(settings) if settings else {}) if path else {}
+    except (ValueError, LookupError, TypeError, AttributeError):  # loading the tokenizer says why
+        ids = {}
+    new = len(set(model.add_tokens) - ids.keys())
+    first = max(ids.values()) + 1 if ids else rows
+    return max(rows, first + new)
+
+
+def _token_ids(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of a tokenizer.json, which lists the pieces of a Unigram model in order."""
+    ids = tokenizer["model"]["vocab"]
+    if isinstance(ids, list):
+        ids = {piece: number for number, (piece, _) in enumerate(ids)}
+    for token in tokenizer["added_tokens"]:
+        ids[token["content"]] = token["id"]
+    for number, token in settings.get("added_tokens_decoder", {}).items():
+        ids[token["content"]] = int(number)
+    return ids
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:

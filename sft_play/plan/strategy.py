@@ -27,8 +27,6 @@ ZERO_CONFIGS = {
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 WORTH_A_WORD = 1.05  # of ZeRO-3's speed
-# Settings of tuning.lora for which PEFT reads full weights
-UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
 # The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take full tensors
 DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
@@ -196,12 +194,11 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
                 "tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=zero2"
             )
         return None
-    for name in UNSHARDED:
-        if getattr(config.tuning.lora, name):
-            return (
-                f"tuning.lora.{name}: PEFT reads whole weights for it, which FSDP divides; set "
-                "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
-            )
+    for name in config.unsharded_options:
+        return (
+            f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
+            "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
+        )
     return None
 
 
