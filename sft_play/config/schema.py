@@ -34,8 +34,6 @@ __all__ = [
     "settings",
 ]
 
-UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
-
 
 class Config(Section):
     """A whole config: what one run was asked for, or, in a run folder, what it does."""
@@ -57,12 +55,6 @@ class Config(Section):
             return []
         tokens = [*(self.tuning.lora.trainable_tokens or ()), *(self.model.add_tokens or ())]
         return list(dict.fromkeys(tokens))
-
-    @property
-    def unsharded_options(self) -> list[str]:
-        """Settings of adapters for which PEFT reads complete weights."""
-        options = [f"tuning.lora.{name}" for name in UNSHARDED if getattr(self.tuning.lora, name)]
-        return [*options, *["model.add_tokens"] * bool(self.model.add_tokens)]
 
 
 @cache

@@ -8,6 +8,7 @@ Legend: V rows of the files, R rows with those of the added tokens, D features.
 """
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from transformers import PretrainedConfig
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import ConfigError
-from sft_play.models.stored_weights import reading_changed
+from sft_play.models.stored_weights import reading_changed, stored_shape
+
+logger = logging.getLogger(__name__)
 
 
 class Growth(NamedTuple):
@@ -57,21 +59,12 @@ def growth_of(config: Config, stored: PretrainedConfig) -> Growth | None:
     """Return how the vocabulary of a base grows, None if it has a row for each added token.
 
     `stored` is the config of the base's files.
-    Raises: ConfigError for other tokens without a row, which would stay untrained.
     """
     if not config.model.add_tokens:
         return None
     rows = stored.get_text_config().vocab_size
-    tokenizer = load_tokenizer(config)
-    ids = tokenizer.get_added_vocab()
-    missing = {token: id_ for token, id_ in ids.items() if id_ >= rows}
-    others = missing.keys() - set(config.model.add_tokens)
-    if others:
-        raise ConfigError(
-            f"model.add_tokens: the base has {rows} rows, and none for {', '.join(sorted(others))} "
-            "of its tokenizer; add these tokens to the list"
-        )
-    return Growth(rows, max(missing.values()) + 1) if missing else None
+    needed = max(load_tokenizer(config).convert_tokens_to_ids(config.model.add_tokens)) + 1
+    return Growth(rows, needed) if needed > rows else None
 
 
 def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedConfig:
@@ -84,19 +77,18 @@ def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedCo
 
 def grow_tensors(tensors: Mapping[str, Any], growth: Growth | None) -> Mapping[str, Any]:
     """Return tensors of a base's files, of which embedding and head have the new rows."""
-    return {name: _grown(name, tensor, growth) for name, tensor in tensors.items()}
-
-
-def _grown(name: str, tensor: Any, growth: Growth | None) -> Any:
-    module = name.split(".")[-2:][0]
-    if growth is None or module not in EMBEDDINGS | HEADS:
-        return tensor
-    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    return GrownTensor(tensor, growth.after) if shape[0] == growth.before else tensor
+    grown = dict(tensors)
+    for name, tensor in tensors.items() if growth else ():
+        is_matrix = name.split(".")[-2:][0] in EMBEDDINGS | HEADS  # or a bias of the head
+        if is_matrix and stored_shape(tensor)[0] == growth.before:
+            lazy = GrownTensor(tensor, growth.after)
+            grown[name] = lazy[...] if isinstance(tensor, Tensor) else lazy
+    return grown
 
 
 def reading_grown(growth: Growth | None) -> contextlib.AbstractContextManager[None]:
     """Return the context in which `from_pretrained` reads a base with the new rows."""
     if growth is None:
         return contextlib.nullcontext()
+    logger.info("model.add_tokens: the vocabulary of %d rows is read with %d", *growth)
     return reading_changed(lambda tensors: grow_tensors(tensors, growth))

@@ -57,24 +57,24 @@ def stored_config(config: Config) -> PretrainedConfig | None:
 
     None where loading the weights will say why not.
     """
-    stored, growth = _config_and_growth(config)
-    return stored and grow_config(stored, growth)
+    stored = _config_of_files(config)
+    return stored and grow_config(stored, growth_of(config, stored))
 
 
 def growth_of_base(config: Config) -> Growth | None:
     """Return how the vocabulary of the base grows by model.add_tokens, None if it does not."""
-    return _config_and_growth(config)[1] if config.model.add_tokens else None
+    stored = _config_of_files(config) if config.model.add_tokens else None
+    return stored and growth_of(config, stored)
 
 
-def _config_and_growth(config: Config) -> tuple[PretrainedConfig | None, Growth | None]:
+def _config_of_files(config: Config) -> PretrainedConfig | None:
     model = config.model
     try:
-        stored = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError):
-        return None, None
-    return stored, growth_of(config, stored)
+        return None
 
 
 def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
@@ -117,11 +117,11 @@ def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
 
     Embedding and head have the rows of model.add_tokens.
     """
-    tensors = grow_tensors(tensors_in(tensor_files(config)), growth_of_base(config))
-    found = stored_format(config, stored_config(config))
-    if found is None:
-        return tensors
-    return as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
+    tensors = tensors_in(tensor_files(config))
+    found = stored_format(config, _config_of_files(config))
+    if found is not None:
+        tensors = as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
+    return grow_tensors(tensors, growth_of_base(config))
 
 
 def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
@@ -145,7 +145,7 @@ def reading_stored(
 
 def plain_reading(config: Config) -> dict[str, Any] | None:
     """Return how a process without this project reads a base as plain, None if it need not."""
-    found = stored_format(config, stored_config(config))
+    found = stored_format(config, _config_of_files(config))
     if found is None or found.way == "packed":
         return None
     return {"module": stored_weights.__file__, "block": found.block}

@@ -15,8 +15,8 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
-from sft_play.models.architecture import empty_model
 from sft_play.models.added_tokens import Growth, grow_config
+from sft_play.models.architecture import empty_model
 from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
@@ -44,8 +44,11 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
     options = loading_options(config, None)
     if options.get("attn_implementation") == "flash_attention_2":
         options["attn_implementation"] = "sdpa"  # the flash-attn package need not be installed here
+    architecture = load_architecture(config)
+    rows = architecture.get_text_config().vocab_size
+    growth = Growth(rows, grown_vocabulary(config.model, rows, environment()))
     model = empty_model(
-        load_architecture(config),
+        grow_config(architecture, growth),
         weight_dtype(config, compute_dtype),
         config.model.trust_remote_code,
         **options,
@@ -80,21 +83,15 @@ def load_architecture(config: Config) -> PretrainedConfig:
     name = config.model.name
     known = known_model(name)
     if known is not None:
-        architecture = AutoConfig.for_model(**known.config)
-    else:
-        try:
-            architecture = AutoConfig.from_pretrained(
-                name,
-                revision=config.model.revision,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise EnvironmentFault(
-                f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
-            ) from None
-    rows = architecture.get_text_config().vocab_size
-    grown = grown_vocabulary(config.model, rows, environment())
-    return grow_config(architecture, Growth(rows, grown))
+        return AutoConfig.for_model(**known.config)
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentFault(
+            f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
+        ) from None
 
 
 def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:

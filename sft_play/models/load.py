@@ -194,11 +194,7 @@ def load_base(
     gpus = list(process.devices) if process.is_gpu else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
-        growth = growth_of_base(config)
-        if growth is not None:
-            added = config.model.add_tokens
-            logger.info("model.add_tokens: rows %d -> %d for %s", *growth, ", ".join(added))
-        stack.enter_context(reading_grown(growth))
+        stack.enter_context(reading_grown(growth_of_base(config)))
         if found is not None:
             keeps = keeps_mxfp4(config, found)
             stack.enter_context(reading_stored(found, process.device, keeps))

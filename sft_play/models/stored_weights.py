@@ -74,7 +74,7 @@ class Stored:
         """Return the shape of the weight."""
         if "absmax" in self.parts:
             return list(self[...].shape)
-        shape = _shape(self.parts["stored"])
+        shape = stored_shape(self.parts["stored"])
         if "exponents" not in self.parts:
             return shape
         experts, outputs, groups, pairs = shape
@@ -248,5 +248,5 @@ def _has_eight_bits(tensor: Any) -> bool:
     return tensor.get_dtype() in IN_HEADERS
 
 
-def _shape(tensor: Any) -> list[int]:
+def stored_shape(tensor: Any) -> list[int]:
     return list(tensor.shape) if isinstance(tensor, Tensor) else tensor.get_shape()

@@ -91,8 +91,6 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
     try:
         embedding, head = find_matrices(config)
         rows = embedding.rows if embedding else _vocab_size(config)
-        added = tokenizer.convert_tokens_to_ids(config.model.add_tokens or [])
-        rows = max(rows, *(token + 1 for token in added), 0)
         _refuse_ids_without_rows(config, tokenizer, used, rows)
         if config.tuning.allow_untrained_tokens:
             return
@@ -173,13 +171,14 @@ def _refuse_ids_without_rows(
     A GPU would fail on such an id without naming it.
     """
     embeds = f"model.name={config.model.name} embeds {rows} tokens"
-    if used.largest_id >= rows:
+    added = tokenizer.convert_tokens_to_ids(config.model.add_tokens or [])
+    without_row = set(used.ids[used.ids >= rows].tolist()) - set(added)
+    if without_row:
         raise EnvironmentFault(
-            f"{embeds}, and the rows hold {_describe(used.largest_id, tokenizer, used)}; "
-            "get tokenizer and weights from one place, or resize the embeddings of the base "
-            "and save both"
+            f"{embeds}, and the rows hold {_describe(max(without_row), tokenizer, used)}; get "
+            "tokenizer and weights from one place, or write it into model.add_tokens"
         )
-    if tokenizer.pad_token_id >= rows:
+    if tokenizer.pad_token_id >= max(rows, *(token + 1 for token in added), 0):
         raise EnvironmentFault(
             f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); "
             "in its tokenizer_config.json name a token as pad_token that it has"

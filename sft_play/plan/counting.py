@@ -30,9 +30,9 @@ from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
     LLAMA_LIKE,
     ModelShape,
+    grown_vocabulary,
     known_model,
     load_model_config,
-    grown_vocabulary,
     load_shape,
 )
 from sft_play.plan.structure import structure_from_json
@@ -52,7 +52,7 @@ KNOWN_TUNINGS: dict[str, TuningSection] = {
     "full": TuningSection(mode="full"),
     "float8": TuningSection(base_dtype="float8"),
 }
-MODEL_SETTINGS = {"dtype", "attn_implementation", "trust_remote_code"}
+MODEL_SETTINGS = {"add_tokens", "dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
 WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio", "towers_learning_rate"}
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -171,13 +171,10 @@ def traced_settings(config: Config, device: Device) -> dict[str, object]:
 
 def _settings(config: Config, device: Device) -> dict[str, dict[str, object]]:
     """Return the settings that change what a step of a model holds beyond its rows."""
-    trained = config.trained_tokens or None
-    lora = config.tuning.lora.model_copy(update={"trainable_tokens": trained})
-    tuning = config.tuning.model_copy(update={"lora": lora})
     unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
     return {
         "model": config.model.model_dump(mode="json", include=MODEL_SETTINGS),
-        "tuning": tuning.model_dump(mode="json", exclude=unread),
+        "tuning": config.tuning.model_dump(mode="json", exclude=unread),
         "train": {
             "fast_path": config.train.fast_path,
             "batch_size": 2,  # so that there is a mask where attention needs one

@@ -231,26 +231,20 @@ def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str])
     if not model.add_tokens:
         return rows
     path = find_file(model.name, "tokenizer.json", model.revision, environ)
-    settings = find_file(model.name, "tokenizer_config.json", model.revision, environ)
     try:
-        ids = _token_ids(read_json(path), read_json(settings) if settings else {}) if path else {}
+        ids = _token_ids(read_json(path)) if path else {}
     except (ValueError, LookupError, TypeError, AttributeError):  # loading the tokenizer says why
         ids = {}
     new = len(set(model.add_tokens) - ids.keys())
-    first = max(ids.values()) + 1 if ids else rows
-    return max(rows, first + new)
+    return max(rows, max(ids.values(), default=rows - 1) + 1 + new)
 
 
-def _token_ids(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+def _token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of a tokenizer.json, which lists the pieces of a Unigram model in order."""
     ids = tokenizer["model"]["vocab"]
     if isinstance(ids, list):
         ids = {piece: number for number, (piece, _) in enumerate(ids)}
-    for token in tokenizer["added_tokens"]:
-        ids[token["content"]] = token["id"]
-    for number, token in settings.get("added_tokens_decoder", {}).items():
-        ids[token["content"]] = int(number)
-    return ids
+    return ids | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:

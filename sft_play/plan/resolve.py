@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +34,7 @@ from sft_play.plan.rope import unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
+    UNSHARDED,
     Engine,
     alternatives,
     asked_strategy,
@@ -315,11 +317,11 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     needs.refuse_deepspeed(loaded, inputs.ranks)
     if inputs.ranks.strategy == "ep" and inputs.model.guess is None:
         strategy.refuse_remainder(inputs.model.counts.stacked_experts, inputs.ranks.world_size)
-    unsharded = config.unsharded_options
+    unsharded = [name for name in UNSHARDED if attrgetter(name)(config)]
     if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
         raise ConfigError(
-            f"{', '.join(map(loaded.described, unsharded))}: PEFT reads "
-            "whole weights for it, which ZeRO-3 shares among the GPUs; train with "
+            f"{', '.join(map(loaded.described, unsharded))}: PEFT "
+            "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
             "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
         )
     backend = backend_of(config)

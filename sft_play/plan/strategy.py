@@ -5,6 +5,7 @@ Loads no torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from sft_play.config import deepspeed
@@ -27,6 +28,11 @@ ZERO_CONFIGS = {
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 WORTH_A_WORD = 1.05  # of ZeRO-3's speed
+# Settings of adapters for which PEFT reads full weights
+UNSHARDED = (
+    *("tuning.lora.use_dora", "tuning.lora.modules_to_save", "tuning.lora.trainable_tokens"),
+    "model.add_tokens",
+)
 # The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take full tensors
 DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
@@ -194,11 +200,12 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
                 "tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=zero2"
             )
         return None
-    for name in config.unsharded_options:
-        return (
-            f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
-            "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
-        )
+    for name in UNSHARDED:
+        if attrgetter(name)(config):
+            return (
+                f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
+                "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
+            )
     return None
 
 
