@@ -301,10 +301,11 @@ def test_a_list_that_adds_nothing_new_is_refused_by_name(monkeypatch, value):
         load(None, dict(os.environ), ())
 
 
-@pytest.mark.parametrize("other", ["tuning.backend=unsloth", "tuning.lora.modules_to_save=lm_head"])
-def test_what_cannot_have_added_tokens_says_so(other):
-    with pytest.raises(ConfigError, match=r"model.add_tokens=\[<a>\]"):
-        load(None, {}, ('model.add_tokens=["<a>"]', other))
+def test_rows_and_complete_matrices_are_not_both_trained():
+    words = ('model.add_tokens=["<a>"]', "tuning.lora.modules_to_save=lm_head")
+    with pytest.raises(ConfigError, match=r"model.add_tokens=\[<a>\].* trains all its rows"):
+        load(None, {}, words)
+    assert load(None, {}, (*words, "tuning.mode=full", "tuning.lora.modules_to_save=null"))
 
 
 def test_tokens_of_the_vocabulary_keep_their_ids(tiny_base, caplog):

@@ -74,8 +74,7 @@ def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
         if name in read or name not in targets.SETTINGS
     }
     if isinstance(run, ModelFolder):
-        own = settings_of_model(run, call)
-        return loader.load(None, environ, call.overrides, resumed=own)
+        return loader.load(None, environ, call.overrides, resumed=settings_of_model(run, call))
     config = run.read_config()
     values = {path: attrgetter(path)(config) for path in settings()}
     own = _as_layer(values, run.path / "config.yaml")
@@ -107,8 +106,7 @@ def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
         "train.fp16": is_fp16,
     }
     if (model.path / stamp.NAME).is_file():
-        trained = stamp.read(model.path)["config"]["model"]
-        values["model.add_tokens"] = trained.get("add_tokens")
+        values["model.add_tokens"] = stamp.read(model.path)["config"]["model"].get("add_tokens")
     return _as_layer(values, model.path / ("config.json" if model.base is None else ADAPTER_CONFIG))
 
 

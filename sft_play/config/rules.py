@@ -334,8 +334,8 @@ RULES = (
     ),
     Rule(
         (
-            "model.add_tokens",
             "tuning.lora.trainable_tokens",
+            "model.add_tokens",
             "tuning.lora.modules_to_save",
             "tuning.lora.target_modules",
         ),

@@ -30,7 +30,7 @@ from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
     LLAMA_LIKE,
     ModelShape,
-    grown_vocabulary,
+    find_file,
     known_model,
     load_model_config,
     load_shape,
@@ -113,6 +113,25 @@ def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
     if "unusable" in facts:
         raise ConfigError(facts["unusable"])
     return replace(shape, structure=structure_from_json(facts))
+
+
+def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str]) -> int:
+    """Return the rows of a vocabulary of `rows` with model.add_tokens.
+
+    Without a tokenizer.json that lists ids none of the tokens is taken to have a row.
+    """
+    if not model.add_tokens:
+        return rows
+    path = find_file(model.name, "tokenizer.json", model.revision, environ)
+    try:
+        tokenizer = read_json(path) if path else {}
+        ids = tokenizer["model"]["vocab"] | {
+            token["content"]: token["id"] for token in tokenizer["added_tokens"]
+        }
+    except (ValueError, LookupError, TypeError):  # loading the tokenizer says why
+        return rows + len(model.add_tokens)
+    new = len(set(model.add_tokens) - ids.keys())
+    return max(rows, max(ids.values()) + 1 + new)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from sft_play.config.layers import nearest_path
@@ -19,7 +19,6 @@ from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.config_json import ModelConfigJson, read_config_json, read_typed
 from sft_play.plan.rope import stretch
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_from_json
-from sft_play.runs.files import read_json
 
 KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -221,30 +220,6 @@ def load_model_config(
         return read_config_json(Path(name) / "config.json", name)
     path = find_file(name, "config.json", revision, environ) or _download(name, revision)
     return read_config_json(path, name)
-
-
-def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str]) -> int:
-    """Return the rows of a vocabulary of `rows` with model.add_tokens.
-
-    Without a tokenizer.json on this machine none of the tokens is taken to have a row.
-    """
-    if not model.add_tokens:
-        return rows
-    path = find_file(model.name, "tokenizer.json", model.revision, environ)
-    try:
-        ids = _token_ids(read_json(path)) if path else {}
-    except (ValueError, LookupError, TypeError, AttributeError):  # loading the tokenizer says why
-        ids = {}
-    new = len(set(model.add_tokens) - ids.keys())
-    return max(rows, max(ids.values(), default=rows - 1) + 1 + new)
-
-
-def _token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of a tokenizer.json, which lists the pieces of a Unigram model in order."""
-    ids = tokenizer["model"]["vocab"]
-    if isinstance(ids, list):
-        ids = {piece: number for number, (piece, _) in enumerate(ids)}
-    return ids | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:

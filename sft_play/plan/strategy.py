@@ -28,7 +28,6 @@ ZERO_CONFIGS = {
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 WORTH_A_WORD = 1.05  # of ZeRO-3's speed
-# Settings of adapters for which PEFT reads full weights
 UNSHARDED = (
     *("tuning.lora.use_dora", "tuning.lora.modules_to_save", "tuning.lora.trainable_tokens"),
     "model.add_tokens",
@@ -200,13 +199,17 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
                 "tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=zero2"
             )
         return None
-    for name in UNSHARDED:
-        if attrgetter(name)(config):
-            return (
-                f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
-                "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
-            )
+    for name in unsharded(config):
+        return (
+            f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
+            "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
+        )
     return None
+
+
+def unsharded(config: Config) -> list[str]:
+    """Return the settings of adapters for which PEFT reads full weights."""
+    return [name for name in UNSHARDED if attrgetter(name)(config)]
 
 
 def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
