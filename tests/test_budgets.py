@@ -35,7 +35,7 @@ TOKENS = {
     "data": 72_870,
     "evaluation": 12_350,
     "inference": 19_150,
-    "models": 112_060,
+    "models": 112_100,
     "monitor": 8_100,
     "notebooks": 13_900,
     "plan": 49_500,

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_models import write_image_model
 from rank_processes import run_ranks, run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.loader import load
 from sft_play.config.schema import Config
@@ -360,3 +361,20 @@ def test_tokens_without_a_row_that_the_rows_hold_must_be_named(tiny_base, tmp_pa
     named = config_of(tmp_path, add_tokens=["<lost>", *TOKENS])
     check_vocabulary(named, load_tokenizer(named), use)
     assert load_base(named, CPU).config.vocab_size == 2307
+
+
+def test_an_embedding_under_another_name_is_refused(base_of):
+    with pytest.raises(ConfigError, match="no embedding under a name that is known"):
+        load_base(config_of(base_of("mamba2")), CPU)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
+def test_the_language_model_of_an_image_model_gets_the_rows(tokenizer, tmp_path, model_type):
+    base = write_image_model(model_type, tmp_path / "base", tokenizer)
+    before = AutoConfig.from_pretrained(base).get_text_config().vocab_size
+    tokens = [f"<tool {number}>" for number in range(before)]  # more than its spare rows
+    config = config_of(base, add_tokens=tokens)
+    after = len(load_tokenizer(config))
+    model = load_base(config, CPU)
+    assert [len(matrix.weight) for matrix in matrices(model)] == [after] * 2
+    assert before < after == model.config.get_text_config().vocab_size

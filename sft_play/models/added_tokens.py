@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.data.tokenizer import load_tokenizer
+from sft_play.errors import ConfigError
 from sft_play.models.stored_weights import reading_changed, stored_shape
 
 logger = logging.getLogger(__name__)
@@ -76,13 +77,23 @@ def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedCo
 
 
 def grow_tensors(tensors: Mapping[str, Any], growth: Growth | None) -> Mapping[str, Any]:
-    """Return tensors of a base's files, of which embedding and head have the new rows."""
+    """Return tensors of a base's files, of which embedding and head have the new rows.
+
+    Raises: ConfigError where an embedding is called otherwise.
+    """
     grown = dict(tensors)
+    modules = {name: name.split(".")[-2:][0] for name in tensors}
     for name, tensor in tensors.items() if growth else ():
-        is_matrix = name.split(".")[-2:][0] in EMBEDDINGS | HEADS  # or a bias of the head
+        is_matrix = modules[name] in EMBEDDINGS | HEADS  # or a bias of the head
         if is_matrix and stored_shape(tensor)[0] == growth.before:
             lazy = GrownTensor(tensor, growth.after)
             grown[name] = lazy[...] if isinstance(tensor, Tensor) else lazy
+    if growth and tensors and not EMBEDDINGS.intersection(modules.values()):
+        raise ConfigError(
+            "model.add_tokens: the base's files have no embedding under a name that is known "
+            f"({', '.join(sorted(EMBEDDINGS))}); add the tokens and their rows to the base by "
+            "yourself, and name them in TUNING_LORA_TRAINABLE_TOKENS"
+        )
     return grown
 
 
