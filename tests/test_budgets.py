@@ -31,23 +31,23 @@ TOKENS = {
     ".": 10_650,
     "commands": 20_150,
     "compat": 1_300,
-    "config": 24_150,
-    "data": 72_750,
+    "config": 23_610,
+    "data": 72_870,
     "evaluation": 12_350,
     "inference": 19_150,
-    "models": 111_800,
+    "models": 112_100,
     "monitor": 8_100,
-    "notebooks": 13_950,
-    "plan": 49_750,
+    "notebooks": 13_900,
+    "plan": 49_500,
     "reporting": 10_350,
     "runs": 15_350,
     "training": 46_150,
 }
-FILES = 348
-FUNCTIONS = 4_070
+FILES = 347
+FUNCTIONS = 4_072
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
-CALLED_FUNCTIONS = 4_060
+CALLED_FUNCTIONS = 4_072
 CALLED_FILES = 347
 SKIPPED = {
     tokenize.COMMENT,

@@ -132,6 +132,10 @@ CASES = [
         ["tuning.lora.trainable_tokens=<s>", "tuning.lora.modules_to_save=embed_tokens"],
         ["tuning.lora.trainable_tokens=<s>", "tuning.lora.modules_to_save=norm"],
     ),
+    (
+        ["model.add_tokens=<s>", "tuning.backend=unsloth"],
+        ["model.add_tokens=<s>", "tuning.mode=full"],
+    ),
     (["model.adapter=a", "tuning.mode=full"], ["model.adapter=a", "tuning.mode=qlora"]),
     (["model.adapter=a", "tuning.backend=unsloth"], ["model.adapter=a", "tuning.backend=bnb"]),
 ]

@@ -97,7 +97,7 @@ def check_plan(base: Path, mode: str, options: dict[str, Any]) -> None:
     config = config_of(base, mode, **options)
     shape = load_shape(str(base), None, {})
     adapters = config.tuning.lora
-    beside = AdapterOptions.of(adapters)
+    beside = AdapterOptions.of(config)
     planned = beside.adapter_weights(shape, adapters.r, adapters.target_modules)
     planned += beside.other_weights(shape)
     model = load_model(config, CPU)
@@ -143,7 +143,7 @@ def test_the_plan_covers_what_peft_keeps_of_a_token_for_dora(tmp_path):
     step = replace(
         STEP,
         model=load_shape(str(tmp_path), None, {}),
-        adapter_options=AdapterOptions.of(config.tuning.lora),
+        adapter_options=AdapterOptions.of(config),
         fuses_loss=True,
     )
     assert traced <= layer_bytes_per_token(step) <= 1.35 * traced

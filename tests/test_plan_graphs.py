@@ -28,6 +28,7 @@ NOT_RECORDED = {
     "tuning.mode=full": "1xH200",
     "train.fast_path=false": "1xH200",
     "tuning.lora.trainable_tokens=<|eot_id|>": "1xH200",
+    "model.add_tokens=<tool>": "1xH200",
     "train.activation_offloading=true train.gradient_checkpointing=true": "1xH200",
     "train.strategy=fsdp": "2xH200",
     "train.strategy=zero2": "2xH200",

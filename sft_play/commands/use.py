@@ -19,7 +19,7 @@ from sft_play.plan import devices
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs import folder as run_folders
-from sft_play.runs import lock
+from sft_play.runs import lock, stamp
 from sft_play.runs.folder import WEIGHTS, RunFolder
 from sft_play.runs.model_folder import ADAPTER_CONFIG, ModelFolder, find_model
 
@@ -74,8 +74,7 @@ def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
         if name in read or name not in targets.SETTINGS
     }
     if isinstance(run, ModelFolder):
-        own = settings_of_model(run, call)
-        return loader.load(None, environ, call.overrides, resumed=own)
+        return loader.load(None, environ, call.overrides, resumed=settings_of_model(run, call))
     config = run.read_config()
     values = {path: attrgetter(path)(config) for path in settings()}
     own = _as_layer(values, run.path / "config.yaml")
@@ -106,6 +105,8 @@ def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
         "train.bf16": is_bf16,
         "train.fp16": is_fp16,
     }
+    if (model.path / stamp.NAME).is_file():
+        values["model.add_tokens"] = stamp.read(model.path)["config"]["model"].get("add_tokens")
     return _as_layer(values, model.path / ("config.json" if model.base is None else ADAPTER_CONFIG))
 
 

@@ -49,7 +49,8 @@ MUST_MATCH = """
     model.rope_scaling.factor model.rope_scaling.original_max_position_embeddings
     model.rope_scaling.attention_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor model.dtype
-    model.chat_template model.template_kwargs model.template_date tuning.mode tuning.backend
+    model.add_tokens model.chat_template model.template_kwargs model.template_date tuning.mode
+    tuning.backend
     tuning.base_dtype tuning.bnb_4bit_quant_type tuning.bnb_4bit_use_double_quant tuning.lora.r
     tuning.lora.alpha tuning.lora.dropout tuning.lora.target_modules tuning.lora.experts
     tuning.lora.use_rslora tuning.lora.use_dora tuning.lora.init_lora_weights

@@ -117,7 +117,7 @@ def _trains_matrix_and_rows(config: Config) -> bool:
     """Return whether embedding or head are trained, and rows of them as well."""
     lora = config.tuning.lora
     named = _last_words(lora.modules_to_save) | _last_words(lora.target_modules)
-    return bool(lora.trainable_tokens) and bool(named & (EMBEDDINGS | HEADS))
+    return bool(config.trained_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 
 TOWER_RULES = (
@@ -345,11 +345,18 @@ RULES = (
     Rule(
         (
             "tuning.lora.trainable_tokens",
+            "model.add_tokens",
             "tuning.lora.modules_to_save",
             "tuning.lora.target_modules",
         ),
         _trains_matrix_and_rows,
-        "a matrix that is trained trains all its rows; leave tuning.lora.trainable_tokens out",
+        "a matrix that is trained trains all its rows; leave tuning.lora.trainable_tokens out, or, "
+        "with model.add_tokens, embedding and head out of the others",
+    ),
+    Rule(
+        ("model.add_tokens", "tuning.backend"),
+        lambda c: bool(c.model.add_tokens) and backend_of(c).has_own_kernels,
+        "Unsloth loads the base as it is stored; set TUNING_BACKEND=bnb",
     ),
     Rule(
         ("model.adapter", "tuning.mode"),

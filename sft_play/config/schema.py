@@ -48,6 +48,14 @@ class Config(Section):
         """Seed of the order of an epoch's rows; None keeps them in the order of the files."""
         return None if self.data.order == "as_given" else self.train.order_seed
 
+    @property
+    def trained_tokens(self) -> list[str]:
+        """Tokens whose rows of embedding and head are trained next to adapters."""
+        if self.tuning.mode == "full":
+            return []
+        tokens = [*(self.tuning.lora.trainable_tokens or ()), *(self.model.add_tokens or ())]
+        return list(dict.fromkeys(tokens))
+
 
 @cache
 def settings(section: type[Section] = Config, prefix: str = "") -> Mapping[str, FieldInfo]:

@@ -58,6 +58,9 @@ SAME_SETTING = names_by_meaning(
         accumulate_grad_batches grad_accumulation grad_accumulation_steps gradient_accumulation
         gradient_accumulation_steps
         """,
+        "model.add_tokens": """
+        add_special_tokens additional_special_tokens new_special_tokens tokens
+        """,
         "train.effective_batch_size": "global_batch_size total_batch_size",
         "train.learning_rate": "lr peak_lr",
         "train.lr_scheduler_type": "lr_scheduler scheduler scheduler_type",
@@ -134,6 +137,7 @@ ADVICE = names_by_meaning(
             "trainable_token_indices"
         ),
         "write tuning.mode: lora, or full without adapters": "use_peft",
+        "it follows from model.add_tokens; nothing to set": "resize_vocab",
         "write tuning.backend: unsloth": "use_unsloth unsloth",
         "biases of adapted layers stay frozen": "bias",
         "there is no PiSSA, which changes the base weights; tuning.lora.init_lora_weights has "

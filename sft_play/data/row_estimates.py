@@ -89,7 +89,9 @@ class TokenCounter:
             files["default"] = template_path
         named = {name: read_text(file) for name, file in files.items()}
         template = find_template(named, find, model, special_tokens)
-        return cls(_load(path), _choose_default(template), special_tokens)
+        tokenizer = _load(path)
+        tokenizer.add_tokens(model.add_tokens or [])
+        return cls(tokenizer, _choose_default(template), special_tokens)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Self:
@@ -331,10 +333,10 @@ def _record_path(config: Config) -> Path:
 
     The name digests its settings, and the path, size and time of every local file.
     """
-    model = ("name", "revision", "max_seq_len", "chat_template", "template_kwargs", "template_date")
+    model = ("name", "revision", "max_seq_len", "add_tokens", "chat_template", "template_kwargs")
     facts = {
         "data": config.data.model_dump(),
-        "model": config.model.model_dump(include=set(model)),
+        "model": config.model.model_dump(include={*model, "template_date"}),
         "seed": config.train.order_seed,
         "files": [
             (str(file), file.stat().st_size, file.stat().st_mtime_ns)

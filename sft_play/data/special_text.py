@@ -45,7 +45,7 @@ class SpecialText:
             for token in tokenizer.added_tokens_decoder.values()
             if token.content.strip() and token.content not in THOUGHT_MARKS
         ]
-        between = _between_turns(tokenizer)
+        between = between_turns(tokenizer)
         tokens = [token.content for token in added if token.special or token.content in between]
         self._token = match_any(tokens)
         self._placeholders = {
@@ -191,7 +191,7 @@ def match_any(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
 
 
-def _between_turns(tokenizer: Any) -> str:
+def between_turns(tokenizer: Any) -> str:
     """Return what the template writes between the turns of a conversation, "" if it takes none."""
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": word} for role, word in zip(roles, PROBES, strict=True)]

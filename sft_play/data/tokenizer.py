@@ -8,16 +8,17 @@ import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.limits import load_limited
+from sft_play.data.special_text import between_turns
 from sft_play.data.template_sources import FindFile, find_template
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
@@ -98,7 +99,7 @@ def _why_not_read(path: Path) -> str | None:
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a chat template, an eos and a pad token.
+    """Return the tokenizer with a chat template, an eos and a pad token, and model.add_tokens.
 
     Raises: EnvironmentFault when it cannot be loaded or used.
     """
@@ -119,7 +120,28 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = find_template(
         tokenizer.chat_template, find, model, tokenizer.special_tokens_map
     )
+    _add_tokens(tokenizer, model.add_tokens or ())
     return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Add tokens that are never split; one of the vocabulary keeps its id.
+
+    Those that the chat template writes between turns are special: answers do not show them, and
+    messages cannot hold them. Any other, such as <tool>, is read and shown where it is written.
+    """
+    new = [token for token in tokens if token not in tokenizer.added_tokens_encoder]
+    words = [token for token in new if token in tokenizer.get_vocab()]
+    if words:
+        logger.warning(
+            "model.add_tokens: %s already in the vocabulary, with the meaning that the base "
+            "learned; texts are now split around it. Type others, such as <tool>, to avoid this.",
+            ", ".join(words),
+        )
+    turns = between_turns(tokenizer) if new else ""
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=token in turns) for token in new]
+    )
 
 
 def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:

@@ -52,6 +52,11 @@ def said(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Said:
                 "rest": log_probs.scatter(1, kept, -torch.inf).logsumexp(-1),
             }
         )
+    return joined(parts)
+
+
+def joined(parts: list[Said]) -> Said:
+    """Return what several parts of the labels say, as one on the CPU."""
     return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
 
@@ -108,6 +113,8 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         # is in the files is looked at here, not a kernel.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens that a run added
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     adapted = PeftModel.from_pretrained(with_soft_caps(model), folder)
     refuse_unread(adapted, folder)
     return adapted.eval(), tokenizer
@@ -185,7 +192,7 @@ def scored(model: Any, rows: Mapping[str, Tensor]) -> Said:
         logits = model(**inputs, use_cache=False).logits[0]
         labels = ids[positions]
         parts.append(said(logits[positions.to(logits.device) - 1], labels, rows["tokens"][here]))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return joined(parts)
 
 
 def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:

@@ -29,7 +29,7 @@ from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import opener
-from sft_play.evaluation.plain import IMAGES, Said, each_row, pictures, said
+from sft_play.evaluation.plain import IMAGES, Said, each_row, joined, pictures, said
 from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
 from sft_play.runs.files import share
@@ -125,7 +125,7 @@ def make_reference(
             parts.append(said(logits[positions.to(logits.device) - 1], ids[positions]))
     return Reference(
         rows,
-        {name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        joined(parts),
         trained_ends(samples, stop_ids(tokenizer)),
         checked_prompts(tokenizer, system_prompt),
         FLOAT8 if has_float8(model) else str(process.compute_dtype).removeprefix("torch."),

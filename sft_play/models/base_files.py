@@ -32,6 +32,13 @@ from sft_play.config.schema import Config
 from sft_play.data.tokenizer import fetch_file
 from sft_play.errors import CheckpointError
 from sft_play.models import stored_weights
+from sft_play.models.added_tokens import (
+    GrownTensor,
+    Growth,
+    grow_config,
+    grow_tensors,
+    growth_of,
+)
 from sft_play.models.architecture import auto_class_of, towers_of
 from sft_play.models.parameters import dtype_name
 from sft_play.models.shards import InFile, ShardWriter, files_in, tensor_files, tensors_in
@@ -46,7 +53,21 @@ PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 
 def stored_config(config: Config) -> PretrainedConfig | None:
-    """Return the config of the base's files, None where loading the weights will say why not."""
+    """Return the config of the base's files with the rows of model.add_tokens.
+
+    None where loading the weights will say why not.
+    """
+    stored = _config_of_files(config)
+    return stored and grow_config(stored, growth_of(config, stored))
+
+
+def growth_of_base(config: Config) -> Growth | None:
+    """Return how the vocabulary of the base grows by model.add_tokens, None if it does not."""
+    stored = _config_of_files(config) if config.model.add_tokens else None
+    return stored and growth_of(config, stored)
+
+
+def _config_of_files(config: Config) -> PretrainedConfig | None:
     model = config.model
     try:
         return AutoConfig.from_pretrained(
@@ -91,13 +112,16 @@ def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs |
     return stored_as(stored.to_dict(), headers)
 
 
-def base_tensors(config: Config) -> dict[str, InFile | Stored]:
-    """Return the tensors of a base's files by name, the quantised ones as the numbers they are."""
+def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
+    """Return the tensors of a base's files by name, the quantised ones as the numbers they are.
+
+    Embedding and head have the rows of model.add_tokens.
+    """
     tensors = tensors_in(tensor_files(config))
-    found = stored_format(config, stored_config(config))
-    if found is None:
-        return tensors
-    return as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
+    found = stored_format(config, _config_of_files(config))
+    if found is not None:
+        tensors = as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
+    return grow_tensors(tensors, growth_of_base(config))
 
 
 def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
@@ -121,7 +145,7 @@ def reading_stored(
 
 def plain_reading(config: Config) -> dict[str, Any] | None:
     """Return how a process without this project reads a base as plain, None if it need not."""
-    found = stored_format(config, stored_config(config))
+    found = stored_format(config, _config_of_files(config))
     if found is None or found.way == "packed":
         return None
     return {"module": stored_weights.__file__, "block": found.block}
@@ -172,6 +196,8 @@ def write_config(
             part.pop(section, None)
         if unties:
             part["tie_word_embeddings"] = False
+        if config.model.add_tokens and (part is text or "vocab_size" in part or text is None):
+            part["vocab_size"] = model.config.get_text_config().vocab_size
         if dtype is not None and ("dtype" in part or "torch_dtype" in part or part is values):
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype_name(dtype)
     write_json(target / CONFIG_NAME, values)

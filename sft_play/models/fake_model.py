@@ -11,15 +11,18 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
+from sft_play.models.added_tokens import Growth, grow_config
 from sft_play.models.architecture import empty_model
 from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
 from sft_play.models.load import loading_options, weight_dtype
+from sft_play.plan.counting import grown_vocabulary
 from sft_play.plan.model_shape import known_model
 
 
@@ -42,8 +45,11 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
     options = loading_options(config, None)
     if options.get("attn_implementation") == "flash_attention_2":
         options["attn_implementation"] = "sdpa"  # the flash-attn package need not be installed here
+    architecture = load_architecture(config)
+    rows = architecture.get_text_config().vocab_size
+    growth = Growth(rows, grown_vocabulary(config.model, rows, environment()))
     model = empty_model(
-        load_architecture(config),
+        grow_config(architecture, growth),
         weight_dtype(config, compute_dtype),
         config.model.trust_remote_code,
         **options,
@@ -65,8 +71,8 @@ def quantise_and_adapt(
     if config.tuning.has_float8_base:
         quantise_on_meta(model)
     if config.tuning.mode != "full":
-        tokens = config.tuning.lora.trainable_tokens or ()
-        model = lora.add_adapters(model, config, range(len(tokens)))  # any rows take as many bytes
+        rows = range(len(config.trained_tokens))  # any rows take as many bytes
+        model = lora.add_adapters(model, config, rows)
     return model
 
 

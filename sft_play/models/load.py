@@ -25,8 +25,10 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, expert_parallel, lora, placement, sharding
+from sft_play.models.added_tokens import reading_grown
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
 from sft_play.models.base_files import (
+    growth_of_base,
     reading_stored,
     stored_config,
     stored_format,
@@ -168,14 +170,13 @@ def load_base(
     if config.tuning.mode == "qlora":
         storage = bnb.storage_type(process.compute_dtype, zero_stage, is_fsdp)
         quantization = bnb.quantization_config(config, process.compute_dtype, storage)
-    base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
     found = stored_format(config, stored)
     options = loading_options(config, stored)
     if stored is not None and stores_own_head(config, stored):
         stored.get_text_config().tie_word_embeddings = stored.tie_word_embeddings = False
         options.setdefault("config", stored)
-    options["dtype"] = base_dtype
+    options["dtype"] = dtype or weight_dtype(config, process.compute_dtype)
     if found is not None and dtype == "auto":
         options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
     options |= _packed_as(config, process, stored, found, quantization)
@@ -190,6 +191,7 @@ def load_base(
     gpus = list(process.devices) if process.is_gpu else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
+        stack.enter_context(reading_grown(growth_of_base(config)))
         if found is not None:
             keeps = keeps_mxfp4(config, found)
             stack.enter_context(reading_stored(found, process.device, keeps))
@@ -267,7 +269,7 @@ def is_quantised(config: Config) -> bool:
 
 def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:
     """Return what config.model asks of transformers' loader besides types and devices."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"config": stored} if stored and config.model.add_tokens else {}
     if config.model.rope_scaling.rope_type and stored is not None:
         options["config"] = with_stretched_rope(stored, config.model)
     if config.model.attn_implementation != "auto":
@@ -366,10 +368,8 @@ def _has_experts(stored: PretrainedConfig | None) -> bool:
     """Return whether a config names a number of experts above one."""
     if stored is None:
         return False
-    for name, value in vars(stored.get_text_config()).items():
-        if "experts" in name and isinstance(value, int) and value > 1:
-            return True
-    return False
+    sizes = vars(stored.get_text_config()).items()
+    return any("experts" in name and isinstance(size, int) and size > 1 for name, size in sizes)
 
 
 @contextlib.contextmanager

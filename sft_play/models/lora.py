@@ -24,7 +24,7 @@ def add_adapters(
 ) -> PeftModel:
     """Return the model with trainable adapters in float32 over frozen base weights.
 
-    `token_ids` are those of `tuning.lora.trainable_tokens`.
+    `token_ids` are those whose rows of embedding and head are trained.
 
     peft.prepare_model_for_kbit_training is not used: it copies embeddings, norms and head to
     float32, which costs 4 GiB for an 8B model and does not change the loss.
@@ -73,12 +73,12 @@ def add_adapters(
 
 
 def trainable_token_ids(config: Config) -> list[int]:
-    """Return the ids of `tuning.lora.trainable_tokens`, in order.
+    """Return the ids of the tokens whose rows are trained next to adapters, in order.
 
     Raises: ConfigError for a text that is no single token of the tokenizer.
     """
-    tokens = config.tuning.lora.trainable_tokens
-    if config.tuning.mode == "full" or not tokens:
+    tokens = config.trained_tokens
+    if not tokens:
         return []
     vocabulary = load_tokenizer(config).get_vocab()
     unknown = [token for token in tokens if token not in vocabulary]

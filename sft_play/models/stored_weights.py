@@ -10,7 +10,7 @@ Legend: R rows, C columns of a weight.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -74,7 +74,7 @@ class Stored:
         """Return the shape of the weight."""
         if "absmax" in self.parts:
             return list(self[...].shape)
-        shape = _shape(self.parts["stored"])
+        shape = stored_shape(self.parts["stored"])
         if "exponents" not in self.parts:
             return shape
         experts, outputs, groups, pairs = shape
@@ -187,8 +187,6 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
 
     Then its config says nothing of quantisation.
     """
-    load = modeling_utils.convert_and_load_state_dict_in_model
-    divide = modeling_utils._load_state_dict_into_zero3_model
     quantizer = modeling_utils.get_hf_quantizer
 
     def quantizer_of_plain(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
@@ -198,18 +196,33 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
                     delattr(part, section)
         return quantizer(config, *args, **kwargs)
 
-    def load_plain(*args: Any, state_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        return load(*args, state_dict=as_plain(state_dict, block, device), **kwargs)
+    with (
+        patch.object(modeling_utils, "get_hf_quantizer", quantizer_of_plain),
+        reading_changed(lambda tensors, on=None: as_plain(tensors, block, on), device),
+    ):
+        yield
 
-    def divide_plain(model: Any, state_dict: Mapping[str, Any], *args: Any) -> Any:
-        plain = as_plain(state_dict, block)
-        return divide(model, {name: part[...] for name, part in plain.items()}, *args)
+
+@contextlib.contextmanager
+def reading_changed(change: Callable[..., Mapping[str, Any]], *args: Any) -> Iterator[None]:
+    """Let `from_pretrained` read what `change` returns for the tensors of a base's files.
+
+    `args` are its other arguments, but under ZeRO-3, which reads all tensors at once.
+    """
+    load = modeling_utils.convert_and_load_state_dict_in_model
+    divide = modeling_utils._load_state_dict_into_zero3_model
+
+    def load_changed(*others: Any, state_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        return load(*others, state_dict=change(state_dict, *args), **kwargs)
+
+    def divide_changed(model: Any, state_dict: Mapping[str, Any], *others: Any) -> Any:
+        changed = {name: part[...] for name, part in change(state_dict).items()}
+        return divide(model, changed, *others)
 
     with patch.multiple(
         modeling_utils,
-        get_hf_quantizer=quantizer_of_plain,
-        convert_and_load_state_dict_in_model=load_plain,
-        _load_state_dict_into_zero3_model=divide_plain,
+        convert_and_load_state_dict_in_model=load_changed,
+        _load_state_dict_into_zero3_model=divide_changed,
     ):
         yield
 
@@ -235,5 +248,5 @@ def _has_eight_bits(tensor: Any) -> bool:
     return tensor.get_dtype() in IN_HEADERS
 
 
-def _shape(tensor: Any) -> list[int]:
+def stored_shape(tensor: Any) -> list[int]:
     return list(tensor.shape) if isinstance(tensor, Tensor) else tensor.get_shape()

@@ -171,13 +171,14 @@ def _refuse_ids_without_rows(
     A GPU would fail on such an id without naming it.
     """
     embeds = f"model.name={config.model.name} embeds {rows} tokens"
-    if used.largest_id >= rows:
+    added = tokenizer.convert_tokens_to_ids(config.model.add_tokens or [])
+    without_row = set(used.ids[used.ids >= rows].tolist()) - set(added)
+    if without_row:
         raise EnvironmentFault(
-            f"{embeds}, and the rows hold {_describe(used.largest_id, tokenizer, used)}; "
-            "get tokenizer and weights from one place, or resize the embeddings of the base "
-            "and save both"
+            f"{embeds}, and the rows hold {_describe(max(without_row), tokenizer, used)}; get "
+            "tokenizer and weights from one place, or write it into model.add_tokens"
         )
-    if tokenizer.pad_token_id >= rows:
+    if tokenizer.pad_token_id >= max(rows, *(token + 1 for token in added), 0):
         raise EnvironmentFault(
             f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); "
             "in its tokenizer_config.json name a token as pad_token that it has"
@@ -194,7 +195,7 @@ def _refuse_untrained(
     """Raise EnvironmentFault for tokens that a run reads or writes and whose rows are untrained."""
     ids = used.ids if use == "read" else used.trained_ids
     untrained = untrained_tokens(matrix, ids, tokenizer)
-    for token in tokenizer.convert_tokens_to_ids(config.tuning.lora.trainable_tokens or []):
+    for token in tokenizer.convert_tokens_to_ids(config.trained_tokens):
         untrained.pop(token, None)
     if not untrained:
         return

@@ -30,6 +30,7 @@ from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
     LLAMA_LIKE,
     ModelShape,
+    find_file,
     known_model,
     load_model_config,
     load_shape,
@@ -51,7 +52,7 @@ KNOWN_TUNINGS: dict[str, TuningSection] = {
     "full": TuningSection(mode="full"),
     "float8": TuningSection(base_dtype="float8"),
 }
-MODEL_SETTINGS = {"dtype", "attn_implementation", "trust_remote_code"}
+MODEL_SETTINGS = {"add_tokens", "dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
 WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio", "towers_learning_rate"}
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -84,6 +85,7 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     missing; ConfigError for a model that cannot be run on text alone.
     """
     shape = _counted_shape(config, environ)
+    shape = shape.with_vocab(grown_vocabulary(config.model, shape.vocab, environ))
     if config.tuning.towers == "full" and shape.structure is not None:
         return replace(shape, structure=shape.structure.with_trained_towers())
     return shape.without_towers() if config.tuning.towers == "drop" else shape
@@ -111,6 +113,25 @@ def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
     if "unusable" in facts:
         raise ConfigError(facts["unusable"])
     return replace(shape, structure=structure_from_json(facts))
+
+
+def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str]) -> int:
+    """Return the rows of a vocabulary of `rows` with model.add_tokens.
+
+    Without a tokenizer.json that lists ids none of the tokens is taken to have a row.
+    """
+    if not model.add_tokens:
+        return rows
+    path = find_file(model.name, "tokenizer.json", model.revision, environ)
+    try:
+        tokenizer = read_json(path) if path else {}
+        ids = tokenizer["model"]["vocab"] | {
+            token["content"]: token["id"] for token in tokenizer["added_tokens"]
+        }
+    except (ValueError, LookupError, TypeError):  # loading the tokenizer says why
+        return rows + len(model.add_tokens)
+    new = len(set(model.add_tokens) - ids.keys())
+    return max(rows, max(ids.values()) + 1 + new)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _why_not_loss(setup: FastSetup) -> str | None:
     if has_packed_parts(setup):
         return ZERO_3
     tuning = setup.config.tuning
-    if tuning.mode != "full" and tuning.lora.trainable_tokens:
+    if setup.config.trained_tokens:
         return TRAINED_TOKENS
     if tuning.mode != "full" and _targets(setup) & HEADS:
         return "the output head has adapters"

@@ -147,7 +147,7 @@ class PlanInputs:
             double_quant=tuning.bnb_4bit_use_double_quant,
             is_fast=is_fast(self.fast_setup),
             fuses_loss=fuses_loss(self.fast_setup),
-            adapter_options=AdapterOptions.of(tuning.lora),
+            adapter_options=AdapterOptions.of(self.config),
             zero_stage=self.zero_stage,
             is_fsdp=self.ranks.strategy == "fsdp",
             expert_ranks=self.ranks.world_size if self.ranks.strategy == "ep" else 1,

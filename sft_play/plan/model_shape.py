@@ -108,6 +108,14 @@ class ModelShape:
         """All weights but those of experts that a token does not meet."""
         return self.counts.active_parameters
 
+    def with_vocab(self, rows: int) -> Self:
+        """Return the shape with another number of rows in embedding and output head."""
+        shape = replace(self, vocab=rows)
+        if self.structure is None:
+            return shape
+        more = (rows - self.vocab) * self.hidden * (1 if self.is_tied else 2)
+        return replace(shape, structure=self.structure.with_more(more))
+
     def without_towers(self) -> Self:
         """Return the shape of the language model alone."""
         if self.structure is None:

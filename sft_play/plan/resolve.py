@@ -33,12 +33,12 @@ from sft_play.plan.rope import unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
-    UNSHARDED,
     Engine,
     alternatives,
     asked_strategy,
     faster_than_zero3,
     resolved_name,
+    unsharded,
 )
 from sft_play.runs import stamp
 
@@ -307,10 +307,10 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     needs.refuse_deepspeed(loaded, inputs.ranks)
     if inputs.ranks.strategy == "ep" and inputs.model.guess is None:
         strategy.refuse_remainder(inputs.model.counts.stacked_experts, inputs.ranks.world_size)
-    unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
-    if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
+    whole = unsharded(config)
+    if inputs.zero_stage == 3 and config.tuning.mode != "full" and whole:
         raise ConfigError(
-            f"{', '.join(loaded.described(f'tuning.lora.{name}') for name in unsharded)}: PEFT "
+            f"{', '.join(map(loaded.described, whole))}: PEFT "
             "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
             "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
-from sft_play.config.schema import LoraSection
+from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.structure import MatrixKind, adapted_matrices
@@ -126,8 +126,9 @@ class AdapterOptions:
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
     @classmethod
-    def of(cls, lora: LoraSection) -> "AdapterOptions":
+    def of(cls, config: Config) -> "AdapterOptions":
         """Return the options of a config."""
+        lora = config.tuning.lora
         layers = lora.layers_to_transform
         return cls(
             layers=None if layers is None else tuple(sorted(set(layers))),
@@ -135,7 +136,7 @@ class AdapterOptions:
             has_dropout=lora.dropout > 0,
             experts=lora.experts,
             saved_modules=tuple(lora.modules_to_save or ()),
-            trained_tokens=len(set(lora.trainable_tokens or ())),
+            trained_tokens=len(config.trained_tokens),
         )
 
     def adapted(self, model: ModelShape, targets: str | Sequence[str]) -> tuple[MatrixKind, ...]:

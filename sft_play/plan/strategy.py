@@ -5,6 +5,7 @@ Loads no torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from sft_play.config import deepspeed
@@ -28,8 +29,10 @@ ZERO_CONFIGS = {
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 WORTH_A_WORD = 1.05  # of ZeRO-3's speed
-# Settings of tuning.lora for which PEFT reads full weights
-UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
+UNSHARDED = (
+    *("tuning.lora.use_dora", "tuning.lora.modules_to_save", "tuning.lora.trainable_tokens"),
+    "model.add_tokens",
+)
 # The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take full tensors
 DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
@@ -199,13 +202,17 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
                 f"tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY={other}"
             )
         return None
-    for name in UNSHARDED:
-        if getattr(config.tuning.lora, name):
-            return (
-                f"tuning.lora.{name}: PEFT reads whole weights for it, which FSDP divides; set "
-                "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
-            )
+    for name in unsharded(config):
+        return (
+            f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
+            "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
+        )
     return None
+
+
+def unsharded(config: Config) -> list[str]:
+    """Return the settings of adapters for which PEFT reads full weights."""
+    return [name for name in UNSHARDED if attrgetter(name)(config)]
 
 
 def why_not_ep(config: Config, is_float16: bool = False) -> str | None:

@@ -86,6 +86,11 @@ class Structure:
     layers: tuple[LayerKind, ...]
     towers: int = 0  # of the parameters: in towers, which are not trained
 
+    def with_more(self, weights: int) -> "Structure":
+        """Return the counts with more weights in embedding and output head."""
+        parameters, active = self.parameters + weights, self.active_parameters + weights
+        return replace(self, parameters=parameters, active_parameters=active)
+
     def with_trained_towers(self) -> "Structure":
         """Return the counts where towers are trained as all else is."""
         return replace(self, towers=0)

@@ -36,7 +36,7 @@ SHAPE = {
 # What a run's stamp has besides
 OF_RUN = (
     *("tuning.lora.experts", "tuning.lora.trainable_tokens"),
-    *("model.chat_template", "model.template_kwargs", "model.template_date"),
+    *("model.add_tokens", "model.chat_template", "model.template_kwargs", "model.template_date"),
 )
 
 

@@ -38,6 +38,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "DoRA": {"tuning.lora.use_dora": "true"},
     "LoRA+": {"tuning.lora.loraplus_lr_ratio": "16"},
     "embeddings and head trained": {"tuning.lora.modules_to_save": "[embed_tokens, lm_head]"},
+    "tokens added": {"model.add_tokens": '["<tool>"]'},
     "new tokens trained": {"tuning.lora.trainable_tokens": "['<|im_end|>']"},
     "NEFTune": {"train.neftune_noise_alpha": "5"},
     "towers trained": {"tuning.towers": "lora"},

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from sft_play.config.sections.base import (
     Auto,
@@ -39,6 +39,13 @@ MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 # by module name; "" is the whole model
 ModuleDevices = dict[str, NonNegativeInt | Literal["cpu"]]
 DeviceMap = Annotated[MapRule | ModuleDevices, BeforeValidator(_map_of_devices)]
+
+
+def _distinct_words(tokens: list[str]) -> list[str]:
+    """Return tokens. Raises: ValueError for one without a visible character, and for equal ones."""
+    if not all(map(str.strip, tokens)) or len(set(tokens)) < len(tokens):
+        raise ValueError
+    return tokens
 
 
 class RopeScalingSection(Section):
@@ -134,6 +141,16 @@ class ModelSection(Section):
         description="Chat template in place of the model's own: a Jinja file, name:rag for the one "
         "that it has by that name, or default for the built-in plain-text one, which a model "
         "without any gets, too.",
+    )
+    add_tokens: Annotated[list[str], AfterValidator(_distinct_words)] | None = Field(
+        None,
+        min_length=1,
+        json_schema_extra={
+            "write": 'a list of tokens, each once and none of them blank, such as ["<tool>", '
+            '"</tool>"]'
+        },
+        description="Tokens that are added to the tokenizer, and their rows to embedding and "
+        "output head. They begin as the mean of all rows, and are trained in every mode.",
     )
     template_kwargs: dict[str, Any] = Field(
         {},
