@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import yaml
 
-from sft_play import stops
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.place import is_of_launcher
 from sft_play.errors import EnvironmentFault
@@ -23,7 +22,6 @@ WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
 DEFAULT_PORT = 29500  # where several machines meet, as torchrun's
 OF_RUN_FOLDER = "UNSLOTH_COMPILE_LOCATION"  # else its code goes into the working folder
-SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,8 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the data loader's fork
         "OMP_NUM_THREADS": str(max(1, ranks.cpu_count // ranks.per_node)),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": stops.launcher_signals(),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),
+        # stops.pass_on has the others; by itself torchrun takes HUP from nohup
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
     if ranks.device == "cuda":
         # one process that sees two GPUs would be wrapped in DataParallel
