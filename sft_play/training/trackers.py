@@ -6,15 +6,26 @@ Importing an integration's package may take seconds, so only the main rank does.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+from transformers.integrations import (
+    MLflowCallback,
+    TensorBoardCallback,
+    WandbCallback,
+    get_reporting_integration_callbacks,
+)
 
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.runs.checkpoints import step_of
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
+from sft_play.runs.resumed import resumed_run
 from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -29,65 +40,158 @@ HPARAMS = """
 """.split()
 
 
-def open_trackers(context: RunContext) -> list[TrainerCallback]:
+def open_trackers(context: RunContext, checkpoint: Path | None) -> list[TrainerCallback]:
     """Return the callbacks of transformers that report this run; none on other ranks than 0.
 
+    A run that resumes a checkpoint continues the tracker runs of the run that wrote it.
     Raises: EnvironmentFault when a tracker's package cannot be used.
     """
     if not context.process.is_main:
         return []
-    return [_open(name, context) for name in context.config.train.report_to]
+    earlier = _earlier_ids(context, checkpoint)
+    opened = [_open(name, context, checkpoint, earlier) for name in context.config.train.report_to]
+    ids = {tracker.kind: tracker.run_id for tracker in opened if isinstance(tracker, Continued)}
+    if ids:
+        write_json(context.folder.trackers, earlier | ids)
+    return opened
 
 
-def _open(name: str, context: RunContext) -> TrainerCallback:
+def _earlier_ids(context: RunContext, checkpoint: Path | None) -> dict[str, str]:
+    """Return the id of each tracker's run that this run continues.
+
+    A longer schedule makes another run, unless it is this folder's own.
+    """
+    folder = resumed_run(str(checkpoint)) if checkpoint else None
+    if folder is None or not folder.trackers.exists():
+        return {}
+    if context.config.train.extend and not folder.path.samefile(context.folder.path):
+        return {}
+    return read_json(folder.trackers)
+
+
+def _open(
+    name: str, context: RunContext, checkpoint: Path | None, earlier: Mapping[str, str]
+) -> TrainerCallback:
     """Return a tracker that has been reached: a wrong address or key ends a run at its start."""
     if name == "tensorboard":
         return TensorBoardLog(SummaryWriter(log_dir=str(context.folder.tensorboard)))
-    (integration,) = get_reporting_integration_callbacks(name)
     try:
-        if name == "wandb":
-            _begin_wandb(context)
-        elif name == "mlflow":
-            _reach_mlflow()
-        return integration()
+        if name == "trackio":
+            (integration,) = get_reporting_integration_callbacks(name)
+            return integration()
+        tracker = {"wandb": WandbLog, "mlflow": MlflowLog}[name]()
+        tracker.begin(context.folder, checkpoint is not None, earlier.get(name))
     except (ImportError, RuntimeError) as error:
         raise EnvironmentFault(f"train.report_to={name}: {first_line(error)}") from error
+    if earlier.get(name) == tracker.run_id:
+        repeated = ""
+        if tracker.last_step > step_of(checkpoint):
+            repeated = f"; it has step {tracker.last_step}, and gets no earlier one again"
+        logger.info("%s continues run %s%s", name, tracker.run_id, repeated)
+    return tracker
 
 
-def _begin_wandb(context: RunContext) -> None:
-    """Begin the run that transformers' callback then finds; its files go to the run folder."""
-    import wandb
+class Continued(TrainerCallback):
+    """A tracker whose run may have logs of an earlier launch, up to `last_step`."""
 
-    try:
-        wandb.init(name=context.folder.name, dir=str(context.folder.path))
-    except wandb.errors.Error as error:
-        raise EnvironmentFault(
-            f"train.report_to=wandb: {first_line(error)}; type wandb login, or set "
-            "WANDB_MODE=offline and send the run later with wandb sync"
-        ) from error
+    kind = ""  # its name in train.report_to
+    run_id = ""
+    last_step = 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out logs of steps that are trained again: a tracker would show them twice."""
+        if state.global_step >= self.last_step:
+            super().on_log(args, state, control, **kwargs)
+
+    def _warn(self, run_id: str, error: Exception) -> None:
+        logger.warning(
+            "%s run %s cannot be continued, and a new one begins: %s",
+            *(self.kind, run_id, first_line(error)),
+        )
 
 
-def _reach_mlflow() -> None:
-    """Ask the tracking server, or the store on disk, for its experiments.
+class WandbLog(Continued, WandbCallback):
+    """transformers' callback, whose run has begun; its files are in the run folder."""
 
-    By itself mlflow would try again for minutes.
-    """
-    import mlflow
-    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
+    kind = "wandb"
 
-    given = RETRIES.get_raw()
-    if given is None:
-        RETRIES.set(REACH_RETRIES)
-    try:
-        mlflow.search_experiments(max_results=1)
-    except mlflow.exceptions.MlflowException as error:
-        raise EnvironmentFault(
-            f"train.report_to=mlflow: MLFLOW_TRACKING_URI={mlflow.get_tracking_uri()}: "
-            f"{first_line(error)}"
-        ) from error
-    finally:
+    def begin(self, folder: RunFolder, is_resumed: bool, earlier: str | None) -> None:
+        """Begin a run, or continue one: WANDB_RUN_ID's, else that of the earlier launch."""
+        wandb = self._wandb
+        given = wandb.setup().settings
+        begin = partial(wandb.init, dir=str(folder.path))
+        is_users = given.resume_from or given.fork_from or given.resume in ("auto", "never")
+        wanted = given.run_id or earlier
+        run = None
+        if is_resumed and wanted and not is_users:
+            try:
+                run = begin(id=wanted, resume=given.resume or "allow")
+            except wandb.errors.Error as error:
+                self._warn(wanted, error)
+        try:
+            run = run or begin(name=folder.name)
+        except wandb.errors.Error as error:
+            raise EnvironmentFault(
+                f"train.report_to=wandb: {first_line(error)}; type wandb login, or set "
+                "WANDB_MODE=offline and send the run later with wandb sync"
+            ) from error
+        self.run_id = run.id
+        self.last_step = run.summary.get("train/global_step") or 0  # of the server: none offline
+
+    def on_train_end(self, *event: Any, **facts: Any) -> None:
+        """Send what is left: a launcher may end this process as soon as another rank has ended."""
+        super().on_train_end(*event, **facts)
+        self._wandb.finish()
+
+
+class MlflowLog(Continued, MLflowCallback):
+    """transformers' callback, whose run has begun."""
+
+    kind = "mlflow"
+
+    def begin(self, folder: RunFolder, is_resumed: bool, earlier: str | None) -> None:
+        """Begin a run, or continue one: MLFLOW_RUN_ID's, else that of the earlier launch.
+
+        If its server, or the store on disk, did not answer, mlflow would try again for minutes.
+        """
+        mlflow = self._ml_flow
+        from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
+        from mlflow.environment_variables import MLFLOW_RUN_ID
+
+        given = RETRIES.get_raw()
         if given is None:
-            RETRIES.unset()
+            RETRIES.set(REACH_RETRIES)
+        try:
+            mlflow.search_experiments(max_results=1)
+            if earlier and not MLFLOW_RUN_ID.get():
+                try:
+                    mlflow.start_run(run_id=earlier)
+                except mlflow.exceptions.MlflowException as error:
+                    self._warn(earlier, error)
+            run = mlflow.active_run() or mlflow.start_run(run_name=folder.name)
+            self.run_id = run.info.run_id
+            logged = mlflow.MlflowClient().get_metric_history(self.run_id, "loss")
+        except mlflow.exceptions.MlflowException as error:
+            raise EnvironmentFault(
+                f"train.report_to=mlflow: MLFLOW_TRACKING_URI={mlflow.get_tracking_uri()}: "
+                f"{first_line(error)}"
+            ) from error
+        finally:
+            if given is None:
+                RETRIES.unset()
+        self.last_step = max((metric.step for metric in logged), default=0)
+        self._has_settings = bool(run.data.params)
+
+    def setup(self, args: Any, state: Any, model: Any) -> None:
+        """Log the settings once: MLflow refuses other values of a run's."""
+        if self._has_settings:
+            args, model = SimpleNamespace(run_name=args.run_name, to_dict=dict), None
+        super().setup(args, state, model)
+
+    def on_train_end(self, *event: Any, **facts: Any) -> None:
+        """End the run that `begin` has begun."""
+        super().on_train_end(*event, **facts)
+        self._ml_flow.end_run()
 
 
 class TensorBoardLog(TensorBoardCallback):
