@@ -98,10 +98,13 @@ class Continued(TrainerCallback):
     run_id = ""
     last_step = 0
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
+    ) -> None:
         """Leave out logs of steps that are trained again: a tracker would show them twice."""
-        if state.global_step >= self.last_step:
-            super().on_log(args, state, control, **kwargs)
+        lead = state.global_step - self.last_step
+        if lead > 0 or (lead == 0 and "loss" not in logs):
+            super().on_log(args, state, control, logs=logs, **kwargs)
 
     def _warn(self, run_id: str, error: Exception) -> None:
         logger.warning(
