@@ -28,7 +28,7 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_650,
+    ".": 10_770,
     "commands": 20_150,
     "compat": 1_300,
     "config": 23_450,
@@ -40,8 +40,8 @@ TOKENS = {
     "notebooks": 13_900,
     "plan": 49_250,
     "reporting": 10_350,
-    "runs": 15_350,
-    "training": 45_850,
+    "runs": 15_360,
+    "training": 46_550,
 }
 FILES = 346
 FUNCTIONS = 4_060

@@ -80,6 +80,7 @@ class Launch:
 
     def __init__(self, path, tracker, **train):
         self.folder = RunFolder(path)
+        self.tracker = tracker
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         for name in ("config.yaml", "plan.json"):
             (path / name).touch()
@@ -91,7 +92,7 @@ class Launch:
         )
 
     def train(self, steps, checkpoint=None, max_steps=10):
-        """Log a loss in each of some steps; return the tracker."""
+        """Log a loss in each of some steps; return the id of the tracker's run."""
         trackers = Trackers(open_trackers(self.context, checkpoint))
         arguments = TrainingArguments(str(self.folder.path), run_name="a", max_steps=max_steps)
         state, control = TrainerState(), TrainerControl()
@@ -102,8 +103,7 @@ class Launch:
         trackers.close()
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()  # a launch is a process, which reads the variables anew
-        (tracker,) = trackers.trackers
-        return tracker
+        return read_json(self.folder.trackers)[self.tracker]
 
 
 @pytest.fixture(params=["wandb", "mlflow"])
@@ -126,29 +126,29 @@ def test_a_run_that_resumes_in_its_folder_continues_its_tracker_run(tmp_path, tr
     caplog.set_level(logging.INFO)
     run = Launch(tmp_path / "run", tracker)
     first = run.train(range(1, 7))
-    assert f"continues run {first.run_id}" not in caplog.text
+    assert f"continues run {first}" not in caplog.text
     again = run.train(range(5, 9), run.checkpoint, max_steps=8)
-    assert again.run_id == first.run_id == read_json(run.folder.trackers)[tracker]
-    assert f"{tracker} continues run {first.run_id}" in caplog.text
+    assert again == first
+    assert f"{tracker} continues run {first}" in caplog.text
     if tracker == "mlflow":
-        assert logged_steps(first.run_id) == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert "it has step 6, and gets no earlier one again" in caplog.text
+        assert logged_steps(first) == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert "logs before step 6, which it has, are not sent again" in caplog.text
         assert "Failed to log run data" not in caplog.text  # other settings
 
 
 def test_a_new_folder_continues_the_tracker_run_unless_its_schedule_is_longer(tmp_path, tracker):
     run = Launch(tmp_path / "run", tracker)
-    first = run.train(range(1, 5)).run_id
-    assert Launch(tmp_path / "next", tracker).train(range(5, 7), run.checkpoint).run_id == first
+    first = run.train(range(1, 5))
+    assert Launch(tmp_path / "next", tracker).train(range(5, 7), run.checkpoint) == first
     longer = Launch(tmp_path / "longer", tracker, extend=True)
-    of_longer = longer.train(range(5, 7), run.checkpoint).run_id
+    of_longer = longer.train(range(5, 7), run.checkpoint)
     assert of_longer != first
-    assert longer.train(range(5, 9), longer.checkpoint).run_id == of_longer
+    assert longer.train(range(5, 9), longer.checkpoint) == of_longer
 
 
 def test_a_tracker_run_that_is_gone_is_a_warning_and_a_new_run(tmp_path, tracker, caplog):
     run = Launch(tmp_path / "run", tracker)
-    first = run.train(range(1, 5)).run_id
+    first = run.train(range(1, 5))
     if tracker == "mlflow":
         import mlflow
 
@@ -156,17 +156,17 @@ def test_a_tracker_run_that_is_gone_is_a_warning_and_a_new_run(tmp_path, tracker
     else:
         first = "no/id"  # W&B refuses it as it does one that was deleted
         write_json(run.folder.trackers, {"wandb": first})
-    again = run.train(range(5, 7), run.checkpoint).run_id
-    assert again != first and read_json(run.folder.trackers)[tracker] == again
-    assert f"{tracker} run {first} cannot be continued, and a new one begins: " in caplog.text
+    again = run.train(range(5, 7), run.checkpoint)
+    assert again != first
+    assert f"run {first} cannot be continued, so a new one begins: " in caplog.text
 
 
 def test_the_tracker_run_that_the_user_names_wins(tmp_path, tracker, monkeypatch):
-    others = Launch(tmp_path / "others", tracker).train(range(1, 3)).run_id
+    others = Launch(tmp_path / "others", tracker).train(range(1, 3))
     run = Launch(tmp_path / "run", tracker)
     run.train(range(1, 5))
     monkeypatch.setenv(f"{tracker.upper()}_RUN_ID", others)
-    assert run.train(range(5, 7), run.checkpoint).run_id == others
+    assert run.train(range(5, 7), run.checkpoint) == others
 
 
 def test_steps_that_a_tracker_has_are_not_sent_again():

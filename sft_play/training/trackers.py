@@ -16,12 +16,11 @@ from transformers import TrainerCallback
 from transformers.integrations import (
     MLflowCallback,
     TensorBoardCallback,
+    TrackioCallback,
     WandbCallback,
-    get_reporting_integration_callbacks,
 )
 
 from sft_play.errors import EnvironmentFault, first_line
-from sft_play.runs.checkpoints import step_of
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
@@ -48,11 +47,10 @@ def open_trackers(context: RunContext, checkpoint: Path | None) -> list[TrainerC
     """
     if not context.process.is_main:
         return []
-    earlier = _earlier_ids(context, checkpoint)
-    opened = [_open(name, context, checkpoint, earlier) for name in context.config.train.report_to]
-    ids = {tracker.kind: tracker.run_id for tracker in opened if isinstance(tracker, Continued)}
+    ids = _earlier_ids(context, checkpoint)
+    opened = [_open(name, context.folder, ids) for name in context.config.train.report_to]
     if ids:
-        write_json(context.folder.trackers, earlier | ids)
+        write_json(context.folder.trackers, ids)
     return opened
 
 
@@ -69,33 +67,31 @@ def _earlier_ids(context: RunContext, checkpoint: Path | None) -> dict[str, str]
     return read_json(folder.trackers)
 
 
-def _open(
-    name: str, context: RunContext, checkpoint: Path | None, earlier: Mapping[str, str]
-) -> TrainerCallback:
-    """Return a tracker that has been reached: a wrong address or key ends a run at its start."""
+def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
+    """Return a tracker that has been reached: a wrong address or key ends a run at its start.
+
+    `ids` has the runs to continue, and gets those that are new.
+    """
     if name == "tensorboard":
-        return TensorBoardLog(SummaryWriter(log_dir=str(context.folder.tensorboard)))
+        return TensorBoardLog(SummaryWriter(log_dir=str(folder.tensorboard)))
     try:
         if name == "trackio":
-            (integration,) = get_reporting_integration_callbacks(name)
-            return integration()
-        tracker = {"wandb": WandbLog, "mlflow": MlflowLog}[name]()
-        tracker.begin(context.folder, checkpoint is not None, earlier.get(name))
+            return TrackioCallback()
+        tracker = WandbLog() if name == "wandb" else MlflowLog()
+        run_id = tracker.begin(folder, ids.get(name))
     except (ImportError, RuntimeError) as error:
         raise EnvironmentFault(f"train.report_to={name}: {first_line(error)}") from error
-    if earlier.get(name) == tracker.run_id:
-        repeated = ""
-        if tracker.last_step > step_of(checkpoint):
-            repeated = f"; it has step {tracker.last_step}, and gets no earlier one again"
-        logger.info("%s continues run %s%s", name, tracker.run_id, repeated)
+    if run_id == ids.get(name):
+        until = tracker.last_step
+        known = f"; logs before step {until}, which it has, are not sent again" if until else ""
+        logger.info("%s continues run %s%s", name, run_id, known)
+    ids[name] = run_id
     return tracker
 
 
 class Continued(TrainerCallback):
     """A tracker whose run may have logs of an earlier launch, up to `last_step`."""
 
-    kind = ""  # its name in train.report_to
-    run_id = ""
     last_step = 0
 
     def on_log(
@@ -106,40 +102,35 @@ class Continued(TrainerCallback):
         if lead > 0 or (lead == 0 and "loss" not in logs):
             super().on_log(args, state, control, logs=logs, **kwargs)
 
-    def _warn(self, run_id: str, error: Exception) -> None:
-        logger.warning(
-            "%s run %s cannot be continued, and a new one begins: %s",
-            *(self.kind, run_id, first_line(error)),
-        )
+
+def _warn(run_id: str, error: Exception) -> None:
+    words = "run %s cannot be continued, so a new one begins: %s"
+    logger.warning(words, run_id, first_line(error))
 
 
 class WandbLog(Continued, WandbCallback):
     """transformers' callback, whose run has begun; its files are in the run folder."""
 
-    kind = "wandb"
-
-    def begin(self, folder: RunFolder, is_resumed: bool, earlier: str | None) -> None:
-        """Begin a run, or continue one: WANDB_RUN_ID's, else that of the earlier launch."""
+    def begin(self, folder: RunFolder, earlier: str | None) -> str:
+        """Continue the run of WANDB_RUN_ID, else the earlier one, or begin one; return its id."""
         wandb = self._wandb
         given = wandb.setup().settings
         begin = partial(wandb.init, dir=str(folder.path))
-        is_users = given.resume_from or given.fork_from or given.resume in ("auto", "never")
-        wanted = given.run_id or earlier
         run = None
-        if is_resumed and wanted and not is_users:
-            try:
-                run = begin(id=wanted, resume=given.resume or "allow")
-            except wandb.errors.Error as error:
-                self._warn(wanted, error)
         try:
+            if wanted := given.run_id or earlier:
+                try:
+                    run = begin(id=wanted, resume=given.resume or "allow")
+                except wandb.errors.Error as error:
+                    _warn(wanted, error)
             run = run or begin(name=folder.name)
         except wandb.errors.Error as error:
             raise EnvironmentFault(
                 f"train.report_to=wandb: {first_line(error)}; type wandb login, or set "
                 "WANDB_MODE=offline and send the run later with wandb sync"
             ) from error
-        self.run_id = run.id
         self.last_step = run.summary.get("train/global_step") or 0  # of the server: none offline
+        return run.id
 
     def on_train_end(self, *event: Any, **facts: Any) -> None:
         """Send what is left: a launcher may end this process as soon as another rank has ended."""
@@ -150,12 +141,11 @@ class WandbLog(Continued, WandbCallback):
 class MlflowLog(Continued, MLflowCallback):
     """transformers' callback, whose run has begun."""
 
-    kind = "mlflow"
+    def begin(self, folder: RunFolder, earlier: str | None) -> str:
+        """Continue the run of MLFLOW_RUN_ID, else the earlier one, or begin one; return its id.
 
-    def begin(self, folder: RunFolder, is_resumed: bool, earlier: str | None) -> None:
-        """Begin a run, or continue one: MLFLOW_RUN_ID's, else that of the earlier launch.
-
-        If its server, or the store on disk, did not answer, mlflow would try again for minutes.
+        If the tracking server, or the store on disk, does not answer, mlflow itself would try again
+        for minutes.
         """
         mlflow = self._ml_flow
         from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
@@ -170,10 +160,9 @@ class MlflowLog(Continued, MLflowCallback):
                 try:
                     mlflow.start_run(run_id=earlier)
                 except mlflow.exceptions.MlflowException as error:
-                    self._warn(earlier, error)
+                    _warn(earlier, error)
             run = mlflow.active_run() or mlflow.start_run(run_name=folder.name)
-            self.run_id = run.info.run_id
-            logged = mlflow.MlflowClient().get_metric_history(self.run_id, "loss")
+            logged = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
         except mlflow.exceptions.MlflowException as error:
             raise EnvironmentFault(
                 f"train.report_to=mlflow: MLFLOW_TRACKING_URI={mlflow.get_tracking_uri()}: "
@@ -184,6 +173,7 @@ class MlflowLog(Continued, MLflowCallback):
                 RETRIES.unset()
         self.last_step = max((metric.step for metric in logged), default=0)
         self._has_settings = bool(run.data.params)
+        return run.info.run_id
 
     def setup(self, args: Any, state: Any, model: Any) -> None:
         """Log the settings once: MLflow refuses other values of a run's."""
