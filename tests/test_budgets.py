@@ -40,7 +40,7 @@ TOKENS = {
     "notebooks": 13_900,
     "plan": 49_250,
     "reporting": 10_350,
-    "runs": 15_360,
+    "runs": 15_350,
     "training": 46_550,
 }
 FILES = 346

@@ -17,7 +17,7 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor.packages import installed_version
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trackers import Continued, Trackers, open_trackers
+from sft_play.training.trackers import IDS, Continued, Trackers, open_trackers
 
 
 class Recorder(TrainerCallback):
@@ -85,15 +85,17 @@ class Launch:
         for name in ("config.yaml", "plan.json"):
             (path / name).touch()
         self.checkpoint = self.folder.checkpoints / "checkpoint-4"
-        self.context = SimpleNamespace(
-            process=SimpleNamespace(is_main=True),
-            folder=self.folder,
-            config=Config.model_validate({"train": {"report_to": tracker, **train}}),
-        )
+        self.train_section = {"report_to": tracker, **train}
 
     def train(self, steps, checkpoint=None, max_steps=10):
         """Log a loss in each of some steps; return the id of the tracker's run."""
-        trackers = Trackers(open_trackers(self.context, checkpoint))
+        train = {**self.train_section, "resume_from": checkpoint and str(checkpoint)}
+        context = SimpleNamespace(
+            process=SimpleNamespace(is_main=True),
+            folder=self.folder,
+            config=Config.model_validate({"train": train}),
+        )
+        trackers = Trackers(open_trackers(context))
         arguments = TrainingArguments(str(self.folder.path), run_name="a", max_steps=max_steps)
         state, control = TrainerState(), TrainerControl()
         trackers.on_train_begin(arguments, state, control, model=None)
@@ -103,7 +105,7 @@ class Launch:
         trackers.close()
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()  # a launch is a process, which reads the variables anew
-        return read_json(self.folder.trackers)[self.tracker]
+        return read_json(self.folder.path / IDS)[self.tracker]
 
 
 @pytest.fixture(params=["wandb", "mlflow"])
@@ -155,7 +157,7 @@ def test_a_tracker_run_that_is_gone_is_a_warning_and_a_new_run(tmp_path, tracker
         mlflow.delete_run(first)
     else:
         first = "no/id"  # W&B refuses it as it does one that was deleted
-        write_json(run.folder.trackers, {"wandb": first})
+        write_json(run.folder.path / IDS, {"wandb": first})
     again = run.train(range(5, 7), run.checkpoint)
     assert again != first
     assert f"run {first} cannot be continued, so a new one begins: " in caplog.text

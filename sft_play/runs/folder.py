@@ -63,11 +63,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def trackers(self) -> Path:
-        """The ids of this run in W&B and MLflow."""
-        return self.path / "trackers.json"
-
-    @property
     def trace(self) -> Path:
         """The Chrome trace that train.profile_steps asks for."""
         return self.path / "profile" / "trace.json.gz"

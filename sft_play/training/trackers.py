@@ -6,7 +6,6 @@ Importing an integration's package may take seconds, so only the main rank does.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +29,8 @@ from sft_play.training.context import RunContext
 logger = logging.getLogger(__name__)
 
 REACH_RETRIES = 1  # of the first call to MLflow's server
+IDS = "trackers.json"  # in the run folder: the id of its run in W&B and in MLflow
+GONE = "run %s cannot be continued, so a new one begins: %s"
 # The settings that the page HPARAMS has columns for; trackers get all of them besides
 HPARAMS = """
     model.name model.max_seq_len tuning.mode tuning.backend
@@ -39,32 +40,24 @@ HPARAMS = """
 """.split()
 
 
-def open_trackers(context: RunContext, checkpoint: Path | None) -> list[TrainerCallback]:
+def open_trackers(context: RunContext) -> list[TrainerCallback]:
     """Return the callbacks of transformers that report this run; none on other ranks than 0.
 
-    A run that resumes a checkpoint continues the tracker runs of the run that wrote it.
+    A run that resumes another one continues its tracker runs.
     Raises: EnvironmentFault when a tracker's package cannot be used.
     """
     if not context.process.is_main:
         return []
-    ids = _earlier_ids(context, checkpoint)
-    opened = [_open(name, context.folder, ids) for name in context.config.train.report_to]
+    train = context.config.train
+    path = source = context.folder.path / IDS
+    earlier = resumed_run(train.resume_from) if train.resume_from else None
+    if earlier and not path.exists() and not train.extend:  # which makes another schedule
+        source = earlier.path / IDS
+    ids = read_json(source) if source.exists() else {}
+    opened = [_open(name, context.folder, ids) for name in train.report_to]
     if ids:
-        write_json(context.folder.trackers, ids)
+        write_json(path, ids)
     return opened
-
-
-def _earlier_ids(context: RunContext, checkpoint: Path | None) -> dict[str, str]:
-    """Return the id of each tracker's run that this run continues.
-
-    A longer schedule makes another run, unless it is this folder's own.
-    """
-    folder = resumed_run(str(checkpoint)) if checkpoint else None
-    if folder is None or not folder.trackers.exists():
-        return {}
-    if context.config.train.extend and not folder.path.samefile(context.folder.path):
-        return {}
-    return read_json(folder.trackers)
 
 
 def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
@@ -90,9 +83,13 @@ def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
 
 
 class Continued(TrainerCallback):
-    """A tracker whose run may have logs of an earlier launch, up to `last_step`."""
+    """A tracker whose run may have logs of an earlier launch, up to `last_step`.
+
+    `end` sends what is left: a launcher may end this process as soon as another rank has ended.
+    """
 
     last_step = 0
+    end: Callable[[], object]
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
@@ -101,11 +98,6 @@ class Continued(TrainerCallback):
         lead = state.global_step - self.last_step
         if lead > 0 or (lead == 0 and "loss" not in logs):
             super().on_log(args, state, control, logs=logs, **kwargs)
-
-
-def _warn(run_id: str, error: Exception) -> None:
-    words = "run %s cannot be continued, so a new one begins: %s"
-    logger.warning(words, run_id, first_line(error))
 
 
 class WandbLog(Continued, WandbCallback):
@@ -122,20 +114,16 @@ class WandbLog(Continued, WandbCallback):
                 try:
                     run = begin(id=wanted, resume=given.resume or "allow")
                 except wandb.errors.Error as error:
-                    _warn(wanted, error)
+                    logger.warning(GONE, wanted, first_line(error))
             run = run or begin(name=folder.name)
         except wandb.errors.Error as error:
             raise EnvironmentFault(
                 f"train.report_to=wandb: {first_line(error)}; type wandb login, or set "
                 "WANDB_MODE=offline and send the run later with wandb sync"
             ) from error
+        self.end = wandb.finish
         self.last_step = run.summary.get("train/global_step") or 0  # of the server: none offline
         return run.id
-
-    def on_train_end(self, *event: Any, **facts: Any) -> None:
-        """Send what is left: a launcher may end this process as soon as another rank has ended."""
-        super().on_train_end(*event, **facts)
-        self._wandb.finish()
 
 
 class MlflowLog(Continued, MLflowCallback):
@@ -160,7 +148,7 @@ class MlflowLog(Continued, MLflowCallback):
                 try:
                     mlflow.start_run(run_id=earlier)
                 except mlflow.exceptions.MlflowException as error:
-                    _warn(earlier, error)
+                    logger.warning(GONE, earlier, first_line(error))
             run = mlflow.active_run() or mlflow.start_run(run_name=folder.name)
             logged = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
         except mlflow.exceptions.MlflowException as error:
@@ -171,6 +159,7 @@ class MlflowLog(Continued, MLflowCallback):
         finally:
             if given is None:
                 RETRIES.unset()
+        self.end = mlflow.end_run
         self.last_step = max((metric.step for metric in logged), default=0)
         self._has_settings = bool(run.data.params)
         return run.info.run_id
@@ -180,11 +169,6 @@ class MlflowLog(Continued, MLflowCallback):
         if self._has_settings:
             args, model = SimpleNamespace(run_name=args.run_name, to_dict=dict), None
         super().setup(args, state, model)
-
-    def on_train_end(self, *event: Any, **facts: Any) -> None:
-        """End the run that `begin` has begun."""
-        super().on_train_end(*event, **facts)
-        self._ml_flow.end_run()
 
 
 class TensorBoardLog(TensorBoardCallback):
@@ -266,6 +250,8 @@ class Trackers(TrainerCallback):
     def on_train_end(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
             self._ends.append(partial(tracker.on_train_end, *event, **facts))
+            if isinstance(tracker, Continued):
+                self._ends.append(tracker.end)
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Pass the settings and last scores of the run on."""

@@ -101,7 +101,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     clock.lap("preflight")
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
-    observers = Observers(context, open_trackers(context, checkpoint))
+    observers = Observers(context, open_trackers(context))
     model = load_weights(context, recorder, checkpoint)
     clock.lap("load")
 
