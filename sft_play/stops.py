@@ -6,6 +6,7 @@ does instead. A second one, by the user, leaves at once.
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ BY_USER = (signal.SIGINT, signal.SIGTERM)  # whose repetition leaves at once
 REPEAT_SECONDS = 2.0
 PARENT_GONE = signal.SIGUSR1  # what a process gets when the one that started it was killed
 POLL_SECONDS = 0.5
+CHILD_SECONDS = 0.05  # between two looks for the first child
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 MAKE = ("make", "gmake")
 
@@ -119,9 +121,14 @@ def leave_to_parent(number: int = 0) -> None:
     their number.
     """
     signal.set_wakeup_fd(-1)  # the parent's, which a fork has inherited
+    ignore()
+    end_with_parent()
+
+
+def ignore() -> None:
+    """Hear no stop signal any more."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
 
 
 def leave() -> None:
@@ -172,13 +179,35 @@ def watch_parent(when_gone: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def launcher_signals() -> str:
-    """Return the names of the signals that torchrun and accelerate are to pass on to their ranks.
+def pass_on(end: Callable[[], None]) -> Callable[[], object]:
+    """Pass every signal on to the processes that this one starts. Return what to call before that.
 
-    By themselves they take HUP from nohup, and die of USR1.
+    A signal before that call runs `end`, which must end this process. Later this process ends when
+    its children do, and no signal interrupts it: they stay blocked, also in what it starts, and a
+    thread waits for them.
     """
-    names = [number.name for number in listened()]
-    return ",".join([*names, signal.SIGQUIT.name])
+    numbers = listened()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    starting = threading.Lock()  # whoever is first gets it, and keeps it
+
+    def wait() -> None:
+        import psutil
+
+        while True:
+            number = signal.sigwait(numbers)
+            logging.disable(logging.ERROR)  # torchrun's, to which a rank that has stopped failed
+            if number == signal.SIGHUP:
+                _leave_terminal()
+            if starting.acquire(blocking=False):
+                end()
+            while not (children := psutil.Process().children()):
+                time.sleep(CHILD_SECONDS)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    return starting.acquire
 
 
 def _interrupt(number: signal.Signals) -> None:

@@ -28,7 +28,7 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_650,
+    ".": 10_770,
     "commands": 20_150,
     "compat": 1_300,
     "config": 23_610,
@@ -41,7 +41,7 @@ TOKENS = {
     "plan": 49_500,
     "reporting": 10_350,
     "runs": 15_350,
-    "training": 46_150,
+    "training": 46_550,
 }
 FILES = 347
 FUNCTIONS = 4_072

@@ -126,6 +126,8 @@ def test_several_machines_meet_at_one_address():
     assert ddp[ddp.index("--main_process_port") + 1] == "29500"
     assert command(replace(ranks, strategy="fsdp")).argv == ddp
     assert accelerate_config(ranks, "no")["main_process_ip"] == "10.0.0.1"
+    alone = command(ranks_of("ddp", "cuda", 2)).argv
+    assert alone[alone.index("--main_process_port") + 1] == "0"  # a free one when it starts
     named = command(replace(ranks, master_port=4000)).argv
     assert named[named.index("--master_port") + 1] == "4000"
 

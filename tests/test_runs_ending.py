@@ -1,7 +1,10 @@
 """The last words of a run: below what its launcher prints, and in torchrun's own table."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,13 +39,93 @@ def test_the_last_words_of_a_run_are_its_cause_and_what_to_type(name, tmp_path):
 def test_the_cause_of_a_run_is_below_what_its_launcher_prints(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.write_report(ENDED["failed"])
-    (tmp_path / "failing_launcher.py").write_text("raise RuntimeError('of the launcher')\n")
+    failing = "def main():\n    raise RuntimeError('of the launcher')\n"
+    (tmp_path / "failing_launcher.py").write_text(failing)
     command = [sys.executable, "scripts/launch.py", str(folder.path), "failing_launcher"]
     environ = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 1
     expected = f"RuntimeError: of the launcher\n\n{WORDS['failed']}\n".format(path=folder.path)
     assert done.stderr.endswith(expected), done.stderr
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from sft_play.errors import ExitClass
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
+from sft_play.stops import StopSignals
+
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+with StopSignals(is_rank=True) as signals:
+    signals.on_first = lambda number: None
+    signals.release()
+    (folder / f"started-{rank}").touch()
+    while not signals.requested:
+        time.sleep(0.01)
+    time.sleep(1)  # to save a checkpoint, and to hear what comes meanwhile
+    if rank == 0:
+        report = RunReport(status="stopped", exit_class=75, cause="stopped at step 3")
+        RunFolder(folder).write_report(report)
+    else:
+        time.sleep(1)
+sys.exit(ExitClass.STOPPED)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["launcher", "timeout"])
+def test_two_signals_at_once_end_a_launched_run_with_the_class_of_its_ranks(tmp_path, to):
+    """As `timeout` of coreutils sends them: one to its child, one to the group."""
+    folder = RunFolder(tmp_path / "run")
+    folder.write_report(RunReport(status="planned"))
+    (tmp_path / "rank.py").write_text(RANK)
+    words = "torch.distributed.run --standalone --nproc_per_node 2".split()
+    launch = [sys.executable, "scripts/launch.py", str(folder.path), *words]
+    launcher = subprocess.Popen(
+        [*launch, str(tmp_path / "rank.py"), str(folder.path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(list(folder.path.glob("started-*"))) < 2:
+        assert launcher.poll() is None, launcher.stderr.read()
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    if to == "timeout":
+        os.killpg(launcher.pid, signal.SIGTERM)
+    else:
+        time.sleep(0.3)
+        launcher.send_signal(signal.SIGTERM)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 75, errors
+    assert errors == f"\n{WORDS['stopped']}\n".format(path=folder.path)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(launcher.pid, 0)
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_launcher_is_imported_ends_the_run_before_it_begins(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_report(RunReport(status="planned"))
+    module = "import pathlib, time\npathlib.Path('imports').touch()\ntime.sleep(60)\n"
+    (tmp_path / "slow_launcher.py").write_text(module)
+    launcher = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts/launch.py"), str(folder.path), "slow_launcher"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "imports").exists():
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    assert "nothing was trained" in launcher.communicate(timeout=60)[1]
+    assert (launcher.returncode, folder.read_report().exit_class) == (75, 75)
 
 
 def test_the_table_of_torchrun_has_the_cause(tmp_path):

@@ -66,7 +66,7 @@ def test_nohup_keeps_a_run_from_hearing_that_its_terminal_was_closed():
         with StopSignals() as signals:
             signal.raise_signal(signal.SIGHUP)
             assert not signals.requested
-            assert "SIGHUP" not in stops.launcher_signals()
+            assert signal.SIGHUP not in stops.listened()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -92,6 +92,58 @@ def test_a_signal_before_a_process_becomes_another_one_is_heard_by_that_one(tmp_
     child.join(SECONDS)
     said = (tmp_path / "said").read_text()
     assert "kept" in said and "KeyboardInterrupt" in said and "not heard" not in said
+
+
+LAUNCHER = """
+import signal, subprocess, sys, time
+from sft_play import stops
+
+def end():
+    print("ended before a child", flush=True)
+    stops.leave()
+
+signal.signal(signal.SIGTERM, lambda *_: 1 / 0)  # torchrun's raises an error, too
+begin = stops.pass_on(end)
+if sys.argv[1:]:
+    begin()
+    sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
+print("imports", flush=True)
+time.sleep(60)
+"""
+CHILD = """
+import signal, sys, time
+print("starts", flush=True)
+time.sleep(0.5)
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+for number in (1, 2):
+    while len(heard) < number:
+        time.sleep(0.01)
+    print("heard", number, flush=True)
+sys.exit(75)
+"""
+
+
+def test_a_launcher_passes_each_signal_on_and_ends_as_its_child_ends():
+    """Also one that comes before the child listens."""
+    command = [sys.executable, "-c", LAUNCHER, CHILD]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as launcher:
+        for said in ("starts\n", "heard 1\n"):
+            assert launcher.stdout.readline() == said
+            launcher.send_signal(signal.SIGTERM)
+        assert launcher.communicate(timeout=SECONDS) == ("heard 2\n", "")
+    assert launcher.returncode == 75
+
+
+def test_a_signal_ends_a_launcher_that_has_started_nothing():
+    command = [sys.executable, "-c", LAUNCHER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "imports\n"
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.communicate(timeout=SECONDS)[0] == "ended before a child\n"
+    assert launcher.returncode == 75
 
 
 def sleeping_chunks(task: int) -> None:

@@ -6,8 +6,8 @@ Loads no torch.
 import atexit
 import contextlib
 import dataclasses
+import importlib
 import os
-import runpy
 import secrets
 import shutil
 import socket
@@ -65,7 +65,6 @@ from sft_play.runs.report import STARTED_AT, RunReport
 from sft_play.runs.resumed import (
     AskedRun,
 )
-from sft_play.stops import StopSignals
 
 ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 FREE_BYTES_FOR_A_RUN = 1 << 30
@@ -363,7 +362,7 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
 
 
 def run_launcher(folder: str, module: str, *words: str) -> None:
-    """Run a launcher's module. Once it has handlers of its own, it passes signals to its ranks.
+    """Run the `main` of a launcher's module, and pass signals on to the ranks that it starts.
 
     What it prints of a rank that failed says neither why nor what to type, so the run's own words
     follow it: at the exit, because Python prints an exception just before.
@@ -379,10 +378,20 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
                 sys.stderr.write(f"\n{visible(words)}\n")
                 sys.stderr.flush()
 
+    def end() -> None:
+        """End before there is a rank."""
+        _record_end(run, "stopped", ExitClass.STOPPED, NOT_BEGUN)
+        say_last_words()
+        stops.leave()
+
     atexit.register(say_last_words)
-    try:
-        with StopSignals() as signals, failure_recorded(run):
-            signals.release()
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:
-        sys.exit(int(ExitClass.STOPPED))
+    begin = stops.pass_on(end)
+    with failure_recorded(run):
+        launcher = importlib.import_module(module)  # takes seconds
+        begin()
+        try:
+            launcher.main()
+        except Exception:
+            if run.read_report().exit_class != ExitClass.STOPPED:
+                raise
+            sys.exit(int(ExitClass.STOPPED))  # the ranks' class, of which launchers make 1

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import yaml
 
-from sft_play import stops
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.place import is_of_launcher
 from sft_play.errors import EnvironmentFault
@@ -23,7 +22,6 @@ WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
 DEFAULT_PORT = 29500  # where several machines meet, as torchrun's
 OF_RUN_FOLDER = "UNSLOTH_COMPILE_LOCATION"  # else its code goes into the working folder
-SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Launch:
 
 def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> Launch:
     """Return the command that starts this node's ranks on a run folder."""
-    port = str(ranks.master_port or (DEFAULT_PORT if ranks.nodes > 1 else free_port()))
+    port = ranks.master_port or (DEFAULT_PORT if ranks.nodes > 1 else 0)
     words = _launcher(ranks, run_folder, port)
     argv = (sys.executable, *words, str(WORKER), str(run_folder))
     return Launch(argv, _environment(ranks, run_folder, environ))
@@ -55,18 +53,19 @@ def recorded(command: Launch, run_folder: Path) -> Launch:
     return Launch((python, str(LAUNCHER), str(run_folder), *words), command.env)
 
 
-def _launcher(ranks: Ranks, run_folder: Path, port: str) -> list[str]:
+def _launcher(ranks: Ranks, run_folder: Path, port: int) -> list[str]:
     """Return the words between Python and the worker's script."""
     if ranks.strategy == "single":
         return []
     if ranks.strategy in ("ddp", "fsdp", "ep"):
-        # as DDP: the worker shares the weights out itself
+        # as DDP: the worker shares the weights out itself. Port 0: accelerate finds a free one when
+        # it starts; one that is chosen here may be taken while rows are tokenized
         config = ["--config_file", str(run_folder / "accelerate.yaml")]
-        return ["-m", "accelerate.commands.launch", *config, "--main_process_port", port]
+        return ["-m", "accelerate.commands.launch", *config, "--main_process_port", str(port)]
     # deepspeed's own launcher passes no signal on and kills what saves for more than 30 seconds
     node = ["--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank)]
     node += ["--nproc_per_node", str(ranks.per_node), "--master_addr", ranks.master_addr]
-    return ["-m", "torch.distributed.run", *node, "--master_port", port]
+    return ["-m", "torch.distributed.run", *node, "--master_port", str(port or free_port())]
 
 
 def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
@@ -148,8 +147,8 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the data loader's fork
         "OMP_NUM_THREADS": str(max(1, ranks.cpu_count // ranks.per_node)),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": stops.launcher_signals(),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),
+        # stops.pass_on has the others; by itself torchrun takes HUP from nohup
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
     if ranks.device == "cuda":
         # one process that sees two GPUs would be wrapped in DataParallel

@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback
 
+from sft_play import stops
 from sft_play.errors import ExitClass
 from sft_play.process import Process
 from sft_play.process_id import ProcessId
@@ -296,6 +297,7 @@ class RankGroup:
             return
         # launchers end the other ranks as soon as the first rank of a stopped run exits with 75
         torch.distributed.barrier()
+        stops.ignore()
         if self.watch is not None:
             self.watch.close()
         if self.broadcast is not None:

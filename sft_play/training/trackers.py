@@ -6,20 +6,31 @@ Importing an integration's package may take seconds, so only the main rank does.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+from transformers.integrations import (
+    MLflowCallback,
+    TensorBoardCallback,
+    TrackioCallback,
+    WandbCallback,
+)
 
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
+from sft_play.runs.resumed import resumed_run
 from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
 
 REACH_RETRIES = 1  # of the first call to MLflow's server
+IDS = "trackers.json"  # in the run folder: the id of its run in W&B and in MLflow
+GONE = "run %s cannot be continued, so a new one begins: %s"
 # The settings that the page HPARAMS has columns for; trackers get all of them besides
 HPARAMS = """
     model.name model.max_seq_len tuning.mode tuning.backend
@@ -33,62 +44,132 @@ HPARAMS = """
 def open_trackers(context: RunContext) -> list[TrainerCallback]:
     """Return the callbacks of transformers that report this run; none on other ranks than 0.
 
+    A run that resumes another one continues its tracker runs.
     Raises: EnvironmentFault when a tracker's package cannot be used.
     """
     if not context.process.is_main:
         return []
-    return [_open(name, context) for name in context.config.train.report_to]
+    train = context.config.train
+    path = source = context.folder.path / IDS
+    earlier = resumed_run(train.resume_from) if train.resume_from else None
+    if earlier and not path.exists() and not train.extend:  # which makes another schedule
+        source = earlier.path / IDS
+    ids = read_json(source) if source.exists() else {}
+    opened = [_open(name, context.folder, ids) for name in train.report_to]
+    if ids:
+        write_json(path, ids)
+    return opened
 
 
-def _open(name: str, context: RunContext) -> TrainerCallback:
-    """Return a tracker that has been reached: a wrong address or key ends a run at its start."""
+def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
+    """Return a tracker that has been reached: a wrong address or key ends a run at its start.
+
+    `ids` has the runs to continue, and gets those that are new.
+    """
     if name == "tensorboard":
-        return TensorBoardLog(SummaryWriter(log_dir=str(context.folder.tensorboard)))
-    (integration,) = get_reporting_integration_callbacks(name)
+        return TensorBoardLog(SummaryWriter(log_dir=str(folder.tensorboard)))
     try:
-        if name == "wandb":
-            _begin_wandb(context)
-        elif name == "mlflow":
-            _reach_mlflow()
-        return integration()
+        if name == "trackio":
+            return TrackioCallback()
+        tracker = WandbLog() if name == "wandb" else MlflowLog()
+        run_id = tracker.begin(folder, ids.get(name))
     except (ImportError, RuntimeError) as error:
         raise EnvironmentFault(f"train.report_to={name}: {first_line(error)}") from error
+    if run_id == ids.get(name):
+        until = tracker.last_step
+        known = f"; logs before step {until}, which it has, are not sent again" if until else ""
+        logger.info("%s continues run %s%s", name, run_id, known)
+    ids[name] = run_id
+    return tracker
 
 
-def _begin_wandb(context: RunContext) -> None:
-    """Begin the run that transformers' callback then finds; its files go to the run folder."""
-    import wandb
+class Continued(TrainerCallback):
+    """A tracker whose run may have logs of an earlier launch, up to `last_step`.
 
-    try:
-        wandb.init(name=context.folder.name, dir=str(context.folder.path))
-    except wandb.errors.Error as error:
-        raise EnvironmentFault(
-            f"train.report_to=wandb: {first_line(error)}; type wandb login, or set "
-            "WANDB_MODE=offline and send the run later with wandb sync"
-        ) from error
-
-
-def _reach_mlflow() -> None:
-    """Ask the tracking server, or the store on disk, for its experiments.
-
-    By itself mlflow would try again for minutes.
+    `end` sends what is left: a launcher may end this process as soon as another rank has ended.
     """
-    import mlflow
-    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
 
-    given = RETRIES.get_raw()
-    if given is None:
-        RETRIES.set(REACH_RETRIES)
-    try:
-        mlflow.search_experiments(max_results=1)
-    except mlflow.exceptions.MlflowException as error:
-        raise EnvironmentFault(
-            f"train.report_to=mlflow: MLFLOW_TRACKING_URI={mlflow.get_tracking_uri()}: "
-            f"{first_line(error)}"
-        ) from error
-    finally:
+    last_step = 0
+    end: Callable[[], object]
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
+    ) -> None:
+        """Leave out logs of steps that are trained again: a tracker would show them twice."""
+        lead = state.global_step - self.last_step
+        if lead > 0 or (lead == 0 and "loss" not in logs):
+            super().on_log(args, state, control, logs=logs, **kwargs)
+
+
+class WandbLog(Continued, WandbCallback):
+    """transformers' callback, whose run has begun; its files are in the run folder."""
+
+    def begin(self, folder: RunFolder, earlier: str | None) -> str:
+        """Continue the run of WANDB_RUN_ID, else the earlier one, or begin one; return its id."""
+        wandb = self._wandb
+        given = wandb.setup().settings
+        begin = partial(wandb.init, dir=str(folder.path))
+        run = None
+        try:
+            if wanted := given.run_id or earlier:
+                try:
+                    run = begin(id=wanted, resume=given.resume or "allow")
+                except wandb.errors.Error as error:
+                    logger.warning(GONE, wanted, first_line(error))
+            run = run or begin(name=folder.name)
+        except wandb.errors.Error as error:
+            raise EnvironmentFault(
+                f"train.report_to=wandb: {first_line(error)}; type wandb login, or set "
+                "WANDB_MODE=offline and send the run later with wandb sync"
+            ) from error
+        self.end = wandb.finish
+        self.last_step = run.summary.get("train/global_step") or 0  # of the server: none offline
+        return run.id
+
+
+class MlflowLog(Continued, MLflowCallback):
+    """transformers' callback, whose run has begun."""
+
+    def begin(self, folder: RunFolder, earlier: str | None) -> str:
+        """Continue the run of MLFLOW_RUN_ID, else the earlier one, or begin one; return its id.
+
+        If the tracking server, or the store on disk, does not answer, mlflow itself would try again
+        for minutes.
+        """
+        mlflow = self._ml_flow
+        from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
+        from mlflow.environment_variables import MLFLOW_RUN_ID
+
+        given = RETRIES.get_raw()
         if given is None:
-            RETRIES.unset()
+            RETRIES.set(REACH_RETRIES)
+        try:
+            mlflow.search_experiments(max_results=1)
+            if earlier and not MLFLOW_RUN_ID.get():
+                try:
+                    mlflow.start_run(run_id=earlier)
+                except mlflow.exceptions.MlflowException as error:
+                    logger.warning(GONE, earlier, first_line(error))
+            run = mlflow.active_run() or mlflow.start_run(run_name=folder.name)
+            logged = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+        except mlflow.exceptions.MlflowException as error:
+            raise EnvironmentFault(
+                f"train.report_to=mlflow: MLFLOW_TRACKING_URI={mlflow.get_tracking_uri()}: "
+                f"{first_line(error)}"
+            ) from error
+        finally:
+            if given is None:
+                RETRIES.unset()
+        self.end = mlflow.end_run
+        self.last_step = max((metric.step for metric in logged), default=0)
+        self._has_settings = bool(run.data.params)
+        return run.info.run_id
+
+    def setup(self, args: Any, state: Any, model: Any) -> None:
+        """Log the settings once: MLflow refuses other values of a run's."""
+        if self._has_settings:
+            args, model = SimpleNamespace(run_name=args.run_name, to_dict=dict), None
+        super().setup(args, state, model)
 
 
 class TensorBoardLog(TensorBoardCallback):
@@ -170,6 +251,8 @@ class Trackers(TrainerCallback):
     def on_train_end(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
             self._ends.append(partial(tracker.on_train_end, *event, **facts))
+            if isinstance(tracker, Continued):
+                self._ends.append(tracker.end)
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Pass the settings and last scores of the run on."""
