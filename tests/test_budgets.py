@@ -29,26 +29,26 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_770,
-    "commands": 20_150,
+    "commands": 20_190,
     "compat": 1_300,
-    "config": 23_610,
+    "config": 24_360,
     "data": 72_870,
     "evaluation": 12_350,
     "inference": 19_150,
-    "models": 112_100,
+    "models": 112_630,
     "monitor": 8_100,
-    "notebooks": 13_900,
-    "plan": 49_500,
+    "notebooks": 13_950,
+    "plan": 50_430,
     "reporting": 10_350,
     "runs": 15_350,
-    "training": 46_550,
+    "training": 46_860,
 }
-FILES = 347
+FILES = 350
 FUNCTIONS = 4_072
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 4_072
-CALLED_FILES = 347
+CALLED_FILES = 350
 SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,

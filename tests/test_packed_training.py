@@ -33,7 +33,11 @@ from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.guards import GradientWatch, StepGuard
-from sft_play.training.isolation import check_cross_document, measure_cross_document
+from sft_play.training.isolation import (
+    CrossDocumentEffect,
+    check_cross_document,
+    measure_cross_document,
+)
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
@@ -315,6 +319,23 @@ def test_nan_that_comes_of_packing_is_refused():
 
     with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
         check_cross_document(llama(), Changed(0, MAX_SEQ_LEN, change=nowhere), VOCABULARY, CPU)
+
+
+@pytest.mark.parametrize(
+    "seen, apart, first, is_coarse, holds",
+    [
+        (0.0, 5.0, 4.6, True, True),  # gpt-oss-120b with random weights: rounding chooses experts
+        (0.0, 5.0, 0.1, True, False),
+        (0.1, 5.0, 4.6, True, False),
+        (0.0, 5.0, 4.6, False, False),
+        (0.0, 1.9, 0.1, False, True),
+    ],
+)
+def test_logits_of_a_packed_document_may_change_as_much_as_rounding_changes_the_first(
+    seen, apart, first, is_coarse, holds
+):
+    found = CrossDocumentEffect(seen, apart, joined=8.1, first=first, is_coarse=is_coarse)
+    assert found.holds == holds
 
 
 def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was():
