@@ -135,8 +135,9 @@ class RankWatch(TrainerCallback):
     One thread counts up a key of this rank in the process group's store and reads those of the
     others; another one judges, so that a store that does not answer is noticed, too. Seconds are
     counted in ticks of this thread: a machine that sleeps, or a job that is suspended as a whole,
-    is silent for nobody. A rank that lives and does not get on, is found by itself: within a step,
-    since the first one compiles, and evaluations and saves may take as long as they do.
+    is silent for nobody. A rank that lives and makes no progress is found by itself: while it waits
+    for the rows of a step and within the step. The first step compiles, and evaluations and saves
+    may take any time.
     """
 
     def __init__(
@@ -246,7 +247,8 @@ class RankWatch(TrainerCallback):
                 os.kill(peer.process.pid, SHOW_STACKS)
                 os.kill(peer.process.pid, signal.SIGCONT)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def begin_step(self) -> None:
+        """Start the clock of a step, which first waits for its rows."""
         self._in_step = 0.0
         self._is_in_step = self._step_began is not None  # not in the first one, which compiles
         self._step_began = time.monotonic()
@@ -290,6 +292,7 @@ class RankGroup:
         """Let the watch see the steps."""
         if self.watch is not None:
             trainer.add_callback(self.watch)
+            trainer.note_fetch = self.watch.begin_step
 
     def leave(self) -> None:
         """Wait for the other ranks, if any, and destroy the process group."""

@@ -102,6 +102,7 @@ class SftTrainer(Trainer):
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
         self.best_metric = "eval_loss"  # of the checkpoint that is never removed
         self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
+        self.note_fetch: Callable[[], None] | None = None  # called before the rows of each step
         # called on the main rank with the rows' name, some answers to them, and the step
         self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
         self.summed_loss = torch.tensor(0.0, device=self.args.device)  # of steps since the last log
@@ -155,6 +156,8 @@ class SftTrainer(Trainer):
         self.model_wrapped.train()  # a model that was just loaded is partly in evaluation mode
         self.parameters = None if self.trains_divided else list(self.model_wrapped.parameters())
         for step in range(first, steps):
+            if self.note_fetch is not None:
+                self.note_fetch()
             micro_batches, labelled_tokens = self.get_batch_samples(
                 batches, self.order.layout.micro_batches
             )

@@ -133,6 +133,20 @@ def hanging_loader(number: int) -> Callable[[Bench], Outcome]:
     return inject
 
 
+def stopped_loader(bench: Bench) -> Outcome:
+    """Stop the process that loads the batches of one of two ranks."""
+    settings = {**TWO, "train.hang_timeout": 8, "train.dataloader_num_workers": 1}
+    folder = bench.plan(settings, num_gpus=2)
+    started = bench.start(folder, 2, load_as_a_launched_rank)
+    bench.wait_for(folder, "step 2/", started)
+    (loader,) = psutil.Process(started[1].pid).children()
+    bench.inject_now()
+    loader.suspend()
+    codes = bench.ends(started)
+    loader.kill()
+    return bench.outcome(folder, codes[0], (folder.path / "output.txt").read_text())
+
+
 def signalled(
     number: int,
     to: Sequence[int] = (0,),
@@ -311,6 +325,17 @@ ROWS = (
         Guard("sft_play.training.ranks:RankWatch._cause", nothing),
         30,
         loses=1,
+    ),
+    Fault(
+        "stopped-loader",
+        "SIGSTOP of the process that loads the batches of one of two ranks, with "
+        "train.hang_timeout: 8",
+        stopped_loader,
+        ExitClass.PEER_LOST,
+        ("finished no micro-batch for", "(train.hang_timeout=8)", "resume, or wait longer"),
+        Guard("sft_play.training.ranks:RankWatch.begin_step", nothing),
+        60,
+        loses=3,
     ),
     Fault(
         "stopped-rank-deepspeed",
