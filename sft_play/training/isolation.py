@@ -43,8 +43,8 @@ MAX_ROUNDED = 0.25
 # H200. Rounding to float8 makes a step of 6 % of a difference in the last bit: Llama 3.1 8B with
 # random weights changed by 0.28.
 MAX_ROUNDED_COARSE = 0.5
-# 36 layers of gpt-oss-120b with random weights changed by 0.62 on an H100. How much of it is rounding
-# shows the first document of a row: nothing before it could change its logits.
+# gpt-oss-120b with random weights changed by 0.62 on an H100, in 36 layers. The first document of a
+# row shows how much of it is rounding: nothing before that document could change its logits.
 MAX_BEYOND_FIRST = 1.5
 
 

@@ -223,7 +223,7 @@ class Probe:
         return replace(point, phases=peaks)
 
     def _later_state_bytes(self) -> int:
-        """Return the bytes of the moments, which DeepSpeed's optimizer creates in its first step."""
+        """Return the bytes of the moments that DeepSpeed creates in its first step."""
         is_later = self.trainer.is_deepspeed_enabled and not self.is_resumed
         if not (is_later and self.memory.is_exact):
             return 0
