@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from plan_examples import EIGHT_B, STEP, Example
+from plan_examples import EIGHT_B, STEP, Example, plan_for
 from transformers import AutoConfig
 
 from sft_play.config.loader import PROJECT_ROOT
@@ -129,6 +129,16 @@ def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
     layout = {"batch_size": rows, "grad_accum": 4 // rows, "checkpointed_layers": recomputed}
     found = speed(model=model, mode=mode, **layout, **recorded)
     assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy, tokens_per_second", [("ep", 54.5e3), ("fsdp", 40.5e3)])
+@pytest.mark.usefixtures("traces_nothing")
+def test_a_mixture_on_four_h100s_trains_as_fast_as_predicted(strategy, tokens_per_second):
+    rows = ("model.max_seq_len=2048", "train.effective_batch_size=16")
+    graphs = "train.cuda_graphs=true"
+    settings = ("model.name=Qwen/Qwen3-30B-A3B", *rows, f"train.strategy={strategy}", graphs)
+    plan = plan_for("4xH100", *settings).plan
+    assert plan.speed.tokens_per_second == pytest.approx(tokens_per_second, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(

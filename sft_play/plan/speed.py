@@ -125,6 +125,9 @@ MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, th
 # DDP, and a step of ZeRO-3 took 400 ms (full) and 964 (lora).
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
 GATHERING_SCALING = 0.9  # a larger part where each layer's weights are gathered
+# Four H100s, Qwen3-30B-A3B lora (docs/evidence/scaling-h100.md): 54,501 tokens/s by ep, whose ranks
+# wait for the busiest experts, and 40,500 by FSDP, which hides no gather of a layer's experts.
+EXPERT_SCALING = 0.75
 LINK_SHARE = 0.6  # of a link's data sheet that collectives reach; assumed
 NODE_LINK_BYTES = 12.5e9  # a second and GPU between machines: 100 Gbit/s; assumed
 # Offload: gradients to the host and weights back, and Adam in the host's memory; for ZeRO-3's
@@ -178,8 +181,12 @@ def predict(
     collective = 0.0
     if layout.world_size > 1:
         collective = _collective_seconds(step, layout, work, compute, _link_bytes(card, nodes))
-        gathers_layers = step.is_fsdp or (step.zero_stage == 3 and step.is_fast)
-        compute = compute / (GATHERING_SCALING if gathers_layers else SCALING)
+        scaling = SCALING
+        if step.expert_ranks > 1:
+            scaling = EXPERT_SCALING
+        elif step.is_fsdp or (step.zero_stage == 3 and step.is_fast):
+            scaling = GATHERING_SCALING
+        compute = compute / scaling
     optimizer = _optimizer_seconds(step, layout, card)
     flops = _flops(step, of_rank, work.labelled)
     seconds = compute + optimizer + collective
@@ -331,6 +338,8 @@ def _collective_seconds(
         gathered = 2 * weights * ring
         if step.offload_weights:  # each rank's part comes from the host
             gathered += 2 * weights / layout.world_size / HOST_LINK_BYTES
+        if _expert_layers(step.model):
+            compute_seconds = 0.0
         if step.is_full:
             return max(0.0, work.micro_batches * (gathered + gradients) - compute_seconds)
         return max(0.0, work.micro_batches * gathered + 2 * gradients - compute_seconds)
