@@ -31,17 +31,17 @@ TOKENS = {
     ".": 10_770,
     "commands": 20_190,
     "compat": 1_300,
-    "config": 24_360,
+    "config": 24_370,
     "data": 72_870,
     "evaluation": 12_350,
     "inference": 19_150,
     "models": 112_630,
     "monitor": 8_100,
     "notebooks": 13_950,
-    "plan": 50_430,
+    "plan": 50_460,
     "reporting": 10_350,
     "runs": 15_350,
-    "training": 46_860,
+    "training": 46_920,
 }
 FILES = 350
 FUNCTIONS = 4_072

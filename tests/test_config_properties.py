@@ -77,6 +77,8 @@ def random_value(
         return dice.sample(["tensorboard", "wandb", "mlflow", "trackio"], dice.randint(1, 3))
     if path == "tuning.lora.layers_to_transform" and kind is list:
         return [dice.randrange(100) for _ in range(dice.randint(1, 3))]
+    if path == "model.add_tokens" and kind is list:
+        return list({text(dice): None for _ in range(dice.randint(1, 3))})
     if kind is list:
         return [text(dice) for _ in range(dice.randint(1, 3))]
     if path == "tuning.lora.loraplus_lr_ratio" and kind is float:

@@ -97,7 +97,7 @@ def test_the_learning_rate_follows_from_mode_and_size(mode, parameters, rate):
 )
 def test_the_learning_rate_follows_from_the_optimizer(optim, rate, reason):
     found = recipe.choose_learning_rate("full", 8_000_000_000, optim)
-    assert found == (rate, f"full of 8.00 billion weights, {reason}")
+    assert found == (rate, f"full training of 8.00 billion weights, {reason}")
 
 
 @pytest.mark.parametrize(

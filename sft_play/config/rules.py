@@ -13,11 +13,8 @@ from sft_play.config.sections.model import EMBEDDINGS, HEADS
 # Settings of model.rope_scaling, and the types that have them
 ROPE_OPTIONS = {
     "original_max_position_embeddings": ("yarn", "llama3"),
-    "attention_factor": ("yarn",),
-    "beta_fast": ("yarn",),
-    "beta_slow": ("yarn",),
-    "low_freq_factor": ("llama3",),
-    "high_freq_factor": ("llama3",),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), ("yarn",)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
 }
 
 
@@ -51,9 +48,8 @@ def _saves_apart(config: Config) -> bool:
     train = config.train
     if not train.load_best_model_at_end or train.eval_strategy == "no":
         return False
-    if train.save_strategy != train.eval_strategy:
-        return True
-    return train.save_strategy == "steps" and train.eval_steps % train.save_steps != 0
+    differ = train.save_strategy != train.eval_strategy
+    return differ or (train.save_strategy == "steps" and train.eval_steps % train.save_steps != 0)
 
 
 def _metric_problems(config: Config, described: Callable[[str], str]) -> list[str]:
@@ -382,8 +378,8 @@ def broken(config: Config, described: Callable[[str], str]) -> list[str]:
         for rule in RULES
         if rule.when(config)
     ]
-    found += schedules.find_problems(config.train, described)
-    return [*found, *_metric_problems(config, described)]
+    of_schedule = schedules.find_problems(config.train, described)
+    return [*found, *of_schedule, *_metric_problems(config, described)]
 
 
 def without_effect(

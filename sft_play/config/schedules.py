@@ -57,7 +57,7 @@ DECAY_STEPS = 0.1  # of the run: as good as a cosine (MiniCPM, arXiv 2404.06395)
 
 def options_of(train: "TrainSection", steps: int) -> dict[str, Any]:
     """Return the keyword arguments of the schedule of a run of so many steps."""
-    options = dict(train.lr_scheduler_kwargs)
+    options = dict(train.lr_scheduler_kwargs or {})
     if train.lr_scheduler_type == "cosine_with_min_lr" and "min_lr" not in options:
         options.setdefault("min_lr_rate", MIN_LR_RATE)
     if train.lr_scheduler_type == "warmup_stable_decay":

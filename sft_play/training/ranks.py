@@ -292,7 +292,7 @@ class RankGroup:
         """Let the watch see the steps."""
         if self.watch is not None:
             trainer.add_callback(self.watch)
-            trainer.note_fetch = self.watch.begin_step
+            trainer.note_fetch.append(self.watch.begin_step)
 
     def leave(self) -> None:
         """Wait for the other ranks, if any, and destroy the process group."""

@@ -102,7 +102,7 @@ class SftTrainer(Trainer):
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
         self.best_metric = "eval_loss"  # of the checkpoint that is never removed
         self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
-        self.note_fetch: Callable[[], None] | None = None  # called before the rows of each step
+        self.note_fetch: list[Callable[[], None]] = []  # called before the rows of each step
         # called on the main rank with the rows' name, some answers to them, and the step
         self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
         self.summed_loss = torch.tensor(0.0, device=self.args.device)  # of steps since the last log
@@ -132,8 +132,7 @@ class SftTrainer(Trainer):
             if self.control.should_training_stop:
                 break
         if self.state.global_step >= max_steps > first_step:
-            steps = max_steps - first_step
-            self.movement.check(self.process, steps, self.args.learning_rate)
+            self.movement.check(self.process, max_steps - first_step, self.args.learning_rate)
         logs = speed_metrics("train", started, num_samples=samples, num_steps=max_steps)
         logs["total_flos"] = self.state.total_flos
         loss = self.logged_loss + self.summed_loss.item()
@@ -156,8 +155,8 @@ class SftTrainer(Trainer):
         self.model_wrapped.train()  # a model that was just loaded is partly in evaluation mode
         self.parameters = None if self.trains_divided else list(self.model_wrapped.parameters())
         for step in range(first, steps):
-            if self.note_fetch is not None:
-                self.note_fetch()
+            for note in self.note_fetch:
+                note()
             micro_batches, labelled_tokens = self.get_batch_samples(
                 batches, self.order.layout.micro_batches
             )
@@ -225,8 +224,7 @@ class SftTrainer(Trainer):
 
     def call(self, event: str) -> None:
         """Call all callbacks at an event; what they ask for is in `control`."""
-        handle = getattr(self.callback_handler, event)
-        self.control = handle(self.args, self.state, self.control)
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
@@ -332,8 +330,7 @@ class SftTrainer(Trainer):
         loss = self.accelerator.gather(self.summed_loss).mean().item()
         self.summed_loss -= self.summed_loss  # NaN stays
         self.logged_loss += loss
-        norm = norm.item() if isinstance(norm, Tensor) else norm
-        self.log({"loss": loss / steps, "grad_norm": norm, "learning_rate": rate})
+        self.log({"loss": loss / steps, "grad_norm": float(norm), "learning_rate": rate})
 
     def evaluate_and_save(self) -> None:
         """Evaluate, and save a checkpoint, where the callbacks have asked for it."""
