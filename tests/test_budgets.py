@@ -44,10 +44,10 @@ TOKENS = {
     "training": 46_920,
 }
 FILES = 350
-FUNCTIONS = 4_072
+FUNCTIONS = 4_095
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
-CALLED_FUNCTIONS = 4_072
+CALLED_FUNCTIONS = 4_095
 CALLED_FILES = 350
 SKIPPED = {
     tokenize.COMMENT,
