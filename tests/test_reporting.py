@@ -37,12 +37,15 @@ def test_the_page_has_verdict_scores_rows_checks_and_the_command_that_repeats_th
     assert "Done: better on the test rows" in words
     assert "loss fell from 3.500 to 0.500: better." in words
     assert "ROUGE-L rose from 0.250 to 0.750, by +0.500 (95 % interval" in words
-    assert "Rows that improved most 0.250 → 1.000 (+0.750) rows.jsonl:2" in words
-    assert "None of the 20 scored rows worsened." in words
+    assert "Answers that changed most 0.250 → 1.000 (+0.750) rows.jsonl:2" in words
+    assert "The two that improved most and the one that worsened most" in words
+    before_checks, _, _ = words.partition("Checks")
+    assert before_checks.index("more that improved") < before_checks.index("All answers are in")
     assert "the saved weights are finite and equal those in memory passed" in words
     assert "no training row is an evaluation row compared with test rows passed" in words
     assert "measured 1.00 GiB, predicted 2.00 GiB passed" in words
     assert "dropped: too_long 2 2" in words
+    assert "were cut or left out because of their length" in words
     assert "make train TRAIN_LEARNING_RATE=0.001" in words
     chosen = words[words.index("Chosen for this run") :]
     assert chosen.index("train.learning_rate 0.001 · --set") < chosen.index("settings from the")
