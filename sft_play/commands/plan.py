@@ -14,7 +14,7 @@ from sft_play.commands.call import (
     settle,
     without_meeting,
 )
-from sft_play.config.loader import BASE, PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import BASE, INSTALLED, PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.errors import ConfigError
@@ -161,7 +161,7 @@ def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
         seconds=None if isinstance(work, str) else work.seconds,
         command=f'"{sys.executable}" -m sft_play {TRAIN[target]}',
         variables=words,
-        project=PROJECT_ROOT,
+        project=Path.cwd() if PROJECT_ROOT == INSTALLED else PROJECT_ROOT,
         output_dir=Path(planned.config.train.output_dir).absolute(),
     )
 
