@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: files outside the package, and dependencies from requirements*.txt.
+"""The parts of the build that pyproject.toml cannot express: files and dependencies.
 
-A wheel has the configs, scripts, base model and rows under sft_play/_project, where
-sft_play.config.loader finds them. It is built in a temporary folder, so no older file gets into it.
+Dependencies are those of requirements*.txt. The configs, scripts, base model and rows go to
+sft_play/_project, where sft_play.config.loader finds them. A wheel is built in a temporary folder,
+so no older file gets into it.
 """
 
 import re
@@ -15,8 +16,8 @@ PROJECT = "sft_play._project"
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ("configs", "scripts", "data/desk", "data/gsm8k", "data/tiny_llama")
 REQUIREMENTS = sorted(path.name for path in ROOT.glob("requirements*.txt"))
-# make install pins these; a package shares its environment with a GPU image's torch, which is older
-# (sft_play.monitor.packages), and with llm-compressor, which caps the others
+# Pinned by make install. Here a range: GPU images bring an older torch (sft_play.monitor.packages),
+# and llm-compressor caps the others.
 RANGES = {
     "torch": "torch>=2.11,<2.14",
     "compressed-tensors": "compressed-tensors>=0.19,<0.21",
@@ -26,7 +27,7 @@ RANGES = {
 
 
 def read_requirements(name: str, heading: str = "# work on SFT-Play itself") -> list[str]:
-    """Return the packages of a requirements file that stand above `heading`."""
+    """Return the packages of a requirements file, without those below `heading`."""
     text = (ROOT / name).read_text(encoding="utf-8").partition(heading)[0]
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     packages = [line for line in lines if line and not line.startswith("-")]

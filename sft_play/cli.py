@@ -5,12 +5,14 @@ no shell interprets their values.
 """
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sft_play import cli_use
 from sft_play.commands import launched as launching
@@ -36,6 +38,7 @@ from sft_play.commands.options import (
 )
 from sft_play.config import loader, targets
 from sft_play.errors import (
+    ConfigError,
     ExitClass,
     SftPlayError,
     disk_errors_in_words,
@@ -45,7 +48,27 @@ from sft_play.masking import mask_secrets
 from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr, visible
 
 MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
+
+
+class Commands(TyperGroup):
+    """The commands; what is no command and no option is answered with what it most likely means."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command's name, the command and its words. Raises: ConfigError."""
+        name, *words = args
+        if name not in self.commands:
+            raise ConfigError(targets.no_such_target(name))
+        params = self.commands[name].params
+        known = {option for param in params for option in param.opts} | {"--help"}
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                raise ConfigError(targets.no_such_option(option, name))
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -72,6 +95,12 @@ def before(context: typer.Context) -> None:
 @app.command("check-variables")
 def check_variables() -> None:
     """Check the variables of a make call, as every other command does too."""
+
+
+@app.command("check-targets")
+def check_targets() -> None:
+    """Refuse the targets of a make call that do not exist, and name those that are most alike."""
+    targets.refuse_unknown_targets(loader.environment())
 
 
 @app.command()
@@ -283,7 +312,8 @@ def tb_stop() -> None:
     """Stop the TensorBoard that this project started."""
     from sft_play.monitor import tensorboard as board
 
-    typer.echo(board.stop(pid_file(read_call())))
+    call = read_call()
+    typer.echo(board.stop(pid_file(call), port=call.words.whole_number("TB_PORT", 1, 65535)))
 
 
 @app.command()
@@ -390,7 +420,3 @@ def _errors_as_messages() -> Iterator[None]:
             sys.stderr.write(f"{text}\n")
         drop_unwritten_output()
         sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ from sft_play.commands import each_gpu, exports, use
 from sft_play.commands.call import read_call
 from sft_play.commands.options import SetOption
 from sft_play.config.invocation import read_sampling
+from sft_play.runs import lock
 
 app = typer.Typer()
 
@@ -76,7 +77,7 @@ def merge(set_: SetOption = None) -> None:
     dtype = use.asked_dtype(call, run)
     from sft_play.inference.merge import merge_run, not_scored
 
-    with use.used_alone(run):
+    with lock.used_alone(run.path):
         lines = merge_run(run, dtype)
     typer.echo("\n".join([*lines, *not_scored(run.read_config())]))
 
@@ -89,7 +90,7 @@ def export(set_: SetOption = None) -> None:
     asked = exports.read_export(call, run)
     from sft_play.inference.export import export_run
 
-    with use.used_alone(run):
+    with lock.used_alone(run.path):
         lines = export_run(run, asked, use.inference_device(call))
     typer.echo("\n".join(lines))
 

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from sft_play.config.invocation import SAMPLING_VARIABLES
-from sft_play.config.layers import PREFIXES
+from sft_play.config.layers import PREFIXES, settings_by_variable
 from sft_play.config.messages import refuse
 from sft_play.config.schema import env_name, settings
 from sft_play.config.unknown import Suggestion, names_by_meaning, suggest
@@ -15,10 +15,12 @@ from sft_play.config.unknown import Suggestion, names_by_meaning, suggest
 # Names, not values, that the Makefile exports: a value could be a secret
 GIVEN = "SFT_PLAY_VARIABLES"  # variables on make's command line
 GOALS = "SFT_PLAY_TARGETS"  # targets of the same call
+LISTED = "make help and make config list what there is"
 TOKENS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
-SETTINGS = frozenset(map(env_name, settings()))
-MACHINE = frozenset({"DEVICE", "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"})
+SETTING_OF = settings_by_variable()
+SETTINGS = frozenset(SETTING_OF)
+MACHINE = frozenset("DEVICE NUM_GPUS NNODES NODE_RANK MASTER_ADDR MASTER_PORT".split())
 RUN = SETTINGS | MACHINE | {"CONFIG", "RUN", "RESUME", "ELASTIC"}
 # What looks at a run before it is started takes the words that will start it
 LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
@@ -39,53 +41,40 @@ SCORES = (ANSWERS | IMAGES).union(
 DRAWN = ANSWERS | SAMPLING_VARIABLES | IMAGES | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 EXPORT = frozenset(
-    {
-        "RUN",
-        "FORMAT",
-        "OUT",
-        "MODEL_DTYPE",
-        "MODEL_NAME",
-        "DEVICE",
-        "QUANT",
-        "LLAMA_CPP",
-        "PRE_TOKENIZER",
-    }
-    | {"EXPORT_MIN_GAIN"}
+    """
+    RUN FORMAT OUT MODEL_DTYPE MODEL_NAME DEVICE QUANT LLAMA_CPP PRE_TOKENIZER EXPORT_MIN_GAIN
+    """.split()
 )
 NOTHING: frozenset[str] = frozenset()
 INSTALL = frozenset({"TORCH", "TORCH_INDEX", "INSTALLER"})  # every target installs what is missing
 
+READ_NOTHING = """
+    schema install-unsloth install-gguf install-quantize gpu-info embedded bench-data test
+    test-fast test-long test-architectures test-gpu lint docs
+"""
 READS: dict[str, frozenset[str]] = {
-    "train": RUN,
-    "train-tb": RUN | {"TB_PORT"},
-    "train-bnb": RUN,
-    "train-bnb-tb": RUN | {"TB_PORT"},
-    "train-unsloth": RUN,
-    "train-unsloth-tb": RUN | {"TB_PORT"},
-    "train-distributed": RUN,
-    "train-distributed-tb": RUN | {"TB_PORT"},
+    **dict.fromkeys(READ_NOTHING.split(), NOTHING),
+    **dict.fromkeys(("train", "train-bnb", "train-unsloth", "train-distributed"), RUN),
+    **dict.fromkeys(
+        ("train-tb", "train-bnb-tb", "train-unsloth-tb", "train-distributed-tb"), RUN | {"TB_PORT"}
+    ),
     "train-deepspeed": RUN | {"DEEPSPEED_CONFIG"},
     "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
     "sweep": RUN | {"OVER"},
     "config": LOOK,
-    "schema": NOTHING,
     "plan": LOOK | {"EXACT"},
     "data-check": LOOK,
     "preview": LOOK,
     "slurm": LOOK | {"OUT"},
     "install": INSTALL | {"TRANSFORMERS"},
-    "install-unsloth": NOTHING,
-    "install-gguf": NOTHING,
-    "install-quantize": NOTHING,
     "setup-accelerate": RUN | {"GPUS"},
-    "gpu-info": NOTHING,
     "memory-check": OUTPUTS,
     "doctor": OUTPUTS | {"NUM_GPUS"},
     "init": SETTINGS | MACHINE | {"GPUS", "OUT", "FROM"},
     "convert-notebook": frozenset({"NB", "OUT", "DATA", "OVERWRITE"}),
     "check-notebook": frozenset({"NB"}),
     "tensorboard": OUTPUTS | {"TB_PORT"},
-    "tb-stop": OUTPUTS,
+    "tb-stop": OUTPUTS | {"TB_PORT"},
     "runs": OUTPUTS,
     "watch": OUTPUTS | {"RUN"},
     "compare": OUTPUTS | {"RUNS", "OUT"},
@@ -98,21 +87,12 @@ READS: dict[str, frozenset[str]] = {
     "serve": OUTPUTS | {"RUN", "FORMAT", "BIND", "PORT", "DEVICE"},
     "check-server": OUTPUTS | {"RUN", "URL", "SERVED_NAME", "PARITY", "FORMAT"},
     "push": OUTPUTS | {"RUN", "FORMAT", "REPO", "PUBLIC", "SIGN"},
-    "embedded": NOTHING,
     "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
-    "bench-data": NOTHING,
     "bench-plan": frozenset({"WORKS", "SECONDS"}),
-    "bench-scaling": frozenset({"WORKS", "GPUS", "STRATEGIES", "STEPS", "SECONDS"}),
-    "test": NOTHING,
-    "test-fast": NOTHING,
+    "bench-scaling": frozenset("WORKS GPUS STRATEGIES STEPS SECONDS".split()),
     "test-faults": frozenset({"ROWS", "COUNT"}),
-    "test-long": NOTHING,
-    "test-architectures": NOTHING,
     "test-newest": frozenset({"TRANSFORMERS"}),
     "test-gguf": frozenset({"LLAMA_CPP"}),
-    "test-gpu": NOTHING,
-    "lint": NOTHING,
-    "docs": NOTHING,
 }
 OURS = SETTINGS.union(*READS.values())
 
@@ -155,6 +135,22 @@ SYNONYMS = names_by_meaning(
         "TRAIN_MAX_STEPS": "STEPS",
         "TASKS": "TASK",
         "DATA_SYSTEM_PROMPT": "SYSTEM",
+    }
+)
+
+# What other programs call a target
+TARGET_SYNONYMS = names_by_meaning(
+    {
+        "train": "fine-tune finetune fit learn run sft start tune",
+        "eval": "evaluate score",
+        "infer": "generate inference predict",
+        "plan": "dry-run estimate",
+        "data-check": "check validate",
+        "install": "deps requirements setup",
+        "export": "convert gguf save",
+        "push": "publish upload",
+        "runs": "list ls status",
+        "watch": "follow logs monitor",
     }
 )
 
@@ -215,26 +211,52 @@ def is_of_others(name: str) -> bool:
     return name in OF_OTHERS or name.startswith(PREFIXES_OF_OTHERS)
 
 
+def refuse_unknown_targets(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for the targets of a make call that the Makefile does not have."""
+    refuse([no_such_target(goal) for goal in environ[GOALS].split() if goal not in READS])
+
+
+def no_such_target(name: str) -> str:
+    """Return the message for an unknown target of make or command: what it most likely means."""
+    near = [TARGET_SYNONYMS.get(name), *difflib.get_close_matches(name, READS, n=1)]
+    meant = next(filter(None, near), None)
+    return f"{name}: no such target; " + (f"did you mean {meant}?" if meant else LISTED)
+
+
+def no_such_option(option: str, command: str) -> str:
+    """Return the message for an unknown option of a command, such as `--model`."""
+    name = option.strip("-")
+    meant = suggest_variable(name, READS.get(command, OURS))
+    path = SETTING_OF.get(meant.name)
+    as_option = f" (or --set {path}=...)" if path else ""
+    return f"{option}: {command} has no such option; {meant.clause()}{as_option}"
+
+
 def what_to_write(name: str) -> str:
-    """Return a clause that says what to write in place of an unknown variable.
+    """Return a clause that says what to write in place of an unknown variable."""
+    return suggest_variable(name).clause()
+
+
+def suggest_variable(name: str, known: frozenset[str] = OURS) -> Suggestion:
+    """Return which of the `known` variables an unknown one most likely stands for, or advice.
 
     In order: the same name in other case, a common word for it, the name of a setting without its
     section or in another program, the closest spelling.
     """
     upper = name.upper().replace("-", "_").replace(".", "_")
-    same = upper if upper in OURS else SYNONYMS.get(upper)
+    same = upper if upper in known else SYNONYMS.get(upper)
     if same:
-        return Suggestion(same).clause()
+        return Suggestion(same)
     lowered = upper.lower()
     with_section = lowered.replace("_", ".", 1).replace("tuning.lora_", "tuning.lora.", 1)
     for path in (lowered, with_section):
         suggestion = suggest(path, settings())
         if suggestion is not None and not suggestion.is_guess:
-            return suggestion.clause(suggestion.name and env_name(suggestion.name))
-    close = difflib.get_close_matches(upper, OURS, n=1, cutoff=0.8)
+            return suggestion._replace(name=suggestion.name and env_name(suggestion.name))
+    close = difflib.get_close_matches(upper, known, n=1, cutoff=0.8)
     if close:
-        return Suggestion(close[0], is_guess=True).clause()
-    return "make help and make config list what there is"
+        return Suggestion(close[0], is_guess=True)
+    return Suggestion(advice=LISTED)
 
 
 def in_short(targets: Iterable[str]) -> str:

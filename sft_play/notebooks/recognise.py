@@ -25,11 +25,11 @@ ARGUMENTS = (
     "UnslothTrainingArguments",
     "Seq2SeqTrainingArguments",
 )
-REWARD_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "OnlineDPOTrainer", "RewardTrainer")
-PREFERENCE_TRAINERS = ("DPOTrainer", "ORPOTrainer", "KTOTrainer", "CPOTrainer", "SimPOTrainer")
+REWARD_TRAINERS = "GRPOTrainer RLOOTrainer PPOTrainer OnlineDPOTrainer RewardTrainer".split()
+PREFERENCE_TRAINERS = "DPOTrainer ORPOTrainer KTOTrainer CPOTrainer SimPOTrainer".split()
 OTHER_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SentenceTransformerTrainer")
 TRAINERS = (*SFT_TRAINERS, *REWARD_TRAINERS, *PREFERENCE_TRAINERS, *OTHER_TRAINERS)
-AUDIO_MODULES = frozenset({"torchaudio", "soundfile", "librosa", "snac", "xcodec2", "torchcodec"})
+AUDIO_MODULES = frozenset("torchaudio soundfile librosa snac xcodec2 torchcodec".split())
 
 
 class Kind(StrEnum):
