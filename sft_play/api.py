@@ -19,7 +19,7 @@ from sft_play.commands.ask import Request, ask
 from sft_play.commands.runs import verdict_lines
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
-from sft_play.config.targets import RUN, SETTING_OF, suggest_variable
+from sft_play.config.targets import READS, SETTING_OF, suggest_variable
 from sft_play.errors import of_class
 from sft_play.reporting.page import report_page
 from sft_play.reporting.run_facts import RunFacts
@@ -164,7 +164,7 @@ def _setting_of(name: str, value: Any) -> str:
     is_section = any(path.startswith(f"{name}.") for path in settings())
     if name in settings() or (is_section and isinstance(value, Mapping)):
         return name
-    meant = suggest_variable(name, RUN)
+    meant = suggest_variable(name, READS["train"])
     return name if meant.is_guess else SETTING_OF.get(meant.name, name)
 
 

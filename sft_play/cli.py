@@ -5,6 +5,7 @@ no shell interprets their values.
 """
 
 import contextlib
+import difflib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,21 +51,45 @@ from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr
 MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
 
 
+# Options of train, by the parts of a target's name
+OF_TARGET = {
+    "tb": ["--tensorboard"],
+    "bnb": ["--backend", "bnb"],
+    "unsloth": ["--backend", "unsloth"],
+    "distributed": ["--distributed"],
+    "deepspeed": ["--distributed", "--deepspeed"],
+}
+
+
 class Commands(TyperGroup):
-    """The commands; what is no command and no option is answered with what it most likely means."""
+    """The commands, which also take make's targets and variables: `train-tb RUN=a`.
+
+    What is no command and no option is refused with what it most likely means.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command's name, the command and its words. Raises: ConfigError."""
-        name, *words = args
+        target, *words = args
+        name = target
+        if target in targets.READS and target.startswith("train-"):
+            name, *modes = target.split("-")
+            words += itertools.chain.from_iterable(OF_TARGET[mode] for mode in modes)
+        given = [word for word in words if targets.is_variable(word.partition("=")[0])]
+        if given:
+            variables = dict(word.split("=", 1) for word in given)
+            call = {targets.GIVEN: " ".join(variables), targets.GOALS: target}
+            loader.set_variables(variables | call)
+        words = [word for word in words if word not in given]
         if name not in self.commands:
             raise ConfigError(targets.no_such_target(name))
         params = self.commands[name].params
         known = {option for param in params for option in param.opts} | {"--help"}
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.partition("=")[0]
-            if option.startswith("--") and option not in known:
+            # typer itself names an option that is spelled alike
+            if option.startswith("--") and not difflib.get_close_matches(option, known, cutoff=0.8):
                 raise ConfigError(targets.no_such_option(option, name))
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, [name, *words])
 
 
 app = typer.Typer(
@@ -366,7 +391,7 @@ app.add_typer(cli_use.app)
 
 def main(words: Sequence[str] | None = None, launched: Launched | None = None) -> None:
     """Run the command line; an error of ours is one message and its exit class."""
-    guard_output()
+    guard_output(targets.shown)
     log_to_stderr()
     with _errors_as_messages():
         app(words, prog_name="python -m sft_play", obj=launched)
@@ -385,7 +410,7 @@ def main_of_rank(words: Sequence[str]) -> None:
 
     The first process of each machine runs `train` with these words, the others wait for it.
     """
-    guard_output()
+    guard_output(targets.shown)
     own_words, named = launching.named_json(launching.own_words(words))
     words = ["train", *own_words]
     with _errors_as_messages():

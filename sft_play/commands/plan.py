@@ -33,12 +33,6 @@ LAUNCH_VARIABLES = (
 
 # Set by the script on each machine
 OF_SCRIPT = "RUN NNODES NODE_RANK MASTER_ADDR MASTER_PORT TRAIN_RUN_NAME".split()
-# What the targets of make run
-TRAIN = {
-    "train": "train",
-    "train-distributed": "train --distributed",
-    "train-deepspeed": "train --distributed --deepspeed",
-}
 
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
@@ -147,7 +141,7 @@ def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
         gpus_per_node=plan.ranks.gpus_per_node,
         device=plan.ranks.device,
         seconds=None if isinstance(work, str) else work.seconds,
-        command=f'"{sys.executable}" -m sft_play {TRAIN[target]}',
+        command=f'"{sys.executable}" -m sft_play {target}',
         variables=words,
         project=Path.cwd() if PROJECT_ROOT == INSTALLED else PROJECT_ROOT,
         output_dir=Path(planned.config.train.output_dir).absolute(),

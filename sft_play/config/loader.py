@@ -93,6 +93,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the process environment, as make does."""
+    os.environ.update(variables)
+
+
 def load(
     config_path: str | None = None,
     environ: Mapping[str, str] | None = None,

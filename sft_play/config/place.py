@@ -74,10 +74,9 @@ class Place:
         """Return the variables with which make would start as many processes."""
         variables = {"NUM_GPUS": str(self.local_world_size)}
         if self.nodes > 1:
-            variables["NNODES"] = str(self.nodes)
-            variables["NODE_RANK"] = str(self.node_rank)
-            variables["MASTER_ADDR"] = self.master_addr
-            variables["MASTER_PORT"] = str(self.master_port)
+            found = self.variables()
+            variables |= {name: found[name] for name in sorted(MEETING_POINT)}
+            variables |= {"NNODES": str(self.nodes), "NODE_RANK": str(self.node_rank)}
         if self.deepspeed_config:
             variables["DEEPSPEED_CONFIG"] = self.deepspeed_config
         if self.uses_fsdp:
