@@ -212,7 +212,7 @@ docs: $(ENV) ## write the generated pages of docs/, and build all of them as a s
 # A target that does not exist. Without .venv nothing can name the nearest one, and none is made.
 .DEFAULT:
 	@command -v $(PY) >/dev/null || { echo "no such target; make help lists them" >&2; exit 2; }
-	@$(SFT) check-targets
+	@$(SFT) check-variables
 clean: ## remove caches; keep runs and .venv
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

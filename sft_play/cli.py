@@ -5,15 +5,12 @@ no shell interprets their values.
 """
 
 import contextlib
-import difflib
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from sft_play import cli_use
 from sft_play.commands import launched as launching
@@ -31,6 +28,7 @@ from sft_play.commands.call import (
 from sft_play.commands.launched import Launched
 from sft_play.commands.options import (
     BackendOption,
+    Commands,
     ConfigOption,
     DeepspeedOption,
     DistributedOption,
@@ -39,7 +37,6 @@ from sft_play.commands.options import (
 )
 from sft_play.config import loader, targets
 from sft_play.errors import (
-    ConfigError,
     ExitClass,
     SftPlayError,
     disk_errors_in_words,
@@ -49,49 +46,6 @@ from sft_play.masking import mask_secrets
 from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr, visible
 
 MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
-
-
-# Options of train, by the parts of a target's name
-OF_TARGET = {
-    "tb": ["--tensorboard"],
-    "bnb": ["--backend", "bnb"],
-    "unsloth": ["--backend", "unsloth"],
-    "distributed": ["--distributed"],
-    "deepspeed": ["--distributed", "--deepspeed"],
-}
-
-
-class Commands(TyperGroup):
-    """The commands, which also take make's targets and variables: `train-tb RUN=a`.
-
-    What is no command and no option is refused with what it most likely means.
-    """
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command and its words. Raises: ConfigError."""
-        target, *words = args
-        name = target
-        if target in targets.READS and target.startswith("train-"):
-            name, *modes = target.split("-")
-            words += itertools.chain.from_iterable(OF_TARGET[mode] for mode in modes)
-        given = [word for word in words if targets.is_variable(word.partition("=")[0])]
-        if given:
-            variables = dict(word.split("=", 1) for word in given)
-            call = {targets.GIVEN: " ".join(variables), targets.GOALS: target}
-            loader.set_variables(variables | call)
-        words = [word for word in words if word not in given]
-        if name not in self.commands:
-            raise ConfigError(targets.no_such_target(name))
-        params = self.commands[name].params
-        known = {option for param in params for option in param.opts} | {"--help"}
-        for word in itertools.takewhile(lambda word: word != "--", words):
-            option = word.partition("=")[0]
-            # typer itself names an option that is spelled alike
-            if option.startswith("--") and not difflib.get_close_matches(option, known, cutoff=0.8):
-                raise ConfigError(targets.no_such_option(option, name))
-        return super().resolve_command(ctx, [name, *words])
-
-
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
@@ -119,12 +73,7 @@ def before(context: typer.Context) -> None:
 
 @app.command("check-variables")
 def check_variables() -> None:
-    """Check the variables of a make call, as every other command does too."""
-
-
-@app.command("check-targets")
-def check_targets() -> None:
-    """Refuse the targets of a make call that do not exist, and name those that are most alike."""
+    """Check the variables of a make call, as every command does, and that its targets exist."""
     targets.refuse_unknown_targets(loader.environment())
 
 

@@ -12,7 +12,6 @@ from sft_play.commands import each_gpu, exports, use
 from sft_play.commands.call import read_call
 from sft_play.commands.options import SetOption
 from sft_play.config.invocation import read_sampling
-from sft_play.runs import lock
 
 app = typer.Typer()
 
@@ -77,7 +76,7 @@ def merge(set_: SetOption = None) -> None:
     dtype = use.asked_dtype(call, run)
     from sft_play.inference.merge import merge_run, not_scored
 
-    with lock.used_alone(run.path):
+    with use.used_alone(run):
         lines = merge_run(run, dtype)
     typer.echo("\n".join([*lines, *not_scored(run.read_config())]))
 
@@ -90,7 +89,7 @@ def export(set_: SetOption = None) -> None:
     asked = exports.read_export(call, run)
     from sft_play.inference.export import export_run
 
-    with lock.used_alone(run.path):
+    with use.used_alone(run):
         lines = export_run(run, asked, use.inference_device(call))
     typer.echo("\n".join(lines))
 

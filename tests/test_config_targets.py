@@ -1,5 +1,6 @@
 """Which make variables each target reads, and what is said of the others."""
 
+import os
 import re
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_the_table_has_every_target_and_every_variable():
 )  # fmt: skip
 def test_an_unknown_target_is_refused_with_the_one_it_most_likely_means(target, meant):
     with pytest.raises(ConfigError, match=f"^{target}: no such target; did you mean {meant}\\?$"):
-        targets.refuse_unknown_targets({targets.GOALS: f"train {target}"})
+        targets.refuse_unknown_targets({targets.GOALS: f"help train {target}"})
 
 
 def test_make_fails_for_an_unknown_target_with_the_nearest_one():
@@ -145,3 +146,29 @@ def test_an_unknown_command_is_refused_with_the_nearest_one():
 def test_an_option_behind_two_dashes_is_a_word():
     with pytest.raises(SystemExit):  # by the parser: train takes no such word
         get_command(app)(["train", "--", "--model"])
+
+
+def test_a_command_takes_the_targets_and_variables_of_make(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    context = get_command(app).make_context("sft_play", ["train-bnb-tb"], resilient_parsing=True)
+    words = ["train-bnb-tb", "RUN=a", "TRAIN_RUN_NAME=x=y", "--set", "train.seed=1"]
+    name, _, left = get_command(app).resolve_command(context, words)
+    assert name == "train"
+    assert left == ["--set", "train.seed=1", "--backend", "bnb", "--tensorboard"]
+    assert (os.environ["RUN"], os.environ["TRAIN_RUN_NAME"]) == ("a", "x=y")
+    assert os.environ[targets.GIVEN] == "RUN TRAIN_RUN_NAME"
+    _, _, left = get_command(app).resolve_command(context, ["infer", "RUN", "F=ma"])
+    assert left == ["RUN", "F=ma"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("next make chat RUN=a | make eval RUN=a", "next sft-play chat RUN=a | sft-play eval RUN=a"),
+        ("type make install-unsloth", "type pip install 'sft-play[unsloth]'"),
+        ("make help lists them", "sft-play --help lists them"),
+        ("make it smaller; make train-tb", "make it smaller; sft-play train-tb"),
+    ],
+)  # fmt: skip
+def test_an_installed_package_names_its_own_commands(text, shown):
+    assert targets.as_installed(text) == shown

@@ -21,7 +21,7 @@ from sft_play.config.messages import refuse
 from sft_play.config.schema import ModelSection
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.plan.launch import Launch, execute
-from sft_play.runs import exports, lock, seal
+from sft_play.runs import exports, seal
 from sft_play.runs.exports import (
     ADAPTERS,
     COMPRESSED,
@@ -42,7 +42,7 @@ CHECKED = ("safetensors", "gguf", *ADAPTERS)  # whose answers are those of the e
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_TO_SIGN = ("model_signing", "OpenSSL")
 SIGNATURE = "model.sig"
-NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
+NEEDED_FOR_GGUF = "llama_cpp fastapi uvicorn sse_starlette starlette_context".split()
 
 
 def read_export(call: Call, run: RunFolder) -> ExportAsked:
@@ -203,7 +203,7 @@ def push(call: Call) -> list[str]:
     Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
     """
     run = use.chosen_run(call)
-    with lock.used_alone(run.path):
+    with use.used_alone(run):
         return _push(call, chosen_export(call, run))
 
 

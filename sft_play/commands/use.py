@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +19,7 @@ from sft_play.plan import devices
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs import folder as run_folders
-from sft_play.runs import stamp
+from sft_play.runs import lock, stamp
 from sft_play.runs.folder import WEIGHTS, RunFolder
 from sft_play.runs.model_folder import ADAPTER_CONFIG, ModelFolder, find_model
 
@@ -148,6 +149,11 @@ def lm_eval_lines(run: RunFolder, tasks: str) -> list[str]:
     options = ["--model_args", f"pretrained={model}", "--tasks", tasks.replace(" ", ",")]
     command = ["lm_eval", "--model", "hf", *options, "--batch_size", "auto"]
     return [*lines, shlex.join([*command, "--output_path", str(run.evaluation / "lm_eval")])]
+
+
+def used_alone(run: RunFolder) -> AbstractContextManager[None]:
+    """Keep other commands that write to a run folder out of it. Raises: EnvironmentFault."""
+    return lock.used_alone(run.path)
 
 
 def compares(call: Call, run: RunFolder) -> bool:

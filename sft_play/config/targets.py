@@ -182,7 +182,7 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     if not read:
         return f"{name}: {targets} reads no variable; leave it out"
     if name not in OURS:
-        return f"{name}: {targets} has no such variable; {what_to_write(name)}"
+        return f"{name}: {targets} has no such variable; {suggest_variable(name).clause()}"
     readers = [target for target, names in READS.items() if name in names]
     sentence = f"{name}: {targets} does not read it, but {in_short(readers)}"
     meant = SYNONYMS.get(name)
@@ -211,12 +211,8 @@ def is_of_others(name: str) -> bool:
 
 def refuse_unknown_targets(environ: Mapping[str, str]) -> None:
     """Raise ConfigError for the targets of a make call that the Makefile does not have."""
-    refuse([no_such_target(goal) for goal in environ[GOALS].split() if goal not in READS])
-
-
-def is_variable(name: str) -> bool:
-    """Return whether a word begins with a variable of ours, or with one that stands for it."""
-    return name in OURS or name in SYNONYMS
+    known = {"clean", "help", *READS}
+    refuse([no_such_target(goal) for goal in environ.get(GOALS, "").split() if goal not in known])
 
 
 def no_such_target(name: str) -> str:
@@ -233,11 +229,6 @@ def no_such_option(option: str, command: str) -> str:
     path = SETTING_OF.get(meant.name)
     as_option = f" (or --set {path}=...)" if path else ""
     return f"{option}: {command} has no such option; {meant.clause()}{as_option}"
-
-
-def what_to_write(name: str) -> str:
-    """Return a clause that says what to write in place of an unknown variable."""
-    return suggest_variable(name).clause()
 
 
 def suggest_variable(name: str, known: frozenset[str] = OURS) -> Suggestion:
@@ -279,6 +270,7 @@ def as_installed(text: str) -> str:
     >>> as_installed("make install-gguf, then make export RUN=a")
     "pip install 'sft-play[gguf]', then sft-play export RUN=a"
     """
+    text = text.replace("make help", "sft-play --help")
     text = re.sub(r"\bmake install-(gguf|quantize|unsloth)\b", r"pip install 'sft-play[\1]'", text)
     return re.sub(rf"\bmake (?=({'|'.join(READS)})\b)(?!install)", "sft-play ", text)
 

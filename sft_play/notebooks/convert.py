@@ -167,13 +167,19 @@ def _add_device_map(load: Found, changes: Changes) -> None:
     """Count the GPUs before a load, and give it a device map."""
     given, vllm = load.argument(VARIABLE), load.argument("fast_inference")
     if given is not None and variable(given) != VARIABLE:
-        said = f"the load has device_map={load.code.text(given)} of its own, which is kept; "
-        changes.look(load, f"{said}'balanced' would split the model evenly")
+        changes.look(
+            load,
+            f"the load has device_map={load.code.text(given)} of its own, which is kept; "
+            "'balanced' would split the model evenly",
+        )
     elif load.names_device_map:
         changes.kept(load, "the load has a device_map already")
     elif load.argument(None) is not None:
-        mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
-        changes.look(load, f"{load.owner}.from_pretrained: {mapping}")
+        changes.look(
+            load,
+            f"{load.owner}.from_pretrained: `**` takes keywords from a mapping: add device_map to "
+            "it by hand",
+        )
     elif vllm is not None and getattr(vllm, "value", True):
         changes.look(
             load,

@@ -193,8 +193,10 @@ def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
         if problem is not None:
             changes.look(code, f"is a comment of the script: {problem}")
         elif code.masked:
-            said = "line(s) of magics or of the shell are comments of the script"
-            changes.look(code, f"{len(code.masked)} {said}")
+            changes.look(
+                code,
+                f"{len(code.masked)} line(s) of magics or of the shell are comments of the script",
+            )
 
 
 def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
@@ -208,8 +210,11 @@ def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
             rows = f"{batch} x {accumulation} = {batch * accumulation} rows"
         if isinstance(steps, int):
             counted = f"; max_steps = {steps} is kept, and counts updates"
-    said = "divide gradient_accumulation_steps by their number to keep the notebook's"
-    changes.look(None, f"an update has {rows} for each process; {said}{counted}")
+    changes.look(
+        None,
+        f"an update has {rows} for each process; divide gradient_accumulation_steps by their "
+        f"number to keep the notebook's{counted}",
+    )
 
 
 def _why_no_script(code: Code) -> str | None:

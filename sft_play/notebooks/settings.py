@@ -47,11 +47,10 @@ PLAIN = {
 WHOLE_MODULES = ("embed_tokens", "lm_head")
 # What get_peft_model takes where a notebook leaves it out; r is the same here
 UNSLOTH_ALPHA = 16
-COMPARES_CHECKPOINTS = (
-    "train.load_best_model_at_end",
-    "train.early_stopping_patience",
-    "train.metric_for_best_model",
-)
+COMPARES_CHECKPOINTS = """
+train.load_best_model_at_end train.early_stopping_patience
+train.metric_for_best_model
+""".split()
 # Where the notebook says nothing the choice is made here, so a person should know
 CHOSEN_HERE = {
     "train.learning_rate": "auto",
@@ -60,11 +59,11 @@ CHOSEN_HERE = {
     "train.lr_scheduler_type": "cosine",
     "train.warmup_steps": "0.03 of the run",
 }
-TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
-FILE_BUILDERS = ("json", "csv", "parquet", "text")
+TRACKERS = "mlflow tensorboard trackio wandb".split()
+FILE_BUILDERS = "json csv parquet text".split()
 TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
 # Functions that change rows beyond their format
-RESHAPES = ("to_sharegpt", "apply_chat_template", "concatenate_datasets", "interleave_datasets")
+RESHAPES = "to_sharegpt apply_chat_template concatenate_datasets interleave_datasets".split()
 
 
 class Carried(Changes):
@@ -234,8 +233,10 @@ def _look_at_choices(carried: Carried) -> None:
     if "train.epochs" in lines and "train.max_steps" in lines:
         carried.look(None, "max_steps wins over num_train_epochs, as in the notebook")
     for name, base in notebook.own_trainers.items():
-        owned = f"{name} is a trainer of the notebook's own"
-        carried.look(None, f"{owned}; what it changes of {base} is not carried")
+        carried.look(
+            None,
+            f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried",
+        )
     batch, accumulation = carried.value("train.batch_size"), carried.value("train.grad_accum")
     steps = carried.value("train.max_steps")
     seen = ""
