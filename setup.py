@@ -53,7 +53,7 @@ def main() -> None:
             package_data={
                 "sft_play": ["*/*.json", "reporting/templates/*"],
                 PROJECT: REQUIREMENTS,
-                **dict.fromkeys(project, ["*"]),
+                **{name: ["*"] for name in project},
             },
             include_package_data=False,
             install_requires=[RANGES["torch"], *read_requirements("requirements.txt")],
