@@ -209,6 +209,10 @@ docs: $(ENV) ## write the generated pages of docs/, and build all of them as a s
 	@$(CHECK)
 	@$(PY) -m sft_play.config.reference && $(PY) -m tools.docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+# A target that does not exist. Without .venv nothing can name the nearest one, and none is made.
+.DEFAULT:
+	@command -v $(PY) >/dev/null || { echo "no such target; make help lists them" >&2; exit 2; }
+	@$(SFT) check-variables
 clean: ## remove caches; keep runs and .venv
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

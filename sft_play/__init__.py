@@ -32,6 +32,10 @@ class _CallablePackage(ModuleType):
 plan.__class__ = _CallablePackage
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *CALLS])
+
+
 def __getattr__(name: str) -> Any:
     if name in CALLS:
         from sft_play import api

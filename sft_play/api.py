@@ -1,8 +1,10 @@
 """`train`, `plan`, `preview` and `report` for notebooks and Python programs. Loads no torch.
 
 Settings are those of make: a config, sections as keywords (`train={"batch_size": 2}`), dotted names
-(`**{"train.batch_size": 2}`), and make's variables in small letters (`num_gpus=2`). A command runs
-in a process of its own, as under make, and its error is raised here with its own words.
+(`**{"train.batch_size": 2}`), and make's variables in small letters (`num_gpus=2`). Common words
+such as `model="x"`, `data="rows.jsonl"` and `lr=1e-4` name the setting that they stand for.
+
+A command runs in a process of its own, as under make, and its error is raised here as it is there.
 """
 
 import json
@@ -17,6 +19,7 @@ from sft_play.commands.ask import Request, ask
 from sft_play.commands.runs import verdict_lines
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
+from sft_play.config.targets import READS, SETTING_OF, suggest_variable
 from sft_play.errors import of_class
 from sft_play.reporting.page import report_page
 from sft_play.reporting.run_facts import RunFacts
@@ -115,8 +118,7 @@ def plan(
     **settings: Any,
 ) -> Plan:
     """Return what a run would do here, or with `gpus="2xH200"` elsewhere. Raises: as `train`."""
-    options = {"distributed": distributed, "deepspeed": deepspeed}
-    answer = _ask("plan", config, settings, False, **options)
+    answer = _ask("plan", config, settings, False, distributed=distributed, deepspeed=deepspeed)
     return Plan(answer["text"], answer["fits"], answer["values"])
 
 
@@ -153,8 +155,17 @@ def read_settings(given: Mapping[str, Any]) -> Given:
             if value is not None:
                 variables[name.upper()] = _word(name, value)
         else:
-            words.extend(_words(name, value))
+            words.extend(_words(_setting_of(name, value), value))
     return Given(tuple(words), variables)
+
+
+def _setting_of(name: str, value: Any) -> str:
+    """Return the setting that `lr` or `model="x"` stands for, else the keyword itself."""
+    is_section = any(path.startswith(f"{name}.") for path in settings())
+    if name in settings() or (is_section and isinstance(value, Mapping)):
+        return name
+    meant = suggest_variable(name, READS["train"])
+    return name if meant.is_guess else SETTING_OF.get(meant.name, name)
 
 
 def _words(path: str, value: Any) -> Iterator[str]:

@@ -28,6 +28,7 @@ from sft_play.commands.call import (
 from sft_play.commands.launched import Launched
 from sft_play.commands.options import (
     BackendOption,
+    Commands,
     ConfigOption,
     DeepspeedOption,
     DistributedOption,
@@ -46,6 +47,7 @@ from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr
 
 MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -71,7 +73,8 @@ def before(context: typer.Context) -> None:
 
 @app.command("check-variables")
 def check_variables() -> None:
-    """Check the variables of a make call, as every other command does too."""
+    """Check the variables of a make call, as every command does, and that its targets exist."""
+    targets.refuse_unknown_targets(loader.environment())
 
 
 @app.command()
@@ -283,7 +286,8 @@ def tb_stop() -> None:
     """Stop the TensorBoard that this project started."""
     from sft_play.monitor import tensorboard as board
 
-    typer.echo(board.stop(pid_file(read_call())))
+    call = read_call()
+    typer.echo(board.stop(pid_file(call), port=call.words.whole_number("TB_PORT", 1, 65535)))
 
 
 @app.command()
@@ -336,7 +340,7 @@ app.add_typer(cli_use.app)
 
 def main(words: Sequence[str] | None = None, launched: Launched | None = None) -> None:
     """Run the command line; an error of ours is one message and its exit class."""
-    guard_output()
+    guard_output(targets.shown)
     log_to_stderr()
     with _errors_as_messages():
         app(words, prog_name="python -m sft_play", obj=launched)
@@ -355,7 +359,7 @@ def main_of_rank(words: Sequence[str]) -> None:
 
     The first process of each machine runs `train` with these words, the others wait for it.
     """
-    guard_output()
+    guard_output(targets.shown)
     own_words, named = launching.named_json(launching.own_words(words))
     words = ["train", *own_words]
     with _errors_as_messages():
@@ -390,7 +394,3 @@ def _errors_as_messages() -> Iterator[None]:
             sys.stderr.write(f"{text}\n")
         drop_unwritten_output()
         sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -75,16 +75,17 @@ class Output:
 
     goes_on = False
 
-    def __init__(self, stream: TextIO, name: str) -> None:
+    def __init__(self, stream: TextIO, name: str, shown: Callable[[str], str] | None) -> None:
         self._stream = stream
         self._name = name
+        self._shown = shown
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with self._refusals():
-            self._stream.write(text)
+            self._stream.write(self._shown(text) if self._shown else text)
         return len(text)
 
     def flush(self) -> None:
@@ -111,15 +112,18 @@ def _open_null(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def guard_output() -> None:
-    """Open standard streams that are closed, and name those that refuse what is printed."""
+def guard_output(shown: Callable[[str], str] | None = None) -> None:
+    """Open standard streams that are closed, and name those that refuse what is printed.
+
+    `shown` returns what is written in place of a text, None for the text itself.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:  # a file of the run would get its number
             _open_null(number)
             setattr(sys, name, os.fdopen(number, mode))
     if not isinstance(sys.stdout, Output):
-        sys.stdout = Output(sys.stdout, "standard output")
-        sys.stderr = Output(sys.stderr, "standard error")
+        sys.stdout = Output(sys.stdout, "standard output", shown)
+        sys.stderr = Output(sys.stderr, "standard error", shown)
 
 
 def drop_unwritten_output() -> None:

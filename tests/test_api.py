@@ -49,11 +49,18 @@ def elsewhere(tmp_path, monkeypatch):
         ({"tuning.lora": {"target_modules": ["q_proj", "v_proj"]}}, ["tuning.lora.target_modules=q_proj,v_proj"]),
         ({"train": {"bf16": True, "run_name": None}}, ["train.bf16=true", "train.run_name=null"]),
         ({"data": {"train_path": Path("rows.jsonl")}}, ["data.train_path=rows.jsonl"]),
-        ({"batch_size": 2}, ["batch_size=2"]),
+        ({"batch_size": 2}, ["train.batch_size=2"]),
+        ({"lr": 1e-4, "epochs": 3}, ["train.learning_rate=0.0001", "train.epochs=3"]),
+        ({"model": "x", "data": ["a.jsonl", "b.jsonl"]}, ["model.name=x", 'data.train_path=["a.jsonl", "b.jsonl"]']),
+        ({"learning_rat": 2}, ["learning_rat=2"]),
     ],
 )  # fmt: skip
 def test_keywords_are_words_of_the_command_line(given, words):
     assert list(api.read_settings(given).overrides) == words
+
+
+def test_the_package_lists_its_calls():
+    assert {"train", "plan", "preview", "report"} <= set(dir(sft_play))
 
 
 def test_settings_of_several_sources_arrive_as_they_were_given():
@@ -110,7 +117,7 @@ def test_a_plan_shows_itself_and_has_values(elsewhere, capsys):
     [
         ({"config": "tinyy"}, ConfigError, "did you mean CONFIG=.*tiny.yaml"),
         ({"train": {"batch_size": 0}}, ConfigError, "train.batch_size=0 is not valid"),
-        ({"batch_size": 2}, ConfigError, "here it is train.batch_size"),
+        ({"batch_siz": 2}, ConfigError, "did you mean train.batch_size"),
         ({"data": {"train_path": "/no/rows.jsonl"}}, DataError, "/no/rows.jsonl.*no such file"),
     ],
 )

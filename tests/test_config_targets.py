@@ -1,10 +1,15 @@
 """Which make variables each target reads, and what is said of the others."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
+from typer.main import get_command
 
+from sft_play.cli import app
 from sft_play.config import targets
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import env_name, settings
@@ -99,3 +104,71 @@ def test_the_table_has_every_target_and_every_variable():
     fields = {name.upper() for name in Invocation.__dataclass_fields__}
     assert fields | set(map(env_name, settings())) <= targets.OURS
     assert set(targets.SYNONYMS.values()) <= targets.OURS
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [("trian", "train"), ("finetune", "train"), ("evaluate", "eval"), ("tensorbord", "tensorboard"), ("reprot", "report")],
+)  # fmt: skip
+def test_an_unknown_target_is_refused_with_the_one_it_most_likely_means(target, meant):
+    with pytest.raises(ConfigError, match=f"^{target}: no such target; did you mean {meant}\\?$"):
+        targets.refuse_unknown_targets({targets.GOALS: f"help train {target}"})
+
+
+def test_make_fails_for_an_unknown_target_with_the_nearest_one():
+    done = subprocess.run(
+        ["make", f"PY={sys.executable}", "trian"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "trian: no such target; did you mean train?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "words"),
+    [
+        ("train", "--model", "MODEL_NAME (or --set model.name=...)"),
+        ("train", "--data", "DATA_TRAIN_PATH (or --set data.train_path=...)"),
+        ("train", "--lr", "TRAIN_LEARNING_RATE (or --set train.learning_rate=...)"),
+        ("eval", "--run", "RUN"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_variable_and_the_setting(command, option, words):
+    with pytest.raises(ConfigError) as refused:
+        get_command(app)([command, option, "x"])
+    assert str(refused.value) == f"{option}: {command} has no such option; here it is {words}"
+
+
+def test_an_unknown_command_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match="trian: no such target; did you mean train"):
+        get_command(app)(["trian"])
+
+
+def test_an_option_behind_two_dashes_is_a_word():
+    with pytest.raises(SystemExit):  # by the parser: train takes no such word
+        get_command(app)(["train", "--", "--model"])
+
+
+def test_a_command_takes_the_targets_and_variables_of_make(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    context = get_command(app).make_context("sft_play", ["train-bnb-tb"], resilient_parsing=True)
+    words = ["train-bnb-tb", "RUN=a", "TRAIN_RUN_NAME=x=y", "--set", "train.seed=1"]
+    name, _, left = get_command(app).resolve_command(context, words)
+    assert name == "train"
+    assert left == ["--set", "train.seed=1", "--backend", "bnb", "--tensorboard"]
+    assert (os.environ["RUN"], os.environ["TRAIN_RUN_NAME"]) == ("a", "x=y")
+    assert os.environ[targets.GIVEN] == "RUN TRAIN_RUN_NAME"
+    _, _, left = get_command(app).resolve_command(context, ["infer", "RUN", "F=ma"])
+    assert left == ["RUN", "F=ma"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("next make chat RUN=a | make eval RUN=a", "next sft-play chat RUN=a | sft-play eval RUN=a"),
+        ("type make install-unsloth", "type pip install 'sft-play[unsloth]'"),
+        ("make help lists them", "sft-play --help lists them"),
+        ("make it smaller; make train-tb", "make it smaller; sft-play train-tb"),
+    ],
+)  # fmt: skip
+def test_an_installed_package_names_its_own_commands(text, shown):
+    assert targets.as_installed(text) == shown

@@ -8,6 +8,7 @@ import pytest
 import torch
 from casts import Casts
 from terminals import called
+from transformers.utils import logging as hf_logging
 
 from sft_play.commands import use
 from sft_play.commands.call import read_call
@@ -109,6 +110,22 @@ def test_stops_that_no_answer_ends_with_are_a_warning(call, taught_base, tmp_pat
     result = call("eval", folder, TRAIN_GENERATION_MAX_NEW_TOKENS="16")
     assert "<|end|>, which is no stop of this model (generation_config.json)" in result.stdout
     assert "cut=2 at 16 tokens" in result.stdout
+
+
+def test_what_transformers_warns_of_while_it_answers_is_not_printed(
+    call, taught_base, tmp_path, caplog
+):
+    folder = shutil.copytree(taught_base, tmp_path / "model")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**read_json(path), "max_length": 20}))  # beside max_new_tokens
+    hf_logging.set_verbosity_warning()
+    hf_logging.add_handler(caplog.handler)
+    try:
+        result = call("infer", folder, PROMPT="Who is here?")
+    finally:
+        hf_logging.remove_handler(caplog.handler)
+    assert result.exit_code == 0
+    assert [each.message for each in caplog.records if each.name.startswith("transformers")] == []
 
 
 def test_a_tokenizer_without_a_template_is_said(call, taught_base, tmp_path):

@@ -134,7 +134,10 @@ def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path
     other = tensorboard.start(tmp_path / "other", port, sys.executable, os.environ, pid_file)
     assert other.pid != first.pid and not psutil.pid_exists(first.pid)
     assert f"stopped the TensorBoard of {tmp_path / 'logs'}" in other.message
-    assert tensorboard.stop(pid_file).startswith(f"stopped the TensorBoard of {tmp_path / 'other'}")
+    with pytest.raises(ConfigError, match=f"TB_PORT=1: .* type make tb-stop TB_PORT={other.port}"):
+        tensorboard.stop(pid_file, port=1)
+    stopped = tensorboard.stop(pid_file, port=other.port)
+    assert stopped.startswith(f"stopped the TensorBoard of {tmp_path / 'other'}")
     assert not psutil.pid_exists(other.pid) and tensorboard._is_free(other.port)
     assert tensorboard.stop(pid_file) == "no TensorBoard of ours is running"
 

@@ -22,7 +22,7 @@ from sft_play.commands import plan as planning
 from sft_play.commands import rows as reading
 from sft_play.commands.call import Call, load_config, plan_run, read_call
 from sft_play.commands.train import NOT_BEGUN, hand_over, prepare_run
-from sft_play.config.loader import PROJECT_ROOT, environment
+from sft_play.config.loader import PACKAGE, environment
 from sft_play.errors import SftPlayError
 from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
@@ -60,7 +60,7 @@ def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> dict[str
         answer = Path(folder) / "answer.json"
         asked = json.dumps(asdict(request))
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(PROJECT_ROOT), str(answer), asked],
+            [sys.executable, "-c", PROGRAM, str(PACKAGE.parent), str(answer), asked],
             env={**environment(), **variables, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

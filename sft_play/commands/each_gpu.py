@@ -17,7 +17,7 @@ from sft_play import stops
 from sft_play.commands import use
 from sft_play.commands.call import Call
 from sft_play.config.invocation import SamplingRequest, read_sampling
-from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import PACKAGE, LoadedConfig
 from sft_play.config.messages import refuse
 from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt, SystemPrompt, read_prompts
@@ -212,7 +212,7 @@ def run_on_each(
     Raises: StoppedOnRequest after a signal, and the error class of a process that failed.
     """
     words = [word for override in call.overrides for word in ("--set", override)]
-    paths = [str(PROJECT_ROOT), call.environ.get("PYTHONPATH", "")]
+    paths = [str(PACKAGE.parent), call.environ.get("PYTHONPATH", "")]
     environ = {
         **call.environ,
         "RUN": str(run.path),

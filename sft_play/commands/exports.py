@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play.commands import use
 from sft_play.commands.call import Call
@@ -43,7 +42,7 @@ CHECKED = ("safetensors", "gguf", *ADAPTERS)  # whose answers are those of the e
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
 NEEDED_TO_SIGN = ("model_signing", "OpenSSL")
 SIGNATURE = "model.sig"
-NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
+NEEDED_FOR_GGUF = "llama_cpp fastapi uvicorn sse_starlette starlette_context".split()
 
 
 def read_export(call: Call, run: RunFolder) -> ExportAsked:
@@ -227,7 +226,8 @@ def _push(call: Call, folder: Path) -> list[str]:
     signature = None if key is None else sign(folder, key)
     try:
         found = api.create_repo(repo, private=not is_public, exist_ok=True)
-        refuse_public_repo(api, repo, is_public)
+        if not is_public and not api.repo_info(repo).private:
+            raise ConfigError(f"REPO={repo} is public; PUBLIC=1 says that this is meant")
         message = f"{folder.name} of run {folder.parent.parent.name}"
         done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
         if signature is not None:
@@ -278,9 +278,3 @@ def _problems_of_push(repo: str | None) -> list[str]:
     elif not HUB_ID.fullmatch(repo):
         problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
     return problems
-
-
-def refuse_public_repo(api: Any, repo: str, is_public: bool) -> None:
-    """Raise ConfigError where a repository that exists is public, and that was not asked for."""
-    if not is_public and not api.repo_info(repo).private:
-        raise ConfigError(f"REPO={repo} is public; PUBLIC=1 says that this is meant")

@@ -23,9 +23,13 @@ def convert_notebook(call: Call) -> list[str]:
     Raises: ConfigError for what is no notebook, and where OUT is there and OVERWRITE is not 1.
     """
     document = _document(call)
-    out = _out(call)
+    named = call.words.text("OUT")
+    out = Path(named) if named else None
     if out is not None and out.suffix == ".py":
-        return _write_script(call, document, out)
+        text, report = scripts.export(document, out)
+        _write(call, out, text)
+        follow = f"next torchrun --nproc_per_node=2 {out}"
+        return [_title(document), *report, f"wrote {out}", follow]
     if out is not None and out.suffix in (".yaml", ".yml"):
         return _write_config(call, document, out)
     if out is not None and out.suffix != ".ipynb":
@@ -36,7 +40,7 @@ def convert_notebook(call: Call) -> list[str]:
         report.append("nothing was changed")
     if out is None:
         return [*report, f"nothing was written: {FORMS}"]
-    documents.write(out, made.text, _may_replace(call))
+    _write(call, out, made.text)
     counts = f"{len(made.changed_cells)} of {len(document.cells)} cells changed"
     return [*report, f"wrote {out}: {counts}"]
 
@@ -58,24 +62,12 @@ def check_notebook(call: Call) -> tuple[list[str], bool]:
     return lines, all(point.is_met for point in points[:-1])
 
 
-def _write_script(call: Call, document: Document, out: Path) -> list[str]:
-    """Write a script that trains data-parallel; return the report."""
-    text, report = scripts.export(document, out)
-    documents.write(out, text, _may_replace(call))
-    return [
-        _title(document),
-        *report,
-        f"wrote {out}",
-        f"next torchrun --nproc_per_node=2 {out}",
-    ]
-
-
 def _write_config(call: Call, document: Document, out: Path) -> list[str]:
     """Write a config with the notebook's settings; return the report.
 
     Raises: ConfigError for a setting of the notebook that no run can have.
     """
-    text, report = settings.export(document, _data(call))
+    text, report = settings.export(document, call.words.text("DATA"))
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / out.name
         draft.write_text(text, encoding="utf-8")
@@ -85,33 +77,20 @@ def _write_config(call: Call, document: Document, out: Path) -> list[str]:
             problems = str(error).replace(str(draft), str(out))
             said = f"NB={document.path}: no run can have all its settings; nothing was written"
             raise ConfigError(f"{said}:\n{problems}") from None
-    documents.write(out, text, _may_replace(call))
-    return [
-        _title(document),
-        *report,
-        f"wrote {out}",
-        f"next make plan CONFIG={out}",
-    ]
-
-
-def _data(call: Call) -> str | None:
-    return call.environ.get("DATA", "").strip() or None
+    _write(call, out, text)
+    return [_title(document), *report, f"wrote {out}", f"next make plan CONFIG={out}"]
 
 
 def _document(call: Call) -> Document:
-    path = call.environ.get("NB", "").strip()
-    if not path:
+    path = call.words.text("NB")
+    if path is None:
         raise ConfigError("name a notebook: NB=notebook.ipynb")
     return documents.read(Path(path))
 
 
-def _out(call: Call) -> Path | None:
-    path = call.environ.get("OUT", "").strip()
-    return Path(path) if path else None
-
-
-def _may_replace(call: Call) -> bool:
-    return call.environ.get("OVERWRITE", "").strip() == "1"
+def _write(call: Call, out: Path, text: str) -> None:
+    """Write OUT. Raises: ConfigError if it is there and OVERWRITE is not 1."""
+    documents.write(out, text, may_replace=call.words.text("OVERWRITE") == "1")
 
 
 def _title(document: Document) -> str:

@@ -1,8 +1,14 @@
-"""Options that several commands of the command line share."""
+"""The group of all commands, and the options that several of them share."""
 
-from typing import Annotated
+import difflib
+import itertools
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from sft_play.config import loader, targets
+from sft_play.errors import ConfigError
 
 ConfigOption = Annotated[
     str | None,
@@ -28,3 +34,45 @@ DeepspeedOption = Annotated[
 BackendOption = Annotated[
     str | None, typer.Option("--backend", help="bnb or unsloth, whatever the config says.")
 ]
+# Options of train, by the parts of a target's name
+OF_TARGET = {
+    "tb": "--tensorboard",
+    "bnb": "--backend bnb",
+    "unsloth": "--backend unsloth",
+    "distributed": "--distributed",
+    "deepspeed": "--distributed --deepspeed",
+}
+
+
+class Commands(TyperGroup):
+    """The commands, which also take make's targets and variables: `train-tb RUN=a`.
+
+    What is no command and no option is refused with what it most likely means.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command's name, the command and its words. Raises: ConfigError."""
+        target, *words = args
+        name = target
+        if target in targets.READS and target.startswith("train-"):
+            name, *modes = target.split("-")
+            for mode in modes:
+                words += OF_TARGET[mode].split()
+        known = targets.OURS | targets.SYNONYMS.keys()
+        parts = [word.partition("=") for word in words]
+        variables = {part: value for part, equals, value in parts if equals and part in known}
+        if variables:
+            call = {targets.GIVEN: " ".join(variables), targets.GOALS: target}
+            loader.set_variables(variables | call)
+            words = [word for word in words if word.partition("=")[0] not in variables]
+        if name not in self.commands:
+            raise ConfigError(targets.no_such_target(name))
+        params = self.commands[name].params
+        options = ["--help", *(option for param in params for option in param.opts)]
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            # typer itself names an option that is spelled alike
+            near = difflib.get_close_matches(option, options, cutoff=0.8)
+            if option.startswith("--") and not near:
+                raise ConfigError(targets.no_such_option(option, name))
+        return super().resolve_command(ctx, [name, *words])

@@ -13,8 +13,9 @@ from sft_play.commands.call import (
     plan_run,
     settle,
     without_meeting,
+    write_out,
 )
-from sft_play.config.loader import BASE, PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import BASE, INSTALLED, PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_estimates import count_rows_or_reason
 from sft_play.errors import ConfigError
@@ -24,28 +25,14 @@ from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload, workload
 from sft_play.runs import folder as run_folders
-from sft_play.runs.files import write_text
 from sft_play.runs.model_folder import refuse_unsafe_base
 
 LAUNCH_VARIABLES = (
-    "CONFIG",
-    "NUM_GPUS",
-    "DEVICE",
-    "DEEPSPEED_CONFIG",
-    "NNODES",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "CONFIG NUM_GPUS DEVICE DEEPSPEED_CONFIG NNODES NODE_RANK MASTER_ADDR MASTER_PORT"
+).split()
 
 # Set by the script on each machine
-OF_SCRIPT = ("RUN", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAIN_RUN_NAME")
-# What the targets of make run
-TRAIN = {
-    "train": "train",
-    "train-distributed": "train --distributed",
-    "train-deepspeed": "train --distributed --deepspeed",
-}
+OF_SCRIPT = "RUN NNODES NODE_RANK MASTER_ADDR MASTER_PORT TRAIN_RUN_NAME".split()
 
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
@@ -114,7 +101,7 @@ def slurm(call: Call) -> str:
     """Write the script to OUT and return what to type next; without OUT return the script.
 
     Under DeepSpeed where DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
-    Raises: OutOfMemory for a plan that does not fit, ConfigError where OUT cannot be written.
+    Raises: OutOfMemory for a plan that does not fit, EnvironmentFault where OUT cannot be written.
     """
     call = without_meeting(call)  # the script finds the address out
     use_deepspeed = call.invocation.deepspeed_config is not None
@@ -130,13 +117,8 @@ def slurm(call: Call) -> str:
     if not call.environ.get("OUT"):
         return text.rstrip("\n")
     path = Path(call.environ["OUT"])
-    try:
-        job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not make it for its log
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
-        ) from None
+    write_out(path, text)
+    job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not make it for its log
     return (
         f"wrote {path}: {job.nodes} x {job.per_node} processes for {job.limit} "
         f"({job.limit_reason})\nsubmit it with: sbatch {path}"
@@ -159,9 +141,9 @@ def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
         gpus_per_node=plan.ranks.gpus_per_node,
         device=plan.ranks.device,
         seconds=None if isinstance(work, str) else work.seconds,
-        command=f'"{sys.executable}" -m sft_play {TRAIN[target]}',
+        command=f'"{sys.executable}" -m sft_play {target}',
         variables=words,
-        project=PROJECT_ROOT,
+        project=Path.cwd() if PROJECT_ROOT == INSTALLED else PROJECT_ROOT,
         output_dir=Path(planned.config.train.output_dir).absolute(),
     )
 

@@ -38,7 +38,7 @@ from sft_play.commands.resumption import (
 )
 from sft_play.config import place as places
 from sft_play.config.backends import BACKENDS
-from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import (
     ConfigError,
@@ -66,7 +66,7 @@ from sft_play.runs.resumed import (
     AskedRun,
 )
 
-ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
+ACCELERATE_FILE = Path(".accelerate.yaml")  # of the current folder, as outputs/
 FREE_BYTES_FOR_A_RUN = 1 << 30
 NOT_BEGUN = "stopped on request before training began; nothing was trained"
 

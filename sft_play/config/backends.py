@@ -17,7 +17,7 @@ BNB_NEVER_PACKED = frozenset(
 )
 # Architectures that Unsloth computes, under adapters, with code of its own that takes the lengths
 # of a packed sequence's documents. Checked on an H200.
-UNSLOTH_PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"})
+UNSLOTH_PACKED_MODEL_TYPES = frozenset("llama mistral qwen2 qwen3 gemma".split())
 # Settings of tuning.lora that a backend may lack
 LORA_OPTIONS = frozenset(
     """

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from sft_play.config.layers import plain
+from sft_play.config.loader import nested
 from sft_play.config.messages import VALUES, word
 from sft_play.config.present import Line
 from sft_play.config.schema import Config, SourceSection, settings
@@ -65,14 +67,6 @@ def translate(source: str) -> Translation:
     return Translation([found[path] for path in settings() if path in found], left)
 
 
-def plain(located: object) -> Any:
-    """Return a value without the places where it and its parts were written."""
-    value = located.value if isinstance(located, Located) else located
-    if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, list) else value
-
-
 def _given(source: str) -> Iterator[tuple[str, Located]]:
     """Yield the names and values of a file, or of a command line."""
     path = Path(source)
@@ -115,7 +109,7 @@ def _meant(name: str, value: Any) -> tuple[str, Any] | str:
     elif not isinstance(value, list | dict):
         value = VALUES.get((path, value), value)
     try:
-        Config.model_validate(_nested(path, value))
+        Config.model_validate(nested({path: value}))
     except ValidationError as error:
         return f"{path} takes no such value: {error.errors()[0]['msg']}"
     return path, value
@@ -125,9 +119,3 @@ def _source(given: dict[str, Any]) -> dict[str, Any]:
     """Return a data set; how its rows are read is recognised by their columns."""
     renamed = {SOURCE_NAMES.get(name, name): value for name, value in given.items()}
     return {name: renamed[name] for name in renamed if name in SourceSection.model_fields}
-
-
-def _nested(path: str, value: Any) -> dict[str, Any]:
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    return value

@@ -154,7 +154,7 @@ def _collect_settings(mapping: dict[str, Located], problems: list[str]) -> Layer
             if field is None:
                 problems.append(f"{located.origin}: {_unknown_key(key, located, prefix)}")
             elif path in known and is_structured(path):
-                layer[path] = Located(_without_origins(located), located.origin, located.text)
+                layer[path] = Located(plain(located), located.origin, located.text)
             elif path in known:
                 layer[path] = located
             elif isinstance(located.value, dict):
@@ -170,15 +170,13 @@ def _collect_settings(mapping: dict[str, Located], problems: list[str]) -> Layer
     return layer
 
 
-def _without_origins(value: Located | YamlValue) -> YamlValue:
-    """Return a value as plain mappings, lists and scalars."""
+def plain(value: Located | YamlValue) -> YamlValue:
+    """Return a value as plain mappings, lists and scalars, without its origins."""
     if isinstance(value, Located):
-        return _without_origins(value.value)
+        return plain(value.value)
     if isinstance(value, dict):
-        return {key: _without_origins(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_without_origins(part) for part in value]
-    return value
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list) else value
 
 
 def _unknown_key(key: str, located: Located, prefix: str) -> str:
@@ -190,14 +188,14 @@ def _unknown_key(key: str, located: Located, prefix: str) -> str:
             f"'{key}' is one key with dots; write {name}: {word(located.value)} "
             f"below {section.replace('.', ': ')}:"
         )
-    by_variable = _settings_by_variable()
+    by_variable = settings_by_variable()
     if key.upper() in by_variable:
         return f"'{key}' is a variable of the shell; in a file write {by_variable[key.upper()]}"
-    path = f"{prefix}{key}"
-    return _unknown_setting(path)
+    return _unknown_setting(f"{prefix}{key}")
 
 
-def _settings_by_variable() -> dict[str, str]:
+def settings_by_variable() -> dict[str, str]:
+    """Return `{"TRAIN_BATCH_SIZE": "train.batch_size"}` for every setting."""
     return {env_name(path): path for path in settings()}
 
 
@@ -209,7 +207,7 @@ def _unknown_setting(path: str) -> str:
 
 def from_environment(environ: Mapping[str, str], problems: list[str]) -> Layer:
     """Return the settings in variables such as TRAIN_BATCH_SIZE; an empty variable is unset."""
-    by_variable = _settings_by_variable()
+    by_variable = settings_by_variable()
     layer: Layer = {}
     for name in sorted(environ):
         text = environ[name].strip()
@@ -227,15 +225,13 @@ def _variable_hint(name: str) -> str:
     """Return what to do about a variable that sets nothing: `TRAIN_LR` -> TRAIN_LEARNING_RATE."""
     path = name.lower().replace("_", ".", 1).replace("tuning.lora_", "tuning.lora.", 1)
     suggestion = suggest(path, settings())
-    near = difflib.get_close_matches(name, _settings_by_variable(), n=1, cutoff=0.85)
+    near = difflib.get_close_matches(name, settings_by_variable(), n=1, cutoff=0.85)
     if near and (suggestion is None or suggestion.is_guess):
         suggestion = Suggestion(near[0], is_guess=True)
     if suggestion is None:
         return f"unset {name} if it is another program's"
-    shown_name = None
-    if suggestion.name is not None:
-        shown_name = env_name(suggestion.name)
-    return f"{suggestion.clause(shown_name)}. If it is another program's, unset {name}"
+    clause = suggestion.clause(suggestion.name and env_name(suggestion.name))
+    return f"{clause}. If it is another program's, unset {name}"
 
 
 def from_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
@@ -258,7 +254,7 @@ def _override_problem(path: str, has_equals: bool) -> str:
     if path in sections():
         first = next(name for name in settings() if name.startswith(f"{path}."))
         return f"{path} is a section; write one of its settings, such as --set {first}=value"
-    by_variable = _settings_by_variable()
+    by_variable = settings_by_variable()
     if path in by_variable:
         return f"is a variable of the shell; write --set {by_variable[path]}=value"
     if path not in settings():

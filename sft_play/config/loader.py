@@ -23,7 +23,9 @@ from sft_play.config.yaml_source import YamlValue
 from sft_play.errors import ConfigError
 from sft_play.masking import holds_credential
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED = PACKAGE / "_project"  # in a wheel, by setup.py: configs, scripts, data and requirements
+PROJECT_ROOT = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 CONFIGS = PROJECT_ROOT / "configs"
 BASE = CONFIGS / "base.yaml"
 DEFAULT = CONFIGS / "tiny.yaml"  # of the model that ships, and of no other
@@ -89,6 +91,11 @@ class RunSettings(NamedTuple):
 def environment() -> dict[str, str]:
     """Return a copy of the process environment."""
     return dict(os.environ)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the process environment, as make does."""
+    os.environ.update(variables)
 
 
 def load(

@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play import reading
 
-OF_TEXT = ("rouge1", "rouge2", "rougeL", "exact_match", "json_valid")
+OF_TEXT = "rouge1 rouge2 rougeL exact_match json_valid".split()
 OF_SACREBLEU = ("bleu", "chrf")
 SCHEMA = "json_schema:"  # and a file
 FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")

@@ -19,16 +19,18 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 # What launchers set, and what they read as if it were typed behind them: the plan decides all of it
 # anew. Left to the ranks, accelerate's number type would win, and torchrun would wait for nodes.
 OF_LAUNCHERS = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK"}
-    | {"CROSS_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
-    | {"PYTHON_EXEC", "NPROC", "FORK_LAUNCHED", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"}
-    | {"TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DIST_INIT_BARRIER", "DEEPSPEED_TIMEOUT"}
-    | {"DEEPSPEED_USE_HPU", "DS_ACCELERATOR", "DS_ALLOW_DEPRECATED_FP16", "DS_ENV_FILE"}
+    """
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE GROUP_RANK
+    GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME PYTHON_EXEC NPROC FORK_LAUNCHED
+    XLA_USE_BF16 XLA_DOWNCAST_BF16 TORCH_ELASTIC_WORKER_IDENTICAL TORCH_DIST_INIT_BARRIER
+    DEEPSPEED_TIMEOUT DEEPSPEED_USE_HPU DS_ACCELERATOR DS_ALLOW_DEPRECATED_FP16 DS_ENV_FILE
+    """.split()
 )
-PREFIXES_OF_LAUNCHERS = (
-    *("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "PET_", "TORCHELASTIC_"),
-    *("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCAL", "PALS_LOCAL"),
-    *("DS_SDMA_", "MORI_ENABLE_SDMA"),
+PREFIXES_OF_LAUNCHERS = tuple(
+    """
+    ACCELERATE_ FSDP_ PARALLELISM_CONFIG_ MEGATRON_LM_ PET_ TORCHELASTIC_ OMPI_COMM_WORLD_
+    MV2_COMM_WORLD_ PMI_ PMIX_RANK MPI_LOCAL PALS_LOCAL DS_SDMA_ MORI_ENABLE_SDMA
+    """.split()
 )
 OF_TORCHRUN = "TORCHELASTIC_"  # what its ranks need: who keeps the store, where causes are read
 MEETING_POINT = frozenset({"MASTER_ADDR", "MASTER_PORT"})  # make's too, for several machines
@@ -72,10 +74,9 @@ class Place:
         """Return the variables with which make would start as many processes."""
         variables = {"NUM_GPUS": str(self.local_world_size)}
         if self.nodes > 1:
-            variables["NNODES"] = str(self.nodes)
-            variables["NODE_RANK"] = str(self.node_rank)
-            variables["MASTER_ADDR"] = self.master_addr
-            variables["MASTER_PORT"] = str(self.master_port)
+            found = self.variables()
+            variables |= {name: found[name] for name in sorted(MEETING_POINT)}
+            variables |= {"NNODES": str(self.nodes), "NODE_RANK": str(self.node_rank)}
         if self.deepspeed_config:
             variables["DEEPSPEED_CONFIG"] = self.deepspeed_config
         if self.uses_fsdp:

@@ -14,7 +14,7 @@ MARK = (
     "<!-- From here on written by `python -m sft_play.config.reference`; "
     "edit the schema instead. -->\n"
 )
-TITLES = ("Setting", "Variable", "Default", "Write", "Meaning")
+TITLES = "Setting Variable Default Write Meaning".split()
 
 
 def markdown() -> str:

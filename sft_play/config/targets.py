@@ -1,13 +1,15 @@
 """The make variables that each target reads, and what an unknown one most likely means. Pure.
 
-A new target is one line of READS, and a new variable of a target is a word in its line.
+A new target is one line of TARGETS, and a new variable of a target is a word in its line.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 from sft_play.config.invocation import SAMPLING_VARIABLES
-from sft_play.config.layers import PREFIXES
+from sft_play.config.layers import PREFIXES, settings_by_variable
+from sft_play.config.loader import INSTALLED, PROJECT_ROOT
 from sft_play.config.messages import refuse
 from sft_play.config.schema import env_name, settings
 from sft_play.config.unknown import Suggestion, names_by_meaning, suggest
@@ -15,105 +17,81 @@ from sft_play.config.unknown import Suggestion, names_by_meaning, suggest
 # Names, not values, that the Makefile exports: a value could be a secret
 GIVEN = "SFT_PLAY_VARIABLES"  # variables on make's command line
 GOALS = "SFT_PLAY_TARGETS"  # targets of the same call
+LISTED = "make help and make config list what there is"
 TOKENS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
-SETTINGS = frozenset(map(env_name, settings()))
-MACHINE = frozenset({"DEVICE", "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"})
-RUN = SETTINGS | MACHINE | {"CONFIG", "RUN", "RESUME", "ELASTIC"}
-# What looks at a run before it is started takes the words that will start it
-LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
-IMAGES = frozenset({"DATA_IMAGE_FOLDER", "DATA_IMAGE_URLS"})
-ANSWERS = frozenset(
-    """
-    RUN DEVICE MODEL_NAME TRAIN_OUTPUT_DIR TRAIN_GENERATION_MAX_NEW_TOKENS
-    TRAIN_GENERATION_NUM_BEAMS
-    TRAIN_GENERATION_BATCH_SIZE
-    """.split()
-)
-SCORES = (ANSWERS | IMAGES).union(
-    """
-    DATA_TEST_PATH DATA_COLUMNS TRAIN_EVAL_BATCH_SIZE TRAIN_GENERATION_MAX_ROWS
-    TRAIN_PREDICT_WITH_GENERATE TRAIN_METRICS NUM_GPUS COMPARE TASKS
-    """.split()
-)
-DRAWN = ANSWERS | SAMPLING_VARIABLES | IMAGES | {"DATA_SYSTEM_PROMPT"}
-OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
-EXPORT = frozenset(
-    {
-        "RUN",
-        "FORMAT",
-        "OUT",
-        "MODEL_DTYPE",
-        "MODEL_NAME",
-        "DEVICE",
-        "QUANT",
-        "LLAMA_CPP",
-        "PRE_TOKENIZER",
-    }
-    | {"EXPORT_MIN_GAIN"}
-)
+SETTING_OF = settings_by_variable()
+SETTINGS = frozenset(SETTING_OF)
 NOTHING: frozenset[str] = frozenset()
 INSTALL = frozenset({"TORCH", "TORCH_INDEX", "INSTALLER"})  # every target installs what is missing
+# A name of a group stands for its variables. `look`: what looks at a run before it is started takes
+# the words that will start it.
+GROUPS = """
+gguf: QUANT LLAMA_CPP PRE_TOKENIZER
+machine: DEVICE NUM_GPUS NNODES NODE_RANK MASTER_ADDR MASTER_PORT
+run: settings machine CONFIG RUN RESUME ELASTIC
+look: run DEEPSPEED_CONFIG TB_PORT GPUS
+images: DATA_IMAGE_FOLDER DATA_IMAGE_URLS
+outputs: TRAIN_OUTPUT_DIR
+limits: TRAIN_GENERATION_MAX_NEW_TOKENS TRAIN_GENERATION_NUM_BEAMS TRAIN_GENERATION_BATCH_SIZE
+answers: outputs limits RUN DEVICE MODEL_NAME
+drawn: answers sampling images DATA_SYSTEM_PROMPT
+rows: DATA_TEST_PATH DATA_COLUMNS TRAIN_EVAL_BATCH_SIZE TRAIN_GENERATION_MAX_ROWS
+scores: answers images rows TRAIN_PREDICT_WITH_GENERATE TRAIN_METRICS NUM_GPUS COMPARE TASKS
+"""
+TARGETS = """
+train train-bnb train-unsloth train-distributed: run
+train-tb train-bnb-tb train-unsloth-tb train-distributed-tb: run TB_PORT
+train-deepspeed: run DEEPSPEED_CONFIG
+train-deepspeed-tb: run DEEPSPEED_CONFIG TB_PORT
+sweep: run OVER
+config: look
+plan: look EXACT
+data-check preview: look
+slurm: look OUT
+install: install TRANSFORMERS
+setup-accelerate: run GPUS
+memory-check runs: outputs
+doctor: outputs NUM_GPUS
+init: settings machine GPUS OUT FROM
+convert-notebook: NB OUT DATA OVERWRITE
+check-notebook: NB
+tensorboard tb-stop: outputs TB_PORT
+watch report: outputs RUN
+compare: outputs RUNS OUT
+eval: scores
+infer: drawn PROMPT IMAGE IN OUT NUM_GPUS DATA_COLUMNS
+chat: drawn COMPARE
+merge: outputs RUN MODEL_DTYPE MODEL_NAME
+export: outputs gguf RUN FORMAT OUT MODEL_DTYPE MODEL_NAME DEVICE EXPORT_MIN_GAIN
+serve: outputs RUN FORMAT BIND PORT DEVICE
+check-server: outputs RUN URL SERVED_NAME PARITY FORMAT
+push: outputs RUN FORMAT REPO PUBLIC SIGN
+bench: WORKS ARMS STEPS SECONDS
+bench-plan: WORKS SECONDS
+bench-scaling: WORKS GPUS STRATEGIES STEPS SECONDS
+test-faults: ROWS COUNT
+test-newest: TRANSFORMERS
+test-gguf: LLAMA_CPP
+schema gpu-info install-unsloth install-gguf install-quantize embedded bench-data lint docs:
+test test-fast test-long test-architectures test-gpu:
+"""
 
-READS: dict[str, frozenset[str]] = {
-    "train": RUN,
-    "train-tb": RUN | {"TB_PORT"},
-    "train-bnb": RUN,
-    "train-bnb-tb": RUN | {"TB_PORT"},
-    "train-unsloth": RUN,
-    "train-unsloth-tb": RUN | {"TB_PORT"},
-    "train-distributed": RUN,
-    "train-distributed-tb": RUN | {"TB_PORT"},
-    "train-deepspeed": RUN | {"DEEPSPEED_CONFIG"},
-    "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
-    "sweep": RUN | {"OVER"},
-    "config": LOOK,
-    "schema": NOTHING,
-    "plan": LOOK | {"EXACT"},
-    "data-check": LOOK,
-    "preview": LOOK,
-    "slurm": LOOK | {"OUT"},
-    "install": INSTALL | {"TRANSFORMERS"},
-    "install-unsloth": NOTHING,
-    "install-gguf": NOTHING,
-    "install-quantize": NOTHING,
-    "setup-accelerate": RUN | {"GPUS"},
-    "gpu-info": NOTHING,
-    "memory-check": OUTPUTS,
-    "doctor": OUTPUTS | {"NUM_GPUS"},
-    "init": SETTINGS | MACHINE | {"GPUS", "OUT", "FROM"},
-    "convert-notebook": frozenset({"NB", "OUT", "DATA", "OVERWRITE"}),
-    "check-notebook": frozenset({"NB"}),
-    "tensorboard": OUTPUTS | {"TB_PORT"},
-    "tb-stop": OUTPUTS,
-    "runs": OUTPUTS,
-    "watch": OUTPUTS | {"RUN"},
-    "compare": OUTPUTS | {"RUNS", "OUT"},
-    "report": OUTPUTS | {"RUN"},
-    "eval": SCORES,
-    "infer": DRAWN | {"PROMPT", "IMAGE", "IN", "OUT", "NUM_GPUS", "DATA_COLUMNS"},
-    "chat": DRAWN | {"COMPARE"},
-    "merge": OUTPUTS | {"RUN", "MODEL_DTYPE", "MODEL_NAME"},
-    "export": OUTPUTS | EXPORT,
-    "serve": OUTPUTS | {"RUN", "FORMAT", "BIND", "PORT", "DEVICE"},
-    "check-server": OUTPUTS | {"RUN", "URL", "SERVED_NAME", "PARITY", "FORMAT"},
-    "push": OUTPUTS | {"RUN", "FORMAT", "REPO", "PUBLIC", "SIGN"},
-    "embedded": NOTHING,
-    "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
-    "bench-data": NOTHING,
-    "bench-plan": frozenset({"WORKS", "SECONDS"}),
-    "bench-scaling": frozenset({"WORKS", "GPUS", "STRATEGIES", "STEPS", "SECONDS"}),
-    "test": NOTHING,
-    "test-fast": NOTHING,
-    "test-faults": frozenset({"ROWS", "COUNT"}),
-    "test-long": NOTHING,
-    "test-architectures": NOTHING,
-    "test-newest": frozenset({"TRANSFORMERS"}),
-    "test-gguf": frozenset({"LLAMA_CPP"}),
-    "test-gpu": NOTHING,
-    "lint": NOTHING,
-    "docs": NOTHING,
-}
+
+def _read_table(table: str, groups: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Return the variables of each name of a table; `groups` may stand in its lines."""
+    found: dict[str, frozenset[str]] = {}
+    for line in table.split("\n")[1:-1]:
+        names, words = line.split(":")
+        known = {**groups, **found}
+        variables = NOTHING.union(*(known.get(word, {word}) for word in words.split()))
+        found.update(dict.fromkeys(names.split(), variables))
+    return found
+
+
+OF_GROUP = {"settings": SETTINGS, "sampling": SAMPLING_VARIABLES, "install": INSTALL}
+OF_GROUP |= _read_table(GROUPS, OF_GROUP)
+READS = _read_table(TARGETS, OF_GROUP)
 OURS = SETTINGS.union(*READS.values())
 
 # Variables of make, of the shell and of the libraries below; they reach every process unchanged
@@ -158,6 +136,22 @@ SYNONYMS = names_by_meaning(
     }
 )
 
+# What other programs call a target
+TARGET_SYNONYMS = names_by_meaning(
+    {
+        "train": "fine-tune finetune fit learn run sft start tune",
+        "eval": "evaluate score",
+        "infer": "generate inference predict",
+        "plan": "dry-run estimate",
+        "data-check": "check validate",
+        "install": "deps requirements setup",
+        "export": "convert gguf save",
+        "push": "publish upload",
+        "runs": "list ls status",
+        "watch": "follow logs monitor",
+    }
+)
+
 
 def refuse_unread(environ: Mapping[str, str]) -> None:
     """Refuse tokens on make's command line, and variables that none of its targets reads.
@@ -188,7 +182,7 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     if not read:
         return f"{name}: {targets} reads no variable; leave it out"
     if name not in OURS:
-        return f"{name}: {targets} has no such variable; {what_to_write(name)}"
+        return f"{name}: {targets} has no such variable; {suggest_variable(name).clause()}"
     readers = [target for target, names in READS.items() if name in names]
     sentence = f"{name}: {targets} does not read it, but {in_short(readers)}"
     meant = SYNONYMS.get(name)
@@ -215,26 +209,48 @@ def is_of_others(name: str) -> bool:
     return name in OF_OTHERS or name.startswith(PREFIXES_OF_OTHERS)
 
 
-def what_to_write(name: str) -> str:
-    """Return a clause that says what to write in place of an unknown variable.
+def refuse_unknown_targets(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for the targets of a make call that the Makefile does not have."""
+    known = {"clean", "help", *READS}
+    refuse([no_such_target(goal) for goal in environ.get(GOALS, "").split() if goal not in known])
+
+
+def no_such_target(name: str) -> str:
+    """Return the message for an unknown target of make or command: what it most likely means."""
+    near = [TARGET_SYNONYMS.get(name), *difflib.get_close_matches(name, READS, n=1)]
+    meant = next(filter(None, near), None)
+    return f"{name}: no such target; " + (f"did you mean {meant}?" if meant else LISTED)
+
+
+def no_such_option(option: str, command: str) -> str:
+    """Return the message for an unknown option of a command, such as `--model`."""
+    name = option.strip("-")
+    meant = suggest_variable(name, READS.get(command, OURS))
+    path = SETTING_OF.get(meant.name)
+    as_option = f" (or --set {path}=...)" if path else ""
+    return f"{option}: {command} has no such option; {meant.clause()}{as_option}"
+
+
+def suggest_variable(name: str, known: frozenset[str] = OURS) -> Suggestion:
+    """Return which of the `known` variables an unknown one most likely stands for, or advice.
 
     In order: the same name in other case, a common word for it, the name of a setting without its
     section or in another program, the closest spelling.
     """
     upper = name.upper().replace("-", "_").replace(".", "_")
-    same = upper if upper in OURS else SYNONYMS.get(upper)
+    same = upper if upper in known else SYNONYMS.get(upper)
     if same:
-        return Suggestion(same).clause()
+        return Suggestion(same)
     lowered = upper.lower()
     with_section = lowered.replace("_", ".", 1).replace("tuning.lora_", "tuning.lora.", 1)
     for path in (lowered, with_section):
         suggestion = suggest(path, settings())
         if suggestion is not None and not suggestion.is_guess:
-            return suggestion.clause(suggestion.name and env_name(suggestion.name))
-    close = difflib.get_close_matches(upper, OURS, n=1, cutoff=0.8)
+            return suggestion._replace(name=suggestion.name and env_name(suggestion.name))
+    close = difflib.get_close_matches(upper, known, n=1, cutoff=0.8)
     if close:
-        return Suggestion(close[0], is_guess=True).clause()
-    return "make help and make config list what there is"
+        return Suggestion(close[0], is_guess=True)
+    return Suggestion(advice=LISTED)
 
 
 def in_short(targets: Iterable[str]) -> str:
@@ -246,3 +262,18 @@ def in_short(targets: Iterable[str]) -> str:
     if not others:
         return f"make {last} does"
     return f"make {', '.join(others)} and {last} do"
+
+
+def as_installed(text: str) -> str:
+    """Return a text with commands of the installed package in place of make's.
+
+    >>> as_installed("make install-gguf, then make export RUN=a")
+    "pip install 'sft-play[gguf]', then sft-play export RUN=a"
+    """
+    text = text.replace("make help", "sft-play --help")
+    text = re.sub(r"\bmake install-(gguf|quantize|unsloth)\b", r"pip install 'sft-play[\1]'", text)
+    return re.sub(rf"\bmake (?=({'|'.join(READS)})\b)(?!install)", "sft-play ", text)
+
+
+# What is printed: the Makefile is not part of a wheel
+shown = as_installed if PROJECT_ROOT == INSTALLED else None

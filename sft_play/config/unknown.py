@@ -219,7 +219,7 @@ ADVICE = names_by_meaning(
 
 
 # Words that mean something else in another section: they count in their own section alone
-AMBIGUOUS = ("adapter", "backend", "columns", "dropout", "mode", "name", "path", "split", "weight")
+AMBIGUOUS = "adapter backend columns dropout mode name path split weight".split()
 ALIKE = 0.8  # of difflib's ratio: a letter or two of a word
 
 

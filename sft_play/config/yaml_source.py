@@ -52,7 +52,7 @@ SCALARS = (
     Scalar("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
     Scalar("merge", r"<<", ["<"]),
 )
-KNOWN_TAGS = {f"{TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+KNOWN_TAGS = {f"{TAG}{name}" for name in "null bool int float str seq map".split()}
 ADVICE = {  # a fragment of PyYAML's sentence: what to do about it
     r"'\t'": "indent with spaces, not tabs",
     "mapping values are not allowed": "put a value that contains ': ' in quotes, or check the "

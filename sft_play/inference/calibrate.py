@@ -3,6 +3,7 @@
 It runs in a process of its own (`calibrate_awq`): it needs another compressed-tensors than we do.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -32,10 +33,11 @@ BLOCK_TOKENS = 2048  # that are computed at once, of several rows
 
 
 def require_llm_compressor() -> None:
-    """Raise EnvironmentFault where it is not installed, before anything is merged."""
-    if not QUANTIZE.is_dir():
+    """Raise EnvironmentFault if it is not installed, before anything is merged."""
+    if not QUANTIZE.is_dir() and importlib.util.find_spec("llmcompressor") is None:
         raise EnvironmentFault(
-            "FORMAT=awq: llm-compressor is not installed; type make install-quantize"
+            "FORMAT=awq: llm-compressor is not installed; type make install-quantize, or install "
+            "the extra: pip install 'sft-play[quantize]'"
         )
 
 

@@ -340,8 +340,12 @@ def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide other libraries' progress bars and warnings while they load; errors are shown."""
+    """Hide other libraries' progress bars and warnings while they load; errors are shown.
+
+    What transformers warns of later, while it generates, would stand between answers.
+    """
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     try:
         yield

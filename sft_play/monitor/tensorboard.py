@@ -103,15 +103,21 @@ def start(
     )
 
 
-def stop(pid_file: Path, grace_seconds: float = 5.0) -> str:
+def stop(pid_file: Path, grace_seconds: float = 5.0, port: int | None = None) -> str:
     """Stop the TensorBoard of the pid file and return a sentence on what was done.
 
-    It gets SIGTERM, and SIGKILL after `grace_seconds`.
+    It gets SIGTERM, and SIGKILL after `grace_seconds`. Raises: ConfigError if it runs on another
+    port than the one that was named.
     """
     record = _running(pid_file)
     if record is None:
         pid_file.unlink(missing_ok=True)
         return "no TensorBoard of ours is running"
+    if port not in (None, record.port):
+        raise ConfigError(
+            f"TB_PORT={port}: the TensorBoard of {record.logdir} runs on port {record.port}; "
+            f"type make tb-stop TB_PORT={record.port}"
+        )
     _end(record.pid, grace_seconds)
     pid_file.unlink(missing_ok=True)
     return f"stopped the TensorBoard of {record.logdir} on port {record.port} (pid {record.pid})"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sft_play.notebooks.document import LINE
 
 # Cell magics whose body is Python that runs in the notebook
-PYTHON_CELL_MAGICS = ("capture", "time", "timeit", "prun", "memit", "mprun")
+PYTHON_CELL_MAGICS = "capture time timeit prun memit mprun".split()
 CELL_MAGIC = re.compile(r"\s*%%(\w*)")
 TIMED = re.compile(r"\s*(%time(?:it)?[ \t]+)(?=[^-\s])")  # what follows is Python
 INDENT = re.compile(r"[ \t\f]*")

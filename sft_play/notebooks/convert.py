@@ -129,8 +129,7 @@ def convert_cells(notebook: Notebook, changes: Changes) -> None:
         if load in notebook.training_loads:
             _add_device_map(load, changes)
         elif load.argument("device_map") is None:
-            said = "loads a model after training, for inference; left as it is"
-            changes.look(load, said)
+            changes.look(load, "loads a model after training, for inference; left as it is")
     convert_statistics(notebook, changes)
     _add_banner(notebook, changes)
     for code in notebook.parsed:
@@ -141,8 +140,7 @@ def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
     """Name each code cell, or magic line, that is not read as Python and may matter."""
     for code in notebook.codes:
         if code.tree is None and any(word in code.source for word in RELEVANT):
-            said = f"left as it is, because it is not read as Python ({code.problem})"
-            changes.look(code, said)
+            changes.look(code, f"left as it is, because it is not read as Python ({code.problem})")
         elif words := [word for word in RELEVANT if word in code.magics]:
             changes.look(code, f"a magic line with {', '.join(words)} is left as it is")
 
@@ -169,21 +167,28 @@ def _add_device_map(load: Found, changes: Changes) -> None:
     """Count the GPUs before a load, and give it a device map."""
     given, vllm = load.argument(VARIABLE), load.argument("fast_inference")
     if given is not None and variable(given) != VARIABLE:
-        said = f"the load has device_map={load.code.text(given)} of its own, which is kept; "
-        changes.look(load, f"{said}'balanced' would split the model evenly")
+        changes.look(
+            load,
+            f"the load has device_map={load.code.text(given)} of its own, which is kept; "
+            "'balanced' would split the model evenly",
+        )
     elif load.names_device_map:
         changes.kept(load, "the load has a device_map already")
     elif load.argument(None) is not None:
-        mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
-        changes.look(load, f"{load.owner}.from_pretrained: {mapping}")
+        changes.look(
+            load,
+            f"{load.owner}.from_pretrained: `**` takes keywords from a mapping: add device_map to "
+            "it by hand",
+        )
     elif vllm is not None and getattr(vllm, "value", True):
-        said = "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged"
-        changes.look(load, said)
+        changes.look(
+            load,
+            "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged",
+        )
     else:
         changes.insert_before(load.code, load.call, DETECTION)
         add_argument(load, ARGUMENT, changes)
-        said = f"counts the GPUs, and {load.owner}.from_pretrained gets device_map"
-        changes.changed(load, said)
+        changes.changed(load, f"counts the GPUs, and {load.owner}.from_pretrained gets device_map")
 
 
 def add_argument(found: Found, text: str, changes: Changes) -> None:
@@ -221,8 +226,9 @@ def _add_banner(notebook: Notebook, changes: Changes) -> None:
     calls = [found for found in notebook.train_calls if found.trainer in notebook.trainer_names]
     calls = calls or notebook.train_calls
     if not calls:
-        said = "no call of trainer.train() was found, so nothing prints the effective batch size"
-        changes.look(None, said)
+        changes.look(
+            None, "no call of trainer.train() was found, so nothing prints the effective batch size"
+        )
     for found in {found.number: found for found in reversed(calls)}.values():  # first of a cell
         changes.insert_before(found.code, found.call, BANNER.format(trainer=found.trainer))
         changes.changed(found, "prints the effective batch size before training")
@@ -233,8 +239,9 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
     moves = [move for move in moves_to_cuda(notebook) if move.code is code]
     inputs = [move for move in moves if not is_model(move)]
     if len(inputs) < len(moves):
-        said = "moves a model with .to or .cuda, which a split model refuses; delete it"
-        changes.look(code, said)
+        changes.look(
+            code, "moves a model with .to or .cuda, which a split model refuses; delete it"
+        )
     if not inputs:
         return
     imports = "" if "torch" in notebook.modules else "import torch\n\n"

@@ -19,7 +19,7 @@ MEASURES = frozenset(
     max_memory_reserved max_memory_allocated memory_reserved memory_allocated get_device_properties
     """.split()
 )
-HARMLESS = frozenset({"round", "print", "torch", "str", "float", "int", "max", "min"})
+HARMLESS = frozenset("round print torch str float int max min".split())
 LOGGERS = frozenset({"logger", "logging", "log"})
 RUNTIME = "train_runtime"
 MARKER = "<the lines for one GPU>"
@@ -110,8 +110,9 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
             if is_before:
                 names = Names(held["stats"], held["used"], held["most"], held["measure"])
             if not (is_before or is_after) or not _can_be_indented(code, run):
-                said = "measures the memory of one GPU in a way of its own, which is kept"
-                changes.look(code, said)
+                changes.look(
+                    code, "measures the memory of one GPU in a way of its own, which is kept"
+                )
                 continue
             if is_after:
                 names = replace(names, **held)

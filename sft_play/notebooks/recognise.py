@@ -19,17 +19,12 @@ FAST_MODEL = re.compile(r"Fast\w*Model")
 EMBEDDINGS = ("FastSentenceTransformer", "SentenceTransformerTrainer")
 VISION = ("FastVisionModel", "UnslothVisionDataCollator")
 SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer")
-ARGUMENTS = (
-    "SFTConfig",
-    "TrainingArguments",
-    "UnslothTrainingArguments",
-    "Seq2SeqTrainingArguments",
-)
-REWARD_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "OnlineDPOTrainer", "RewardTrainer")
-PREFERENCE_TRAINERS = ("DPOTrainer", "ORPOTrainer", "KTOTrainer", "CPOTrainer", "SimPOTrainer")
-OTHER_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SentenceTransformerTrainer")
+ARGUMENTS = "SFTConfig TrainingArguments UnslothTrainingArguments Seq2SeqTrainingArguments".split()
+REWARD_TRAINERS = "GRPOTrainer RLOOTrainer PPOTrainer OnlineDPOTrainer RewardTrainer".split()
+PREFERENCE_TRAINERS = "DPOTrainer ORPOTrainer KTOTrainer CPOTrainer SimPOTrainer".split()
+OTHER_TRAINERS = "Trainer Seq2SeqTrainer SentenceTransformerTrainer".split()
 TRAINERS = (*SFT_TRAINERS, *REWARD_TRAINERS, *PREFERENCE_TRAINERS, *OTHER_TRAINERS)
-AUDIO_MODULES = frozenset({"torchaudio", "soundfile", "librosa", "snac", "xcodec2", "torchcodec"})
+AUDIO_MODULES = frozenset("torchaudio soundfile librosa snac xcodec2 torchcodec".split())
 
 
 class Kind(StrEnum):

@@ -67,15 +67,10 @@ if WORLD_SIZE > 1 and dist.is_initialized():
 """
 UNUSED = "ddp_find_unused_parameters"
 TOGETHER = ("evaluate", "predict")  # methods of a trainer that all processes must call
-SAVES = (
-    "save_pretrained",
-    "save_pretrained_merged",
-    "save_pretrained_gguf",
-    "push_to_hub",
-    "push_to_hub_merged",
-    "push_to_hub_gguf",
-    "save_model",
-)
+SAVES = """
+save_pretrained save_pretrained_merged save_pretrained_gguf
+push_to_hub push_to_hub_merged push_to_hub_gguf save_model
+""".split()
 ONLY_IN_NOTEBOOKS = {"google": "only Colab has", "IPython": "comes with Jupyter"}
 IN_NOTEBOOKS = ("get_ipython", "input")
 
@@ -137,8 +132,7 @@ def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
     last_code, last = _last_together(notebook)
     end = last_code.end_of_line(last_code.span(last)[1])
     changes.replace(last_code, end, end, f"\n{ALONE}".replace("\n", last_code.newline))
-    goes_on = "after it the first process goes on alone"
-    changes.changed(last_code, f"all processes train; {goes_on}")
+    changes.changed(last_code, "all processes train; after it the first process goes on alone")
 
 
 def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
@@ -147,8 +141,10 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
     With adapters and recomputed activations it would find a parameter ready twice.
     """
     if not notebook.arguments:
-        said = f"give the trainer's arguments {UNUSED}=False: no SFTConfig was found to add it to"
-        changes.look(None, said)
+        changes.look(
+            None,
+            f"give the trainer's arguments {UNUSED}=False: no SFTConfig was found to add it to",
+        )
     for found in notebook.arguments:
         if found.argument(UNUSED) is None:
             add_argument(found, f"{UNUSED} = False", changes)
@@ -197,8 +193,10 @@ def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
         if problem is not None:
             changes.look(code, f"is a comment of the script: {problem}")
         elif code.masked:
-            said = "line(s) of magics or of the shell are comments of the script"
-            changes.look(code, f"{len(code.masked)} {said}")
+            changes.look(
+                code,
+                f"{len(code.masked)} line(s) of magics or of the shell are comments of the script",
+            )
 
 
 def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
@@ -212,8 +210,11 @@ def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
             rows = f"{batch} x {accumulation} = {batch * accumulation} rows"
         if isinstance(steps, int):
             counted = f"; max_steps = {steps} is kept, and counts updates"
-    said = "divide gradient_accumulation_steps by their number to keep the notebook's"
-    changes.look(None, f"an update has {rows} for each process; {said}{counted}")
+    changes.look(
+        None,
+        f"an update has {rows} for each process; divide gradient_accumulation_steps by their "
+        f"number to keep the notebook's{counted}",
+    )
 
 
 def _why_no_script(code: Code) -> str | None:

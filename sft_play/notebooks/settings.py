@@ -47,11 +47,10 @@ PLAIN = {
 WHOLE_MODULES = ("embed_tokens", "lm_head")
 # What get_peft_model takes where a notebook leaves it out; r is the same here
 UNSLOTH_ALPHA = 16
-COMPARES_CHECKPOINTS = (
-    "train.load_best_model_at_end",
-    "train.early_stopping_patience",
-    "train.metric_for_best_model",
-)
+COMPARES_CHECKPOINTS = """
+train.load_best_model_at_end train.early_stopping_patience
+train.metric_for_best_model
+""".split()
 # Where the notebook says nothing the choice is made here, so a person should know
 CHOSEN_HERE = {
     "train.learning_rate": "auto",
@@ -60,11 +59,11 @@ CHOSEN_HERE = {
     "train.lr_scheduler_type": "cosine",
     "train.warmup_steps": "0.03 of the run",
 }
-TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
-FILE_BUILDERS = ("json", "csv", "parquet", "text")
+TRACKERS = "mlflow tensorboard trackio wandb".split()
+FILE_BUILDERS = "json csv parquet text".split()
 TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
 # Functions that change rows beyond their format
-RESHAPES = ("to_sharegpt", "apply_chat_template", "concatenate_datasets", "interleave_datasets")
+RESHAPES = "to_sharegpt apply_chat_template concatenate_datasets interleave_datasets".split()
 
 
 class Carried(Changes):
@@ -125,8 +124,9 @@ def export(document: Document, data: str | None) -> tuple[str, list[str]]:
     for call in (*notebook.arguments[-1:], *trainers[-1:], *adapters):
         _take_keywords(carried, call)
     if not adapters and carried.value("tuning.mode") != "full":
-        said = "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
-        carried.look(None, said)
+        carried.look(
+            None, "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
+        )
     _take_later_values(carried)
     _agree(carried, has_adapters=bool(adapters))
     _look_at_choices(carried)
@@ -148,12 +148,15 @@ def _take_load(carried: Carried, load: Found) -> None:
     if isinstance(name, str):
         plain = re.sub(r"^(unsloth/.*?)(-unsloth)?-bnb-4bit$", r"\1", name)
         if plain != name:
-            said = f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is "
-            carried.look(load, f"{said}there")
+            carried.look(
+                load,
+                f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is there",
+            )
         carried.put("model.name", plain, load, "model_name")
     else:
-        said = f"the model's name is {name.text}, which only running tells: write model.name"
-        carried.look(load, said)
+        carried.look(
+            load, f"the model's name is {name.text}, which only running tells: write model.name"
+        )
     bits = values.argument(load, "load_in_4bit")
     if load.argument("load_in_4bit") is None:
         bits = values.argument(load, "load_in_16bit") is not True
@@ -176,8 +179,7 @@ def _take_keywords(carried: Carried, found: Found) -> None:
         is_changed = any(owner == variable(keyword.value) for owner, _ in values.changed)
         if not unpacked or is_changed or not all(isinstance(name, str) for name in unpacked):
             name = found.owner if found.name == "from_pretrained" else found.name
-            said = f"{name} takes keywords from a mapping, which are not read"
-            carried.look(found, said)
+            carried.look(found, f"{name} takes keywords from a mapping, which are not read")
             continue
         given |= {name: values.read(*written) for name, written in unpacked.items()}
     for name, value in given.items():
@@ -231,8 +233,10 @@ def _look_at_choices(carried: Carried) -> None:
     if "train.epochs" in lines and "train.max_steps" in lines:
         carried.look(None, "max_steps wins over num_train_epochs, as in the notebook")
     for name, base in notebook.own_trainers.items():
-        owned = f"{name} is a trainer of the notebook's own"
-        carried.look(None, f"{owned}; what it changes of {base} is not carried")
+        carried.look(
+            None,
+            f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried",
+        )
     batch, accumulation = carried.value("train.batch_size"), carried.value("train.grad_accum")
     steps = carried.value("train.max_steps")
     seen = ""
@@ -247,11 +251,13 @@ def _look_at_choices(carried: Carried) -> None:
         seen = f", {(steps or 0) * rows} rows on one GPU"
     for call in notebook.train_calls:
         if call.argument("resume_from_checkpoint") is not None:
-            said = "a checkpoint of the notebook is not resumed by a run of SFT-Play"
-            carried.look(call, said)
+            carried.look(call, "a checkpoint of the notebook is not resumed by a run of SFT-Play")
     if steps is not None:
-        said = f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
-        carried.look(None, f"{said}train.max_steps for whole epochs")
+        carried.look(
+            None,
+            f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
+            f"train.max_steps for whole epochs",
+        )
 
 
 def _look_at_formatting(carried: Carried) -> None:
@@ -263,20 +269,25 @@ def _look_at_formatting(carried: Carried) -> None:
         carried.look(found, f"get_chat_template with {template}: {TEMPLATE}")
     for found in notebook.methods("map"):
         if isinstance(found.argument("function", 0), ast.Name | ast.Lambda):
-            said = "rows are read as they are in the file, and the function of .map is not carried"
-            carried.look(found, f"{said}: rows of a shape of its own need DATA=")
+            carried.look(
+                found,
+                "rows are read as they are in the file, and the function of .map is not carried"
+                ": rows of a shape of its own need DATA=",
+            )
             break
     for found in notebook.functions(RESHAPES):
         if found.owner is None:
             carried.look(found, f"{found.name} is not carried: {TEMPLATE}")
     for code, node in notebook.nodes(ast.Attribute):
         if node.attr == "eos_token":
-            said = "a prompt of its own with EOS_TOKEN is not carried"
-            carried.look(code, f"{said}: {TEMPLATE}")
+            carried.look(code, f"a prompt of its own with EOS_TOKEN is not carried: {TEMPLATE}")
             break
     if not notebook.functions(["train_on_responses_only", "DataCollatorForCompletionOnlyLM"]):
-        said = "the notebook trains on prompts too; here answers alone carry loss, but for rows of "
-        carried.look(None, f"{said}plain text")
+        carried.look(
+            None,
+            "the notebook trains on prompts too; here answers alone carry loss, but for rows of "
+            "plain text",
+        )
 
 
 def _take_rows(carried: Carried, data: str | None) -> None:
@@ -286,8 +297,9 @@ def _take_rows(carried: Carried, data: str | None) -> None:
         if isinstance(share, float) and 0 < share < 0.5:
             carried.put("data.val_size", share, split, f"test_size = {share}")
         else:
-            said = "train_test_split is not carried: data.val_size is a share under 0.5"
-            carried.look(split, said)
+            carried.look(
+                split, "train_test_split is not carried: data.val_size is a share under 0.5"
+            )
     loads = carried.notebook.functions(["load_dataset"])
     if data is not None:
         carried.put("data.train_path", data, None, "DATA of make convert-notebook")
@@ -308,8 +320,7 @@ def _take_source(carried: Carried, load: Found) -> None:
         path = values.argument(load, "data_files")
         path = path.get("train") if isinstance(path, dict) else path
     if not isinstance(path, str):
-        said = "the data set's name is told only by running: give it with DATA="
-        carried.look(load, said)
+        carried.look(load, "the data set's name is told only by running: give it with DATA=")
         return
     split, subset = values.argument(load, "split"), values.argument(load, "name", 1)
     section = {"path": path}

@@ -24,6 +24,7 @@ from typing import IO, Any, Self
 from pydantic import TypeAdapter
 
 from sft_play.config.backends import backend_of
+from sft_play.config.loader import PACKAGE
 from sft_play.config.schema import Config, ModelSection, TuningSection
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.fast import has_liger
@@ -55,7 +56,6 @@ KNOWN_TUNINGS: dict[str, TuningSection] = {
 MODEL_SETTINGS = {"add_tokens", "dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
 WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio", "towers_learning_rate"}
-PACKAGE = Path(__file__).resolve().parents[1]
 # Their versions change the answers
 LIBRARIES = (
     "torch",

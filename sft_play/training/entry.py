@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from sft_play import stops, timeline
+from sft_play.config import targets
 from sft_play.config.backends import backend_of
 from sft_play.errors import SftPlayError
 from sft_play.evaluation import opener
@@ -28,7 +29,7 @@ def main(path: Path, may_fork: bool = False) -> int:
     may be forked from it.
     """
     folder = RunFolder(path)
-    guard_output()
+    guard_output(targets.shown)
     go_on_without_output()
     stops.hold()  # until they can be recorded
     with StopSignals(is_rank=True) as signals:
