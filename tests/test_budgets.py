@@ -29,12 +29,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_960,
-    "commands": 20_380,
+    "commands": 20_440,
     "compat": 1_270,
     "config": 24_060,
     "data": 72_870,
     "evaluation": 12_340,
-    "inference": 19_130,
+    "inference": 19_640,
     "models": 112_630,
     "monitor": 8_080,
     "notebooks": 13_800,
@@ -43,12 +43,12 @@ TOKENS = {
     "runs": 15_350,
     "training": 46_910,
 }
-FILES = 350
-FUNCTIONS = 4_098
+FILES = 352
+FUNCTIONS = 4_105
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
-CALLED_FUNCTIONS = 4_095
-CALLED_FILES = 350
+CALLED_FUNCTIONS = 4_105
+CALLED_FILES = 352
 SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,

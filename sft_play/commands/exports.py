@@ -6,6 +6,8 @@ of the machine can read.
 """
 
 import importlib.util
+import json
+import shlex
 import shutil
 import socket
 import sys
@@ -39,7 +41,7 @@ LOOPBACK = "127.0.0.1"
 PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
 CHECKED = ("safetensors", "gguf", *ADAPTERS)  # whose answers are those of the evaluated model
-NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
+NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 NEEDED_TO_SIGN = ("model_signing", "OpenSSL")
 SIGNATURE = "model.sig"
 NEEDED_FOR_GGUF = "llama_cpp fastapi uvicorn sse_starlette starlette_context".split()
@@ -142,7 +144,7 @@ def serve(call: Call) -> None:
     run = use.chosen_run(call)
     folder = chosen_export(call, run, SERVED)
     address = Address.read(call)
-    launch = server_of(folder, address, use.inference_device(call))
+    launch = server_of(folder, run.name, address, use.inference_device(call))
     address.refuse_taken()
     print("\n".join(lines_of(folder, address, launch, run.name)), flush=True)
     execute(launch, call.environ)
@@ -151,38 +153,40 @@ def serve(call: Call) -> None:
 def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[str]:
     """Return what is printed before the server takes over."""
     url = address.url
+    request = {"model": run, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
+    body = shlex.quote(json.dumps(request, ensure_ascii=False))
     lines = [
         " ".join(launch.argv),
-        f"serves {folder} at {url}/v1; make check-server RUN={run} URL={url} "
-        f"SERVED_NAME={folder} checks it, Ctrl-C ends it",
+        f"serves {folder} at {url}/v1 as model {run}; Ctrl-C ends it, make check-server RUN={run} "
+        f"URL={url} checks it; once the server is ready, this line asks it:",
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}",
     ]
     if address.host not in (LOOPBACK, "localhost", "::1"):
         lines.append(f"warning: BIND={address.host}: whoever reaches this machine may ask it")
     return lines
 
 
-def server_of(folder: Path, address: Address, device: str) -> Launch:
-    """Return how a server of a folder is started: vLLM on a GPU where it is installed.
+def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
+    """Return how a server of a folder is started: vLLM on a GPU if it is installed.
 
-    Raises: EnvironmentFault where none is.
+    Raises: EnvironmentFault if no server is installed.
     """
     where = ("--host", address.host, "--port", str(address.port))
     files = sorted(folder.glob("*.gguf"))
     if files:
         require(NEEDED_FOR_GGUF, "'llama-cpp-python[server]'")
-        words = ("-m", "llama_cpp.server", "--model", str(files[0]), "--n_gpu_layers", "-1")
-        return Launch((sys.executable, *words, *where), {})
+        words = ("--model", str(files[0]), "--model_alias", name, "--n_gpu_layers", "-1")
+        return Launch((sys.executable, "-m", "llama_cpp.server", *words, *where), {})
     vllm = shutil.which("vllm")
     if vllm is not None and device == "cuda":
-        return Launch((vllm, "serve", str(folder), *where), {})
+        return Launch((vllm, "serve", str(folder), "--served-model-name", name, *where), {})
     require(NEEDED, " ".join(NEEDED))
     from sft_play.reporting.base_facts import BaseFacts
 
-    words = ("-m", "transformers.cli.transformers", "serve", str(folder))
-    own = ("--device", device)
+    words = ("-m", "sft_play.inference.server", str(folder), "--name", name, "--device", device)
     if BaseFacts.read(ModelSection(name=str(folder))).has_soft_caps:  # sdpa leaves them out
-        own += ("--attn-implementation", "eager")
-    return Launch((sys.executable, *words, *where, *own), {})
+        words += ("--attention", "eager")
+    return Launch((sys.executable, *words, *where), {})
 
 
 def require(packages: Sequence[str], to_install: str, by: str = "the server") -> None:

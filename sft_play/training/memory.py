@@ -277,10 +277,13 @@ def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[s
             stepped += group["params"]
         state += _tensors_in(list(innermost.state.values()))
     gradients = [parameter.grad for parameter in (*model.parameters(), *stepped)]
+    for each in optimizers:  # ZeRO's: lists by group in stages 1 and 2, one buffer in stage 3
+        for name in ("averaged_gradients", "grad_partitions_flat_buffer"):
+            gradients += _tensors_in(getattr(each, name, None))
     tensors = {
         "weights": [*base_tensors(model), *model.buffers()],
         "adapters": list(stored_tensors(adapter_parameters(model))),
-        "gradients": [*gradients, *_partitioned_gradients(optimizers)],
+        "gradients": gradients,
         "optimizer": [*state, *stepped],
     }
     seen: set[int] = set()
@@ -302,13 +305,6 @@ def innermost(optimizer: Any) -> Any:
     """Return torch's optimizer inside the wrappers of accelerate and DeepSpeed."""
     *_, inner = _unwrapped(optimizer)
     return inner
-
-
-def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield ZeRO's gradients: lists by group in stages 1 and 2, one buffer in stage 3."""
-    for optimizer in optimizers:
-        yield from _tensors_in(getattr(optimizer, "averaged_gradients", None))
-        yield from _tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

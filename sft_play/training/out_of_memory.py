@@ -13,7 +13,6 @@ from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.report import ComponentBytes, OutOfMemoryReport
 from sft_play.training.context import RunContext
 from sft_play.training.memory import components
-from sft_play.training.recorder import OutOfMemoryExplanation
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -36,17 +35,23 @@ class OutOfMemoryExplainer:
     context: RunContext
     trainer: SftTrainer | None = None
 
-    def __call__(self, error: BaseException) -> OutOfMemoryExplanation:
-        """Return where it happened, what was allocated and what fits; log the components."""
+    def __call__(self, error: BaseException) -> tuple[str, OutOfMemoryReport]:
+        """Return in one line where it happened and what fits, and a report; log the components."""
         report = self._report(error)
         for line in table(report.components):
             logger.warning("%s", line)
-        return OutOfMemoryExplanation(_cause(report), report)
+        return _cause(report), report
 
     def _report(self, error: BaseException) -> OutOfMemoryReport:
         context = self.context
-        device = self._full_device(error)
+        device = context.process.device
+        named = FULL_GPU.search(str(error))
+        if len(context.process.devices) > 1 and named is not None:  # a model placed on several
+            device = torch.device("cuda", int(named[1]))
         phase = context.memory.current_phase
+        step = 0  # before the first
+        if self.trainer is not None:
+            step = self.trainer.state.global_step + (phase in STEP_PHASES)
         command = after_out_of_memory(
             context.config,
             context.plan,
@@ -57,28 +62,13 @@ class OutOfMemoryExplainer:
         return OutOfMemoryReport(
             rank=context.process.rank,
             device=str(device) if device.type == "cuda" else "the host",
-            step=self._step(),
+            step=step,
             phase=phase,
             asked_bytes=parse_bytes(ASKED, error),
             free_bytes=parse_bytes(FREE, error),
             components=self._components(phase, device),
             next=command,
         )
-
-    def _full_device(self, error: BaseException) -> torch.device:
-        """Return the device that was full: of a model that is placed on several, the named one."""
-        process = self.context.process
-        named = FULL_GPU.search(str(error))
-        if len(process.devices) == 1 or named is None:
-            return process.device
-        return torch.device("cuda", int(named[1]))
-
-    def _step(self) -> int:
-        """Return the current or the last step, 0 before the first."""
-        if self.trainer is None:
-            return 0
-        is_in_step = self.context.memory.current_phase in STEP_PHASES
-        return self.trainer.state.global_step + is_in_step
 
     def _components(self, phase: str | None, device: torch.device) -> dict[str, ComponentBytes]:
         """Return the predicted and measured bytes of each component.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from sft_play import stops, timeline
 from sft_play.errors import ExitClass, SftPlayError, first_line
@@ -39,17 +39,12 @@ if TYPE_CHECKING:  # a signal is recorded also while torch is imported, which ta
     from sft_play.training.ranks import FailureBroadcast
     from sft_play.training.trainer import SftTrainer
 
+Explain = Callable[[BaseException], tuple[str, OutOfMemoryReport]]  # the cause in one line
+
 STUCK = (
     "another rank is gone or hangs: this one was told to stop while it waited; "
     "logs/rank-*.log of the run say which"
 )
-
-
-class OutOfMemoryExplanation(NamedTuple):
-    """What is known about an out-of-memory error beyond its message."""
-
-    cause: str  # in one line
-    report: OutOfMemoryReport
 
 
 class RunRecorder:
@@ -70,7 +65,7 @@ class RunRecorder:
         self.broadcast: FailureBroadcast | None = None
         self.gone: list[int] = []  # ranks of this machine that were gone when a signal came
         self.find_gone: Callable[[], list[int]] = list  # the watch's over other ranks
-        self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
+        self.explain_out_of_memory: Explain | None = None
         self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
         self._of_front_end = folder.read_report().timeline or []
         self.report = _first_report(folder, planned)
@@ -274,12 +269,12 @@ class RunRecorder:
         if self.explain_out_of_memory is None:
             return cause
         try:
-            explanation = self.explain_out_of_memory(error)
+            cause, report = self.explain_out_of_memory(error)
         except RuntimeError as unknown:  # the device does not respond any more
             logger.warning("what held the memory cannot be said: %s", unknown)
             return cause
-        self.note(out_of_memory=explanation.report)
-        return explanation.cause
+        self.note(out_of_memory=report)
+        return cause
 
     def _log_failure(self, cause: str, error: BaseException | None = None) -> None:
         """Log the cause; the traceback of an error of a known class goes to the log file only."""

@@ -86,7 +86,11 @@ class StepLog:
         self._token_share = 0.0
         ranks = self.process.gather(own)
         self.gpus = tuple(sample for rank in ranks for sample in rank.gpus)
-        parts = mean_seconds(ranks)
+        names = dict.fromkeys(part for rank in ranks for part in rank.seconds)
+        parts = {  # of a step, as the mean over ranks
+            f"step/{part}_seconds": sum(rank.seconds.get(part, 0.0) for rank in ranks) / len(ranks)
+            for part in names
+        }
         self.by_rank = {
             **losses_by_rank(ranks, steps),
             **parts,
@@ -127,15 +131,6 @@ def losses_by_rank(ranks: Sequence[RankLog], steps: int) -> dict[str, float]:
         if rank.token_share > 0:
             values[f"loss/rank_{number}"] = rank.loss / rank.token_share
     return values
-
-
-def mean_seconds(ranks: Sequence[RankLog]) -> dict[str, float]:
-    """Return the seconds of a step by part, as the mean over ranks."""
-    parts = dict.fromkeys(part for rank in ranks for part in rank.seconds)
-    return {
-        f"step/{part}_seconds": sum(rank.seconds.get(part, 0.0) for rank in ranks) / len(ranks)
-        for part in parts
-    }
 
 
 def gpu_values(ranks: Sequence[RankLog], device: str) -> dict[str, float]:
