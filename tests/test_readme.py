@@ -146,6 +146,12 @@ NOT_RUN = {
         "--public_key public.pem .",
         "make eval RUN=name TASKS=hellaswag,arc_easy",
     ),
+    "test_wheel.py runs the package": (
+        "pip install .",
+        "cd /any/folder",
+        "sft-play train",
+        "sft-play train-distributed MODEL_NAME=<model> DATA_TRAIN_PATH=rows.jsonl NUM_GPUS=2",
+    ),
     "needs a GPU": (
         'make bench WORKS=8b-lora-2048 ARMS="ours-bnb ours-as-fp8 ours-as-int4 ours-as-nvfp4"',
         "make train-distributed CONFIG=configs/run_bnb.yaml",
