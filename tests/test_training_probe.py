@@ -8,7 +8,9 @@ import pytest
 import torch
 from plan_examples import plan_for
 
+from sft_play.config.loader import PROJECT_ROOT
 from sft_play.plan import probe_fit
+from sft_play.plan.memory import step_bytes
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
@@ -55,6 +57,23 @@ SAME = {
 @pytest.mark.parametrize("name", OTHERS | SAME)
 def test_what_a_step_follows_from_and_nothing_else_changes_the_fingerprint(name):
     assert (fingerprint((OTHERS | SAME)[name]) == fingerprint()) == (name in SAME)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_that_deepspeed_creates_in_its_first_step_are_counted(stage):
+    path = PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json"
+    environ = {"DEEPSPEED_CONFIG": str(path)}
+    planned = plan_for("4xH200", "tuning.mode=full", use_deepspeed=True, environ=environ)
+    step, layout = planned.plan.step, planned.plan.layout
+    process = Process.alone(torch.device("cpu"))
+    context = RunContext(planned, RunFolder("run"), process, MemoryMeter(process))
+    probe = Probe(context, SimpleNamespace(is_deepspeed_enabled=True))
+    assert probe._later_state_bytes() == 0, "without a GPU nothing was measured to correct"
+    probe.memory = SimpleNamespace(is_exact=True)
+    held = step_bytes(step, layout).peak.optimizer
+    masters = 4 * step.trained_weights // layout.world_size
+    assert probe._later_state_bytes() == pytest.approx(held - masters, abs=2)
+    assert probe._later_state_bytes() > 0
 
 
 def test_another_gpu_or_other_code_changes_the_fingerprint(monkeypatch):

@@ -225,11 +225,9 @@ class Probe:
     def _later_state_bytes(self) -> int:
         """Return the bytes of the moments that DeepSpeed creates in its first step."""
         is_later = self.trainer.is_deepspeed_enabled and not self.is_resumed
-        if not (is_later and self.memory.is_exact):
+        if not is_later or not self.memory.is_exact or self.step.offload:
             return 0
-        moments, masters = self.step.moment_bytes, self.step.master_bytes
-        held = step_bytes(self.step, self.layout).peak.optimizer
-        return held * moments // (moments + masters)
+        return self.step.state_bytes // self.layout.world_size
 
     def _fingerprint(self) -> str:
         """Return a digest of everything that determines the bytes of a step, except its layout."""
