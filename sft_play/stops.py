@@ -191,6 +191,7 @@ def pass_on(end: Callable[[], None]) -> Callable[[], object]:
     starting = threading.Lock()  # whoever is first gets it, and keeps it
 
     def wait() -> None:
+        """Pass on one signal after the other, for as long as this process lives."""
         import psutil
 
         while True:

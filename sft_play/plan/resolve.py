@@ -71,6 +71,7 @@ def resolve(
     sources.require(loaded)
 
     def first_that_fits(loaded: LoadedConfig) -> PlannedRun:
+        """Return the plan of the first engine that fits, else that of the first one."""
         needs.require(loaded, hardware)
         plans = []
         for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
@@ -105,6 +106,7 @@ def fastest(
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
 
     def fastest_that_fits(loaded: LoadedConfig) -> PlannedRun:
+        """Return the plan of the fastest strategy that fits."""
         engines = alternatives(loaded.config, _is_float16(loaded, hardware))
         plans = [_resolve(loaded, hardware, environ, ranks, engine) for engine in engines]
         return max(plans, key=_fits_and_speed)

@@ -338,7 +338,7 @@ def _collective_seconds(
         gathered = 2 * weights * ring
         if step.offload_weights:  # each rank's part comes from the host
             gathered += 2 * weights / layout.world_size / HOST_LINK_BYTES
-        if _expert_layers(step.model):
+        if _expert_layers(step.model):  # nothing hides their gathers: see EXPERT_SCALING
             compute_seconds = 0.0
         if step.is_full:
             return max(0.0, work.micro_batches * (gathered + gradients) - compute_seconds)
