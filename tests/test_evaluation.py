@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from casts import Casts
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from sft_play.config.schema import TrainSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.rows import Message
-from sft_play.data.splits import answer_token_limit
+from sft_play.data.splits import answer_token_limit, drawn
 from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
@@ -110,6 +111,39 @@ def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base,
         broken.model.norm.weight[3] = math.nan
     with pytest.raises(DivergedError, match="eval_loss=nan"):
         evaluator(split, tokenizer).score(broken)
+
+
+# Samples, if all rows would take too long
+
+
+def test_a_sample_is_the_same_each_time_and_a_smaller_one_is_a_part_of_it():
+    rows = np.arange(100, 200)
+    assert drawn(rows, 100).tolist() == drawn(rows, 500).tolist() == rows.tolist()
+    few, more = drawn(rows, 10).tolist(), drawn(rows, 30).tolist()
+    assert len(few) == 10 and few == sorted(few) and set(few) < set(more) < set(rows.tolist())
+    assert few == drawn(rows, 10).tolist() != rows[:10].tolist()
+
+
+def test_rows_of_a_sample_score_as_they_do_among_all(model, split, tokenizer):
+    whole = evaluator(split, tokenizer).score(model)
+    part = evaluator(split, tokenizer)
+    part.limit(4, 2)
+    scores = part.score(model)
+    indices = drawn(np.arange(len(split)), 4).tolist()
+    assert [row.nats for row in scores.row_losses] == pytest.approx(
+        [whole.row_losses[index].nats for index in indices], rel=1e-5
+    )
+    answered = drawn(np.arange(len(split)), 2).tolist()
+    assert part.question_indices == answered
+    assert scores.generation.answers == tuple(whole.generation.answers[i] for i in answered)
+
+
+def test_the_answers_that_fit_follow_from_the_time_that_there_is(model, split, tokenizer):
+    few = evaluator(split, tokenizer)
+    token_seconds = few.loss_seconds(model)
+    assert 0 < token_seconds < 1
+    assert few.answers_within(model, 1000.0, token_seconds) == len(few.question_indices)
+    assert few.answers_within(model, 1e-6, token_seconds) == 0
 
 
 # Answers

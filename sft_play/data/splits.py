@@ -158,6 +158,12 @@ def question_indices(split: Split, max_rows: int | None) -> np.ndarray:
     return has_answer[:max_rows]
 
 
+def drawn(rows: np.ndarray, count: int) -> np.ndarray:
+    """Return `count` of the rows, in order: the same at each call, and fewer are among more."""
+    order = np.random.default_rng(0).permutation(len(rows))
+    return rows[np.sort(order[:count])]
+
+
 def answer_token_limit(splits: Iterable[Split], max_rows: int | None, max_seq_len: int) -> int:
     """Return how many tokens the generated answers to the rows of `splits` may have.
 

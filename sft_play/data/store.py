@@ -255,7 +255,7 @@ class Split:
         return cls(stores, [np.arange(len(store)) for store in stores])
 
     def take(self, mask: np.ndarray) -> "Split":
-        """Return the samples at which `mask` (N,) is true."""
+        """Return the samples at which `mask` (N,) is true, or those at indices."""
         taken = Split(self.stores, ())
         taken.store_of = self.store_of[mask]
         taken.index_in = self.index_in[mask]

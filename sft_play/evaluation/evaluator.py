@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
@@ -22,7 +23,7 @@ from sft_play.data.image_inputs import ImageInputs
 from sft_play.data.render import IGNORE_INDEX, TemplateSpace, template_space
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
 from sft_play.data.special_text import match_any
-from sft_play.data.splits import question_indices
+from sft_play.data.splits import drawn, question_indices
 from sft_play.data.store import Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import (
@@ -52,6 +53,9 @@ from sft_play.progress import Stage, watched
 
 Found = TypeVar("Found")
 LONG_SECONDS = 20  # of generation, from which on its lines say what leaves it out
+SLOW_SECONDS = 1.0  # of a batch on a CPU: what is loaded for the first one hardly counts
+TIMED_TOKENS = 8  # of answers that are generated to measure how long whole ones take
+READING_SHARE = 0.1  # of a limit in seconds, in which measured answers may read their prompts
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -86,6 +90,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         assert isinstance(self.train.eval_batch_size, int), "the plan resolves eval_batch_size"
         self.batch_size = self.train.eval_batch_size
+        self.scored = self.split  # the rows whose loss counts: all, or a sample
         self.generator = Generator(
             self.tokenizer,
             self.train,
@@ -104,6 +109,64 @@ class Evaluator:
     def questions(self) -> list[Question]:
         """Return the rows whose answers the model generates, in order."""
         return [self._question(index) for index in self.question_indices]
+
+    def limit(self, rows: int, answers: int) -> None:
+        """Score a sample from now on: the loss of so many rows, and so many answers."""
+        self.scored = self.split.take(drawn(np.arange(len(self.split)), rows))
+        self.question_indices = drawn(np.array(self.question_indices), answers).tolist()
+
+    @torch.no_grad()
+    def loss_seconds(self, model: torch.nn.Module) -> float:
+        """Return the seconds that the slowest rank needs for the loss of one of its tokens.
+
+        They are measured on one batch. Every rank must call it.
+        """
+        shares = self._shares()
+        indices = shares[len(shares) // 2]  # of usual length: the longest rows come first
+        batch = self._loss_batch(indices)
+        tokens = sum(int(self.split.lengths[max(index, ~index)]) for index in indices)
+        seconds = 0.0
+        with resharding(model), self.process.autocast():
+            for _ in range(2):  # the first one loads kernels
+                started = time.perf_counter()
+                self._nats_of_rows(model, batch).tolist()
+                seconds = self.process.max(time.perf_counter() - started)
+                if seconds > SLOW_SECONDS and not self.process.is_gpu:
+                    break
+        return seconds / self.process.min(tokens)
+
+    def answers_within(self, model: torch.nn.Module, seconds: float, token_seconds: float) -> int:
+        """Return how many answers take at most `seconds`, by the first tokens of some.
+
+        A prompt's token takes `token_seconds`. Every rank must call it.
+        """
+        total, ranks = len(self.question_indices), self.process.world_size
+        longest = max(len(self.split[index].prompt) for index in self.question_indices)
+        readable = int(READING_SHARE * seconds / (longest * token_seconds))
+        rows = min(math.ceil(total / ranks), self._rows_at(model)(longest), max(1, readable))
+        if self.process.is_gpu:
+            self._answer_seconds(model, 1)  # the first answer loads kernels
+        started = time.perf_counter()
+        while rows:
+            of_batch = self._answer_seconds(model, rows)
+            left = seconds - self.process.max(time.perf_counter() - started)
+            if of_batch <= left:
+                return min(total, int(ranks * rows * left / of_batch))
+            rows = int(rows * max(0.0, left) / of_batch)
+        return 0
+
+    def _answer_seconds(self, model: torch.nn.Module, rows: int) -> float:
+        """Return the seconds of a batch of the longest answers, by those of its first tokens."""
+        times = [time.perf_counter()]
+        timed = self.train.model_copy(update={"generation_max_new_tokens": TIMED_TOKENS})
+        prompts = [self.split[index].prompt for index in self.question_indices[:rows]]
+        # noting a time returns None, which ends no answer
+        note = StopWhen(lambda: bool(times.append(time.perf_counter())))
+        generator = replace(self.generator, train=timed)
+        generator.generate_or_halve(model, prompts, StoppingCriteriaList([note]))
+        reading, *rest = np.diff(times).tolist()
+        each = sum(rest) / len(rest) if rest else reading
+        return self.process.max(reading + self.train.generation_max_new_tokens * each)
 
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which must be in evaluation mode.
@@ -131,7 +194,7 @@ class Evaluator:
         """Return the loss of the rows of each source by its name, {} if there is but one."""
         found: dict[str, list[RowLoss]] = {}
         for index, row in enumerate(rows):
-            name = self.split.source(index)
+            name = self.scored.source(index)
             if name is not None:
                 found.setdefault(name, []).append(row)
         return {name: mean_loss(found[name]) for name in sorted(found)}
@@ -154,7 +217,7 @@ class Evaluator:
     def row_losses(self, model: torch.nn.Module) -> tuple[RowLoss, ...]:
         """Return the loss of every row, in order, on every rank."""
         nats_of_batches = []
-        stage = Stage("evaluating the loss", len(self.split))
+        stage = Stage("evaluating the loss", len(self.scored))
         with self.process.autocast(), watched(stage, self.process.is_main):
             for batch in self._loss_batches:
                 nats_of_batches.append(self._nats_of_rows(model, batch))
@@ -167,7 +230,7 @@ class Evaluator:
             ):
                 if index >= 0:
                     own[index] = RowLoss(row_nats, tokens)
-        return tuple(self._in_order(own, len(self.split)))
+        return tuple(self._in_order(own, len(self.scored)))
 
     def _nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
         """Return the nats of each row of a batch, float32 (B,)."""
@@ -277,27 +340,28 @@ class Evaluator:
     @cached_property
     def _loss_batches(self) -> list[LossBatch]:
         """Return this rank's batches, longest rows first. Every rank has the same number."""
-        rows = TrainRows(self.split)
-        collate = PadCollator(self.tokenizer.pad_token_id)
-        batches = []
-        every = split_batches(self.split.lengths, lambda _: self.batch_size)
-        shared = 1 if self.context is None else self.context.size
-        for indices in take_rank_share(every, self.process, shared):
-            sequences = [rows[index] for index in indices]
-            tensors = collate(sequences)
-            tokens = own_tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
-            positions, targets = labelled(tensors["labels"])
-            if self.context is not None:
-                part, width = self.context.part, tensors["input_ids"].shape[1]
-                is_here, positions = part.own(positions, width)
-                targets = targets[is_here]
-                own_rows = positions // part.tokens(width)
-                own_tokens = own_rows.bincount(minlength=len(indices)).tolist()
-                tensors = part.cut(tensors)
-            tensors |= {"positions": positions, "targets": targets}
-            images = images_by_document(sequences)
-            batches.append(LossBatch(indices, tokens, own_tokens, tensors, images))
-        return batches
+        return [self._loss_batch(indices) for indices in self._shares()]
+
+    def _shares(self) -> list[list[int]]:
+        """Return the rows of this rank's batches."""
+        batches = split_batches(self.scored.lengths, lambda _: self.batch_size)
+        return take_rank_share(batches, self.process, self.context.size if self.context else 1)
+
+    def _loss_batch(self, indices: list[int]) -> LossBatch:
+        rows = TrainRows(self.scored)
+        sequences = [rows[index] for index in indices]
+        tensors = PadCollator(self.tokenizer.pad_token_id)(sequences)
+        tokens = own_tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
+        positions, targets = labelled(tensors["labels"])
+        if self.context is not None:
+            part, width = self.context.part, tensors["input_ids"].shape[1]
+            is_here, positions = part.own(positions, width)
+            targets = targets[is_here]
+            own_rows = positions // part.tokens(width)
+            own_tokens = own_rows.bincount(minlength=len(indices)).tolist()
+            tensors = part.cut(tensors)
+        tensors |= {"positions": positions, "targets": targets}
+        return LossBatch(indices, tokens, own_tokens, tensors, images_by_document(sequences))
 
     def _prompt_batches(
         self, model: torch.nn.Module

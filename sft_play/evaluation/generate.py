@@ -182,23 +182,26 @@ class Generator:
 
         Raises: torch.OutOfMemoryError for one prompt, and where every rank must take part.
         """
-        try:
-            ids = self.generate(model, prompts, stopping=stopping)
-            return [(slice(0, len(prompts)), ids)]
-        except torch.OutOfMemoryError:
-            if len(prompts) == 1 or self.synced_gpus:
-                raise
-        torch.cuda.empty_cache()
-        half = len(prompts) // 2
-        logger.warning(
-            "generation of %d answers at once is out of memory: %d at once; "
-            "TRAIN_GENERATION_BATCH_SIZE=%d begins with fewer",
-            *(len(prompts), len(prompts) - half, half),
-        )
-        first = self.generate_or_halve(model, prompts[:half], stopping)
-        second = self.generate_or_halve(model, prompts[half:], stopping)
-        later = [(slice(part.start + half, part.stop + half), ids) for part, ids in second]
-        return [*first, *later]
+        waiting, found = [slice(0, len(prompts))], []
+        while waiting:
+            part = waiting.pop(0)
+            count = part.stop - part.start
+            try:
+                found.append((part, self.generate(model, prompts[part], stopping=stopping)))
+                continue
+            except torch.OutOfMemoryError:
+                if count == 1 or self.synced_gpus:
+                    raise
+            torch.cuda.empty_cache()
+            half = count // 2
+            logger.warning(
+                "generation of %d answers at once is out of memory: %d at once; "
+                "TRAIN_GENERATION_BATCH_SIZE=%d begins with fewer",
+                *(count, count - half, half),
+            )
+            middle = part.start + half
+            waiting[:0] = [slice(part.start, middle), slice(middle, part.stop)]
+        return found
 
     def decode(self, ids: torch.Tensor) -> list[Answer]:
         """Return the answers of generated ids (B, N). Synchronizes with the GPU."""

@@ -178,9 +178,12 @@ def with_soft_caps(model: Any) -> Any:
 
 
 @torch.no_grad()
-def scored(model: Any, rows: Mapping[str, Tensor]) -> Said:
-    """Return what a model says of the labelled positions of rows."""
-    device = model.get_input_embeddings().weight.device
+def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None = None) -> Said:
+    """Return what a model says of the labelled positions of rows, which go to `device`.
+
+    None is the one of the model's embedding. Without `tokens` it says its most likely ones.
+    """
+    device = device or model.get_input_embeddings().weight.device
     if device.type == "meta":  # read from the disk, at each forward pass
         if not any(name.startswith(IMAGES) for name in rows):
             return scored_together(model, rows)
@@ -191,7 +194,8 @@ def scored(model: Any, rows: Mapping[str, Tensor]) -> Said:
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         logits = model(**inputs, use_cache=False).logits[0]
         labels = ids[positions]
-        parts.append(said(logits[positions.to(logits.device) - 1], labels, rows["tokens"][here]))
+        tokens = rows["tokens"][here] if "tokens" in rows else None
+        parts.append(said(logits[positions.to(logits.device) - 1], labels, tokens))
     return joined(parts)
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +28,7 @@ from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import opener
-from sft_play.evaluation.plain import IMAGES, Said, each_row, joined, pictures, said
+from sft_play.evaluation.plain import IMAGES, Said, each_row, scored
 from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
 from sft_play.runs.files import share
@@ -64,16 +63,11 @@ class Reference:
         """Return one of the first rows, as many as have so many tokens together, at least one."""
         count = max(1, int((self.rows["ends"] <= most_tokens).sum()))
         tokens, positions = (int(self.rows[name][count - 1]) for name in ("ends", "position_ends"))
-        rows = {
-            **self.rows,  # the images of rows that are left out are not looked at
-            "ids": self.rows["ids"][:tokens],
-            "ends": self.rows["ends"][:count],
-            "positions": self.rows["positions"][:positions],
-            "position_ends": self.rows["position_ends"][:count],
-        }
-        return replace(
-            self, rows=rows, said={name: tensor[:positions] for name, tensor in self.said.items()}
-        )
+        kept = zip(OF_ROWS, (tokens, count, positions, count), strict=True)
+        # the images of rows that are left out are not looked at
+        rows = self.rows | {name: self.rows[name][:end] for name, end in kept}
+        said = {name: tensor[:positions] for name, tensor in self.said.items()}
+        return replace(self, rows=rows, said=said)
 
     def write(self, folder: Path) -> None:
         """Write it into a run's folder of evaluations."""
@@ -112,20 +106,16 @@ def make_reference(
     samples = chosen_samples(split)
     if not samples:
         return None
-    rows = as_tensors(samples)
+    rows = as_tensors(samples, list(map(labelled_positions, samples)))
     for number, (sample, (ids, _, _)) in enumerate(zip(samples, each_row(rows), strict=True)):
         if images is not None and sample.images:
             for name, tensor in images([sample.images], ids[None]).items():
                 rows[f"{IMAGES}{number}.{name}"] = tensor
-    parts: list[Said] = []
     with process.autocast():
-        for number, (ids, positions, _) in enumerate(each_row(rows)):
-            inputs = {"input_ids": ids[None], **pictures(rows, number)}
-            logits = model(**send_to_device(inputs, process.device), use_cache=False).logits[0]
-            parts.append(said(logits[positions.to(logits.device) - 1], ids[positions]))
+        said = scored(model, rows, process.device)
     return Reference(
         rows,
-        joined(parts),
+        said,
         trained_ends(samples, stop_ids(tokenizer)),
         checked_prompts(tokenizer, system_prompt),
         FLOAT8 if has_float8(model) else str(process.compute_dtype).removeprefix("torch."),
@@ -157,13 +147,10 @@ def labelled_positions(sample: Sample) -> list[int]:
     return (first + np.flatnonzero(labels[first:] != IGNORE_INDEX))[:MOST_LABELS].tolist()
 
 
-def as_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+def as_tensors(samples: Sequence[Sample], positions: Sequence[list[int]]) -> dict[str, Tensor]:
     """Return the rows of a reference: ids up to their last position, positions, where each ends."""
-    positions = [labelled_positions(sample) for sample in samples]
-    ids = [
-        sample.ids[: of_row[-1] + 1].tolist()
-        for sample, of_row in zip(samples, positions, strict=True)
-    ]
+    pairs = zip(samples, positions, strict=True)
+    ids = [sample.ids[: of_row[-1] + 1].tolist() for sample, of_row in pairs]
     return {
         "ids": torch.tensor(list(chain.from_iterable(ids))),
         "ends": torch.tensor([len(row) for row in ids]).cumsum(0),

@@ -13,7 +13,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -35,7 +34,7 @@ from sft_play.config.sections.train import Delivered
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.evaluation.reopened import Folder, Reference, Reopened, ask, reopen
+from sft_play.evaluation.reopened import Folder, Reference, Reopened, as_tensors, ask, reopen
 from sft_play.inference.calibrate import calibrate, require_llm_compressor
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
@@ -304,16 +303,17 @@ def score(run: Exported, staging: Path, split: Split) -> CompressedScores:
 
     Raises: CheckpointError where the run's own scores are gone.
     """
-    written = losses_of(run.folder, split)
-    if written is None:
+    found = losses_of(run.folder, split)
+    if found is None:
         raise CheckpointError(
             f"{run.folder.path}: the scores before and after training are gone, which an export "
             "is held to; FORMAT=safetensors needs none"
         )
-    chosen = chosen_rows(split)
+    scored, written = found
+    chosen = chosen_rows(scored)
     with tempfile.TemporaryDirectory() as offload_folder:
         opened = stranger_of(staging, run.config, Path(offload_folder))
-        nats = nats_of_rows(opened, [split[index] for index in chosen])
+        nats = nats_of_rows(opened, [scored[index] for index in chosen])
         said = reopen(opened, run.reference)
         return CompressedScores(tuple(written[index] for index in chosen), tuple(nats), said)
 
@@ -323,13 +323,8 @@ def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
 
     Raises: CheckpointError where the folder cannot be opened.
     """
-    positions = [np.flatnonzero(sample.labels != IGNORE_INDEX) for sample in samples]
-    rows = {
-        "ids": torch.tensor(list(chain.from_iterable(sample.ids.tolist() for sample in samples))),
-        "ends": torch.tensor([len(sample.ids) for sample in samples]).cumsum(0),
-        "positions": torch.tensor(np.concatenate(positions)),
-        "position_ends": torch.tensor([len(row) for row in positions]).cumsum(0),
-    }
+    labels = [np.flatnonzero(sample.labels != IGNORE_INDEX).tolist() for sample in samples]
+    rows = as_tensors(samples, labels)
     tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
     asked = Reference(rows, {"tokens": tokens}, [], [], "", "")
     with tempfile.TemporaryDirectory() as temporary:

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.splits import question_indices
+from sft_play.data.splits import drawn, question_indices
 from sft_play.data.store import Sample, Split
 from sft_play.evaluation.scores import rouge
 from sft_play.inference.gguf_tools import opened, require_bindings
@@ -144,17 +144,18 @@ def score_gguf(
     path: Path, folder: RunFolder, split: Split, tokenizer: PreTrainedTokenizerBase
 ) -> GgufScores | None:
     """Return what a gguf file says of a run's test rows; None where the run wrote no losses."""
-    written = losses_of(folder, split)
-    if written is None:
+    found = losses_of(folder, split)
+    if found is None:
         return None
-    chosen = chosen_rows(split)
+    scored, written = found
+    chosen = chosen_rows(scored)
     tokens = same_tokens(path, split, tokenizer)
-    longest = max(len(split[index].ids) for index in chosen)
+    longest = max(len(scored[index].ids) for index in chosen)
     labels = sum(written[index].labels for index in chosen)
     context = max(LEAST_CONTEXT, longest + ROOM)
     # on a GPU where llama-cpp-python was built for one
     with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
-        nats = sum(nats_of(model, split[index]) for index in chosen)
+        nats = sum(nats_of(model, scored[index]) for index in chosen)
         answers = score_answers(model, folder, split, tokenizer)
     return GgufScores(
         tokens=tokens,
@@ -166,15 +167,16 @@ def score_gguf(
     )
 
 
-def losses_of(folder: RunFolder, split: Split) -> list[RowScore] | None:
-    """Return the losses of each test row before and after training, None where they are gone."""
+def losses_of(folder: RunFolder, split: Split) -> tuple[Split, list[RowScore]] | None:
+    """Return the scored test rows with their losses before and after training, None if gone."""
     files = [folder.evaluation / f"{when}.losses.jsonl" for when in ("before", "after")]
     if not all(path.is_file() for path in files):
         return None
     before, after = ([json.loads(line) for line in path.open(encoding="utf-8")] for path in files)
-    if not len(before) == len(after) == len(split):
+    if not 0 < len(before) == len(after) <= len(split):
         return None
-    return [
+    scored = split.take(drawn(np.arange(len(split)), len(before)))
+    return scored, [
         RowScore(first["nats"], last["nats"], last["tokens"])
         for first, last in zip(before, after, strict=True)
     ]
@@ -211,13 +213,16 @@ def score_answers(
     """Return ROUGE-L and stops of the file's answers and of the run's, to the same questions."""
     path = folder.evaluation / "after.jsonl"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    written = [json.loads(line) for line in text.splitlines()][:MOST_ANSWERS]
+    written = [json.loads(line) for line in text.splitlines()]
     if not written:
         return {"rouge_l": None, "run_rouge_l": None, "answers": 0, "ended": 0, "run_ended": 0}
+    asked = question_indices(split, folder.read_config().train.generation_max_rows)
+    asked = drawn(asked, len(written))[:MOST_ANSWERS]
+    written = written[:MOST_ANSWERS]
     limit = int(folder.read_report().scores("after")["max_new_tokens"])
     answers = []
     ended = 0
-    for index in question_indices(split, len(written)):
+    for index in asked:
         ids, has_ended = answer_of(model, split[int(index)].prompt, limit)
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
         ended += has_ended

@@ -114,7 +114,7 @@ class Evaluation:
     def read(cls, folder: RunFolder, report: RunReport, when: str) -> Self:
         """Return what eval/ and run.json have of `before` or `after`; nothing if not evaluated."""
         metrics = report.scores(when)
-        samples = report.rows("test").get("samples", 0)
+        samples = metrics.get("rows", report.rows("test").get("samples", 0))
         losses = [RowLoss(**row) for row in _lines(folder.evaluation / f"{when}.losses.jsonl")]
         answers = [_answer(row) for row in _lines(folder.evaluation / f"{when}.jsonl")]
         scores = {}

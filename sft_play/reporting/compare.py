@@ -157,9 +157,10 @@ def _unscored(first: RunFacts, other: RunFacts, title: str) -> str:
 
 
 def _test_tokens(run: RunFacts) -> str:
-    """Return how many samples and tokens with loss the test rows have."""
+    """Return how many samples were scored, and the tokens with loss of all test rows."""
     test = run.report.rows("test")
     samples, tokens = test.get("samples") or 0, test.get("trained_tokens") or 0
+    samples = int(run.report.scores("after").get("rows", samples))
     return f"{samples:,} samples with {tokens:,} tokens with loss"
 
 

@@ -75,15 +75,15 @@ def write_state(trainer: "SftTrainer", folder: Path) -> None:
     trainer.save_model(str(folder))
     if trainer.trains_divided:
         dcp.save(_divided_optimizer(trainer), checkpoint_id=folder / DIVIDED_OPTIMIZER)
-        if trainer.args.should_save:
-            torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
     elif trainer.shares_experts:
-        state = optimizer_of_all_experts(trainer)
+        # as one process has it: a collective
+        state = reshape_moments(trainer, trainer.optimizer.state_dict(), ExpertPart.whole)
         if trainer.args.should_save:
             torch.save(state, folder / OPTIMIZER_NAME)
-            torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
     else:
         trainer._save_optimizer_and_scheduler(str(folder))
+    if (trainer.trains_divided or trainer.shares_experts) and trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
     trainer._save_scaler(str(folder))
     trainer._save_rng_state(str(folder))
     devices = trainer.process.devices
@@ -231,11 +231,6 @@ def _divided_optimizer(trainer: "SftTrainer") -> dict[str, object]:
     return {"optimizer": get_optimizer_state_dict(trainer.model, optimizer)}
 
 
-def optimizer_of_all_experts(trainer: "SftTrainer") -> dict[str, Any]:
-    """Return an optimizer's state as one process has it. Every rank must call it."""
-    return reshape_moments(trainer, trainer.optimizer.state_dict(), ExpertPart.whole)
-
-
 @contextmanager
 def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
     """Let the optimizer load of a whole state what belongs to this rank's experts."""
@@ -243,13 +238,10 @@ def cutting_optimizer(trainer: "SftTrainer") -> Iterator[None]:
         yield
         return
     optimizer = trainer.optimizer.optimizer  # torch's, in accelerate's wrapper
-    hook = optimizer.register_load_state_dict_pre_hook(
+    with optimizer.register_load_state_dict_pre_hook(
         lambda _, state: reshape_moments(trainer, state, ExpertPart.cut)
-    )
-    try:
+    ):
         yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -270,12 +262,8 @@ def keeping_types(trainer: "SftTrainer") -> Iterator[None]:
     before = optimizer.register_load_state_dict_pre_hook(
         lambda _, state: saved.update(state["state"])
     )
-    after = optimizer.register_load_state_dict_post_hook(restore)
-    try:
+    with before, optimizer.register_load_state_dict_post_hook(restore):
         yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 def reshape_moments(
@@ -331,15 +319,13 @@ def published(
             share(staged)
             stamp.write(staged, facts)
             checkpoints.publish(staged, target)
-    except SftPlayError:  # of a check, which the user may judge otherwise
-        if process.is_main and keeps_refused:
+    except Exception as error:
+        # what a check refuses the user may judge otherwise
+        if isinstance(error, SftPlayError) and process.is_main and keeps_refused:
             refused = target.with_name(f"{target.name}.refused")
             shutil.rmtree(refused, ignore_errors=True)
             rename(staged, refused)
             logger.warning("what was refused is in %s", refused)
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-    except Exception:
         # it cannot be used, and on a full disk run.json needs the space
         shutil.rmtree(staged, ignore_errors=True)
         raise

@@ -9,14 +9,13 @@ import gc
 import logging
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor, nn
+from torch import nn
 
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
@@ -239,36 +238,18 @@ def _modules_kept(model: nn.Module) -> Iterator[None]:
 
     Examples are the cached length of rotary embeddings, and the counters of DDP and DeepSpeed.
     """
-    states = [_ModuleState.of(module) for module in model.modules()]
-    yield
-    for state in states:
-        state.restore()
-
-
-@dataclass(frozen=True)
-class _ModuleState:
-    """What a forward pass may change in one module."""
-
-    module: nn.Module
-    values: dict[str, Any]
-    buffers: dict[str, tuple[Tensor, Tensor]]  # the buffer and a copy of its content
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "_ModuleState":
-        """Return the state of a module now."""
-        plain = bool | int | float | str | None
+    plain = bool | int | float | str | None
+    states = []
+    for module in model.modules():
         values = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
-        buffers = {
-            name: (buffer, buffer.clone())
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
-        return cls(module, values, buffers)
-
-    def restore(self) -> None:
-        vars(self.module).update(self.values)
-        for name, (buffer, content) in self.buffers.items():
-            self.module._buffers[name] = buffer.copy_(content)
+        buffers = module._buffers.items()
+        copies = [(name, own, own.clone()) for name, own in buffers if own is not None]
+        states.append((module, values, copies))
+    yield
+    for module, values, copies in states:
+        vars(module).update(values)
+        for name, own, content in copies:
+            module._buffers[name] = own.copy_(content)
 
 
 @contextlib.contextmanager

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMED_ROWS = 4  # of a step, in a message
+NAMED = 4  # rows of a step, or modules, in a message
 WATCHED_STEPS = 10  # after which a gradient that was always zero is no accident
-NAMED_MODULES = 4  # modules in a message
 COMPARED_NUMBERS = 4096  # of a tensor
 GUARDS = "guards"  # what they know, in trainer_state.json
 LEFT_OUT = ("lora_A", "lora_embedding_A", ".experts.")
@@ -112,14 +111,12 @@ class StepGuard:
         if self.skips:
             summed = trainer.summed_loss
             summed.copy_(torch.where(is_finite, summed, self._loss_before.to(summed.device)))
-        self._note(trainer.state.global_step + 1, values, is_bad, was_applied)
-
-    def _note(self, step: int, values: Tensor, is_bad: bool | None, was_applied: bool) -> None:
         arrival = None
         if values.device.type == "cuda":
             values = values.to("cpu", non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record()
+        step = trainer.state.global_step + 1
         self._facts.append(StepFacts(step, values, arrival, is_bad, was_applied))
 
     def end_step(self, learning_rate: float) -> None:
@@ -199,10 +196,13 @@ def spread(loss: Tensor) -> Tensor:
 
 
 def _named(rows: Sequence[str]) -> str:
-    if not rows:
-        return ""
-    more = f" and {len(rows) - NAMED_ROWS} more" if len(rows) > NAMED_ROWS else ""
-    return f"; its rows: {', '.join(rows[:NAMED_ROWS])}{more}"
+    return f"; its rows: {_listed(rows)}" if rows else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 class GradientWatch:
@@ -244,11 +244,7 @@ class GradientWatch:
         if not missed:
             return
         names = sorted({module_of(name) for name in missed})
-        more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""
-        cause = (
-            f"{', '.join(names[:NAMED_MODULES])}{more}: to be trained, and no gradient has reached "
-            f"it in {steps} steps"
-        )
+        cause = f"{_listed(names)}: to be trained, and no gradient has reached it in {steps} steps"
         if self.stops and any("lora_" in name for name in missed):
             raise DivergedError(
                 f"{cause}; leave it out of TUNING_LORA_TARGET_MODULES, or set "

@@ -2,10 +2,13 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sft_play import timeline
 from sft_play.evaluation.evaluator import Evaluator
@@ -18,6 +21,7 @@ from sft_play.evaluation.scores import (
 )
 from sft_play.models.delivered import as_trained
 from sft_play.plan.devices import GIB
+from sft_play.plan.speed import Speed
 from sft_play.reporting.answers import title_of
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -33,23 +37,16 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
-
-
-def sample_indices(count: int) -> list[int]:
-    """Return the indices of up to three rows, spread over the set."""
-    if count == 0:
-        return []
-    return sorted({i * count // SAMPLES for i in range(SAMPLES)})
+FREE_SECONDS = 10.0  # of a score before training, however short the training is
+TRAINING_PASSES = 3.0  # a training step takes so many forward passes
 
 
 def sample_answers(questions: Sequence[Question], scores: GenerationScores) -> list[SampleAnswer]:
     """Return up to three answers, spread over the set, each with its question."""
-    answers = []
-    for index in sample_indices(len(scores.answers)):
-        question = questions[index]
-        answer = scores.answers[index].text
-        answers.append(SampleAnswer(question.plain_prompt, question.expected, answer))
-    return answers
+    count = len(scores.answers)
+    chosen = sorted({i * count // SAMPLES for i in range(SAMPLES)})
+    pairs = ((questions[index], scores.answers[index].text) for index in chosen)
+    return [SampleAnswer(row.plain_prompt, row.expected, answer) for row, answer in pairs]
 
 
 @dataclass
@@ -63,6 +60,7 @@ class HeldOutEvaluation:
     evaluator: Evaluator
     folder: RunFolder
     recorder: RunRecorder
+    speed: Speed | None = None  # of training, as planned; None if nothing is known of the device
     scores: dict[str, Scores] = field(default_factory=dict)  # keys: "before", "after"
 
     def last_scores(self) -> dict[str, float]:
@@ -79,10 +77,13 @@ class HeldOutEvaluation:
         is_plain = when == "before"
         plain = as_trained(self.trainer.model) if is_plain else contextlib.nullcontext()
         with timeline.span(f"scores {when}"), plain:
+            if is_plain:
+                self.bound()
             scores = self.trainer.score(self.evaluator, "test")
         self.scores[when] = scores
+        rows = len(self.evaluator.scored)
         self.recorder.update(
-            metrics={**self.recorder.report.metrics, when: scores.as_metrics()},
+            metrics={**self.recorder.report.metrics, when: {**scores.as_metrics(), "rows": rows}},
             global_step=self.trainer.state.global_step,
         )
         self.trainer.log(scores.as_test_metrics())
@@ -90,10 +91,46 @@ class HeldOutEvaluation:
             return
         answers = answers_jsonl(self.evaluator.questions, scores)
         write_text(self.folder.evaluation / f"{when}.jsonl", answers)
-        split = self.evaluator.split
-        losses = losses_jsonl(split, scores)
+        losses = losses_jsonl(self.evaluator.scored, scores)
         write_text(self.folder.evaluation / f"{when}.losses.jsonl", losses)
-        logger.info("%s %s rows=%d", when, scores.as_text(), len(split))
+        logger.info("%s %s rows=%d", when, scores.as_text(), rows)
+
+    def bound(self) -> None:
+        """Score a sample of the rows if all would take too long. Every rank must call it.
+
+        Too long is more than FREE_SECONDS, and both times more than train.eval_time_budget.
+        """
+        evaluator, trainer = self.evaluator, self.trainer
+        budget = evaluator.train.eval_time_budget
+        if budget is None:
+            return
+        layout, generates = trainer.order.layout, evaluator.train.predict_with_generate
+        model = trainer.model
+        with trainer.memory.phase("evaluation"), trainer.speed.evaluating(model):
+            token_seconds = evaluator.loss_seconds(model) / layout.replicas
+            loss_seconds = token_seconds * int(evaluator.split.lengths.sum())
+            steps = trainer.state.max_steps - trainer.state.global_step
+            tokens = steps * layout.rows_per_step * float(np.mean(trainer.order.lengths))
+            planned = TRAINING_PASSES * token_seconds * tokens
+            if self.speed is not None:
+                planned = tokens / self.speed.tokens_per_second
+            seconds = max(FREE_SECONDS, budget * planned / 2)  # after training it is as much
+            share = min(1.0, seconds / (1 + generates) / loss_seconds)
+            rows = math.ceil(share * len(evaluator.split))
+            answers = all_answers = len(evaluator.question_indices) if generates else 0
+            if all_answers:
+                left = seconds - share * loss_seconds
+                answers = evaluator.answers_within(model, left, token_seconds)
+        if share == 1.0 and answers == all_answers:
+            return
+        if self.recorder.rank == 0:
+            logger.info(
+                "the scores before and after training use %d of %d held-out rows and %d of %d "
+                "answers: all would need more than %.0f s, and training needs about %.0f s "
+                "(train.eval_time_budget=%g); TRAIN_EVAL_TIME_BUDGET=null scores all",
+                *(rows, len(evaluator.split), answers, all_answers, seconds, planned, budget),
+            )
+        evaluator.limit(rows, answers)
 
 
 def summary_lines(
@@ -133,11 +170,12 @@ def score_lines(held_out: HeldOutEvaluation) -> list[str]:
     if before.generation is None or after.generation is None:
         return lines
     lines += _generation_lines(before.generation, after.generation)
-    for index in sample_indices(len(after.generation.answers)):
-        question = held_out.evaluator.questions[index]
-        before_text = before.generation.answers[index].text
-        after_text = after.generation.answers[index].text
-        lines += ["", *_sample_lines(question, before_text, after_text)]
+    samples = (
+        sample_answers(held_out.evaluator.questions, scores)
+        for scores in (before.generation, after.generation)
+    )
+    for early, late in zip(*samples, strict=True):
+        lines += ["", *_sample_lines(early, late.answer)]
     return lines
 
 
@@ -172,14 +210,14 @@ def fact_line(report: RunReport) -> str:
     )
 
 
-def _sample_lines(question: Question, before: str, after: str) -> list[str]:
-    prompt = " ".join(question.plain_prompt.split())
+def _sample_lines(before: SampleAnswer, after: str) -> list[str]:
+    prompt = " ".join(before.prompt.split())
     if len(prompt) > WIDTH:  # keep the end, where the question is
         prompt = f"...{prompt[3 - WIDTH :]}"
     return [
         f"prompt   {prompt}",
-        f"expected {_shorten(question.expected)}",
-        f"before   {_shorten(before)}",
+        f"expected {_shorten(before.expected)}",
+        f"before   {_shorten(before.answer)}",
         f"after    {_shorten(after)}",
     ]
 

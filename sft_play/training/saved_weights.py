@@ -149,7 +149,17 @@ def reopen_saved(
         return
     with recorder.check("plain transformers opens the saved weights and says the same"):
         with timeline.span("reopened by plain transformers"):
-            found = reopen(saved_folder(weights, context), reference)
+            config = context.config
+            stranger = Folder(  # how it loads the weights, on this rank's device
+                weights,
+                dtype_name(_dtype(context)),
+                {"": str(context.process.device)},
+                bnb.plain_quantization(config, context.process.compute_dtype),
+                config.model.revision,
+                config.model.trust_remote_code,
+                stored=plain_reading(config),
+            )
+            found = reopen(stranger, reference)
         logger.info("%s", found.line(name))
         faults = found.faults()
         # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU
@@ -188,20 +198,6 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
     return None
 
 
-def saved_folder(weights: Path, context: RunContext) -> Folder:
-    """Return how a stranger loads the saved weights on this rank's device."""
-    config = context.config
-    return Folder(
-        weights,
-        dtype_name(_dtype(context)),
-        {"": str(context.process.device)},
-        bnb.plain_quantization(config, context.process.compute_dtype),
-        config.model.revision,
-        config.model.trust_remote_code,
-        stored=plain_reading(config),
-    )
-
-
 def _dtype(context: RunContext) -> torch.dtype:
     return weight_dtype(context.config, context.process.compute_dtype)
 
@@ -227,7 +223,7 @@ def check_saved_adapter(
     Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
     or was never updated.
     """
-    seen = _check_saved(folder, trained)
+    seen = check_saved_model(folder, trained)
     if trained is not None and seen != trained.keys():
         raise CheckpointError(
             f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the "
@@ -241,19 +237,14 @@ def check_saved_adapter(
         )
 
 
-def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> None:
-    """Read the saved weights of a full run back: finite, and equal to the weights in memory.
+def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> set[str]:
+    """Read saved weights back: finite, and equal to the weights in memory. Return their names.
 
     Without `trained` they are only checked for NaN and infinity. So are tensors that the
     architecture saves under another name than it has in memory.
 
     Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
     """
-    _check_saved(folder, trained)
-
-
-def _check_saved(folder: Path, trained: Mapping[str, Tensor] | None) -> set[str]:
-    """Check the tensors in a folder, also against those in memory if given; return their names."""
     differing: list[str] = []
     broken: list[str] = []
     seen: set[str] = set()

@@ -111,7 +111,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     explainer.trainer = trainer
     recorder.follow_steps(trainer)
     evaluator = build_evaluator(context, data, data.test, tokenizer, model)
-    held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
+    held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder, planned.plan.speed)
     stop.follow(trainer.evaluator, evaluator)
     observers.attach(trainer)
     # before the others: the clock of the throughput must start after the scores
@@ -221,8 +221,11 @@ def before_first_step(
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
             check_cross_document(trainer.model_wrapped, trainer.data_collator, vocabulary, device)
-    if "before" not in recorder.report.metrics:  # the run goes on in its folder
+    before = recorder.report.metrics.get("before")
+    if before is None:
         held_out.score("before")
+    elif "rows" in before:  # the run goes on in its folder
+        held_out.evaluator.limit(before["rows"], before.get("answers", 0))
     warning = trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
@@ -277,13 +280,9 @@ def look_at_weights(
         recorder.note(experts=report)
         if report is not None and context.process.is_main:
             log_experts(report)
-    compare_ranks(context, trainer, recorder)
-
-
-def compare_ranks(context: RunContext, trainer: SftTrainer, recorder: RunRecorder) -> None:
-    """Check that the trained weights are equal on all ranks, where each has all of them."""
     process = context.process
     step = trainer.state.global_step
+    # where each rank has all of them
     if process.world_size > 1 and has_equal_copies(trainer.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
             check_equal_ranks(trainer.model, process, step)
