@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 20_440,
     "compat": 1_270,
     "config": 24_060,
-    "data": 72_870,
+    "data": 72_100,
     "evaluation": 12_340,
     "inference": 19_640,
     "models": 112_630,

@@ -18,7 +18,7 @@ from sft_play.data.assemble import RunData
 from sft_play.data.images import ImageReader
 from sft_play.data.ledger import ledger_lines
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.row_estimates import look_at_rows
+from sft_play.data.row_facts import look_at_rows
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenizer import load_tokenizer
@@ -153,13 +153,13 @@ def test_rows_that_name_images_are_tokenised_on_all_cores(folder, base, own, mon
     write_many(folder, rows)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     asked: list[int] = []
-    tokenize_tasks = tokenize._tokenize_tasks
+    tokenize_tasks = tokenize.tokenize_tasks
 
     def watched(tasks, chunk_tokenizer, processes):
         asked.append(processes)
         return tokenize_tasks(tasks, chunk_tokenizer, processes)
 
-    monkeypatch.setattr(tokenize, "_tokenize_tasks", watched)
+    monkeypatch.setattr(tokenize, "tokenize_tasks", watched)
     data = build_run_data(configured(folder, base, split_by="row"), own)
     assert asked == [2]
     assert len(sizes(data)) == rows

@@ -13,7 +13,7 @@ from sft_play.config.schema import Config, SourceSection
 from sft_play.data.assemble import DataFacts
 from sft_play.data.ledger import PaddedTokens, ledger_lines
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.row_estimates import count_rows_or_reason
+from sft_play.data.row_facts import count_rows_or_reason
 from sft_play.data.sources import changed_sources
 from sft_play.errors import DataError
 

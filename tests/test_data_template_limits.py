@@ -8,7 +8,6 @@ from renderings import row
 
 from sft_play.data import limits
 from sft_play.data.render import Renderer, RenderError, render_prompt
-from sft_play.data.row_estimates import TokenCounter
 from sft_play.data.rows import Message
 from sft_play.errors import DataError
 
@@ -29,14 +28,6 @@ def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch):
     with pytest.raises(DataError, match="has not ended"):
         render_prompt([Message("user", "q")], tok)
     assert time.process_time() - begin < 3
-
-
-def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.3)
-    tok = tokenizer("x")
-    counter = TokenCounter(tok.backend_tokenizer, NESTED, {})
-    with pytest.raises(DataError, match="has not ended"):
-        counter.count([row("q", "a")])
 
 
 def test_a_text_that_doubles_is_stopped_before_the_memory_is_full(monkeypatch):

@@ -13,8 +13,9 @@ from tiny_models import tiny_model
 
 from sft_play.config.schema import Config
 from sft_play.data import limits
-from sft_play.data.row_estimates import TokenCounter
+from sft_play.data.render import Renderer
 from sft_play.data.rows import Message, Row
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_errors_in_words
 from sft_play.models.expert_adapters import load_adapter
 from sft_play.plan.base_model import require_base
@@ -73,7 +74,7 @@ def test_a_folder_is_read_or_refused_in_words(name, tmp_path):
 
 def count(folder: Path) -> None:
     require_base(config_of(folder), {})
-    TokenCounter.find(config_of(folder), {}).count([ROW])
+    Renderer(load_tokenizer(config_of(folder))).render([ROW])
 
 
 @pytest.mark.parametrize("name", [name for name in templates() if name.startswith(STOPPED)])

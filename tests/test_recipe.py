@@ -11,9 +11,9 @@ from record_files import write_rows
 
 from sft_play.commands.train import run_stem
 from sft_play.config.loader import BASE, DEFAULT, load
-from sft_play.data import row_estimates
+from sft_play.data import row_facts
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.row_estimates import look_at_rows
+from sft_play.data.row_facts import look_at_rows
 from sft_play.errors import ConfigError
 from sft_play.plan import recipe
 from sft_play.plan.model_shape import positions_of
@@ -220,7 +220,7 @@ def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path):
 
 
 def test_rows_of_parquet_are_drawn_as_those_of_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_estimates, "SAMPLED_ROWS", 3)
+    monkeypatch.setattr(row_facts, "SAMPLED_ROWS", 3)
     records = answers(range(1, 30))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "train.parquet")
     paths = (str(tmp_path / "train.parquet"), written(tmp_path / "train.jsonl", records))
@@ -243,7 +243,9 @@ def test_rows_that_cannot_be_read_are_a_reason(tmp_path):
         config = load(EMPTY, {"DATA_TRAIN_PATH": path}).config
         return look_at_rows(config, {}, may_fetch=False)
 
-    assert look("some/dataset") == "some/dataset is not on this machine yet"
+    assert look("some/dataset") == (
+        "some/dataset is not on this machine yet; make data-check fetches it"
+    )
     assert "no rows" in look(written(tmp_path / "empty.jsonl", []))
 
 

@@ -152,7 +152,7 @@ def sleeping_chunks(task: int) -> None:
 
 def tokenise() -> None:
     with StopSignals():
-        list(tokenize._tokenize_tasks(iter(range(8)), sleeping_chunks, 2))
+        list(tokenize.tokenize_tasks(iter(range(8)), sleeping_chunks, 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

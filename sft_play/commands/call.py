@@ -98,7 +98,7 @@ def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFact
     shape = load_counted_shape(loaded.config, call.environ)
     if not recipe.depends_on_rows(loaded.config):
         return recipe.RecipeFacts(shape.parameters)
-    from sft_play.data.row_estimates import look_at_rows
+    from sft_play.data.row_facts import look_at_rows
 
     positions = load_positions(model, call.environ, may_fetch)
     rows = look_at_rows(loaded.config, call.environ, may_fetch)

@@ -17,7 +17,7 @@ from sft_play.commands.call import (
 )
 from sft_play.config.loader import BASE, INSTALLED, PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import env_name, settings
-from sft_play.data.row_estimates import count_rows_or_reason
+from sft_play.data.row_facts import count_rows_or_reason
 from sft_play.errors import ConfigError
 from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.launch import SlurmJob, script

@@ -141,7 +141,7 @@ class TokenizedChunk:
 class ChunkTokenizer:
     """Tokenizes chunks. Has what a process needs for it, and nothing that changes."""
 
-    def __init__(self, config: Config, tokenizer: Any):
+    def __init__(self, config: Config, tokenizer: Any, decodes: bool = True):
         data = config.data
         self._max_seq_len = config.model.max_seq_len
         self._too_long = data.too_long
@@ -150,7 +150,7 @@ class ChunkTokenizer:
         )
         self._template = ChatTemplate(tokenizer)
         self._bos_id = tokenizer.bos_token_id
-        self._system_prompt = SystemPrompt.from_config(config)
+        self._system_prompt = SystemPrompt.from_config(config, decodes)
         self.processor = Processor(config, tokenizer)
         self.processor.find_limits()  # what is wrong with them is said before a row is read
 

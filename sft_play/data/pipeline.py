@@ -15,7 +15,7 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
-from sft_play.data.row_estimates import record_counts
+from sft_play.data.row_facts import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
 from sft_play.data.templates import ChatTemplate

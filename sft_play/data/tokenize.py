@@ -187,7 +187,7 @@ def build_store(
     ):
         states.write(json.dumps(image_folders(source)) + "\n")
         tasks = _iterate_tasks(source, chosen, group_by, rows_per_chunk)
-        for done in _tokenize_tasks(tasks, tokenize, processes):
+        for done in tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
             pace.advance(done.bytes_read)
@@ -276,7 +276,7 @@ def _run_task(task: ChunkTask) -> TokenizedChunk:
     return _tokenize_chunk(task)
 
 
-def _tokenize_tasks(
+def tokenize_tasks(
     tasks: Iterator[ChunkTask], chunk_tokenizer: ChunkTokenizer, processes: int
 ) -> Iterator[TokenizedChunk]:
     """Yield the samples of each task, in the order of the tasks."""

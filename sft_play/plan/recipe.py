@@ -68,6 +68,7 @@ class RowFacts:
     # why the tokens were estimated from the characters; None: a tokenizer counted them
     uncounted_because: str | None = None
     are_texts: bool = False  # none is a conversation
+    labelled: float | None = None  # share of the tokens that have loss; None if it is not known
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """How much a run trains and writes, and its speed and hours as text. Pure: no torch, no I/O."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from sft_play.config.schedules import count_steps, options_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.train import TrainSection
 from sft_play.plan.memory import GIB, peak_bytes
 from sft_play.plan.needs import may_be_float8
+from sft_play.plan.recipe import RowFacts
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, full_rows, predict
 from sft_play.plan.step import StepSpec
@@ -31,7 +32,15 @@ class Counted:
     samples: int
     tokens: int
     labelled: float = LABELLED  # share of the tokens that have loss
-    is_estimated: bool = False  # from the size of files, not by a tokenizer
+    is_estimated: bool = False  # from some of the rows
+
+    @classmethod
+    def estimate(cls, facts: RowFacts, longest: int) -> Self:
+        """Return what rows come to in an epoch, each of at most `longest` tokens."""
+        tokens = sum(min(length, longest) for length in facts.lengths)
+        mean_tokens = tokens / len(facts.lengths)
+        labelled = facts.labelled or LABELLED
+        return cls(facts.rows, round(facts.rows * mean_tokens), labelled, is_estimated=True)
 
 
 @dataclass(frozen=True)
@@ -50,26 +59,16 @@ class Workload:
     warning: str | None = None
 
 
-def estimated_tokens(characters: Iterable[int], max_seq_len: int) -> float:
-    """Return the tokens of rows of so many characters, each row cut where the longest may end."""
-    return sum(min(count / CHARACTERS_PER_TOKEN, max_seq_len) for count in characters)
+def epoch_rows(sources: Sequence[tuple[float, float | None]]) -> list[float]:
+    """Return the rows of an epoch from each source of (rows, weight or None).
 
-
-def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: float) -> Counted:
-    """Return what sources of (rows, tokens of a row, weight or None) come to in an epoch.
-
-    `held_out` is the share of the rows that are evaluated on. Weights set the ratio of the sources:
-    the one that is scarcest for its weight is read once and the others are repeated, as the run
-    mixes them.
+    Weights set the ratio of the sources: the one that is scarcest for its weight is read once and
+    the others are repeated, as the run mixes them.
     """
-    weights = [weight for _, _, weight in sources]
-    most = max((rows / weight for rows, _, weight in sources if weight), default=0.0)
-    taken = [
-        most * weight if weight and None not in weights else rows for rows, _, weight in sources
-    ]
-    kept = 1 - held_out
-    tokens = sum(rows * length for rows, (_, length, _) in zip(taken, sources, strict=True))
-    return Counted(max(1, round(kept * sum(taken))), round(kept * tokens), is_estimated=True)
+    most = max((rows / weight for rows, weight in sources if weight), default=0.0)
+    if any(weight is None for _, weight in sources):
+        return [rows for rows, _ in sources]
+    return [most * weight if weight else rows for rows, weight in sources]
 
 
 def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
@@ -233,7 +232,7 @@ def describe_run(workload: Workload | str) -> str:
     """Return how long a run takes; `workload` may be why that is not known."""
     if isinstance(workload, str):
         return f"length not known: {workload}"
-    counted = "estimated from the files" if workload.is_estimated else "counted"
+    counted = "estimated from some rows" if workload.is_estimated else "counted"
     plural = "" if workload.epochs == 1 else "s"
     text = (
         f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "

@@ -1,0 +1,238 @@
+"""How many training rows there are, and how long in tokens, before a run is planned.
+
+Some rows are tokenized as a run tokenizes all of them, once: the result stays in the cache. If the
+tokenizer is not on this machine, CHARACTERS_PER_TOKEN characters count as a token. Loads no torch,
+unless rows are tokenized.
+"""
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft_play.config.schema import Config
+from sft_play.data.files import Chunk, read_chunks
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_formats import RowFormat
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
+from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow
+from sft_play.data.sources import SETTINGS, Source, find_source, source_sections
+from sft_play.errors import DataError
+from sft_play.plan import sources
+from sft_play.plan.model_shape import find_file
+from sft_play.plan.recipe import RowFacts
+from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, epoch_rows
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import cache_folder
+
+if TYPE_CHECKING:
+    from sft_play.data.assemble import RunData
+
+READ_BYTES = 16 << 20  # of each source
+SAMPLED_ROWS = 2000  # of all sources together, each in its share of an epoch
+SAMPLED_BYTES = 4 << 20  # as they are on disk; of long rows, fewer are drawn
+FEWEST_ROWS = 50
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first READ_BYTES of a source, or all of a smaller one."""
+
+    source: Source
+    chunks: list[Chunk]
+    rows: int  # that were read
+    all_rows: float  # of the source; estimated by the size of its files if more is left
+
+
+def look_at_rows(
+    config: Config, environ: Mapping[str, str], may_fetch: bool, tokenizes: bool = True
+) -> RowFacts | str:
+    """Return what a config's training rows are like, or why nobody can say.
+
+    With `may_fetch`, rows and a tokenizer that are not on this machine are fetched; unless
+    `tokenizes`, characters are counted, if no tokenizer has counted these rows before.
+    Raises: EnvironmentFault when they cannot be fetched.
+    """
+    config = config.model_copy(update={"data": sources.resolved(config.data)})
+    model = config.model
+    path = _record_path(config)
+    if path.is_file():
+        facts = read_json(path)
+        return RowFacts(**{**facts, "lengths": tuple(facts["lengths"])})
+    try:
+        begun = _read_beginnings(config, may_fetch)
+    except DataError as error:  # the run itself names every bad row and stops
+        return str(error).splitlines()[0]
+    shares = epoch_rows([(one.all_rows, one.source.section.weight) for one in begun])
+    drawn = [part for one in zip(begun, shares, strict=True) for part in _draw(*one, sum(shares))]
+    is_here = any(find_file(model.name, file, model.revision, environ) for file in TOKENIZER_FILES)
+    reason = None
+    if tokenizes and (may_fetch or is_here):
+        lengths, labelled = _tokenize(drawn, config)
+    else:
+        reason = f"the tokenizer of {model.name} is not on this machine"
+        lengths, labelled = _count_characters(drawn, config), None
+    if not lengths:
+        return "none of the first rows can be used"
+    held_out = 0.0
+    if not config.data.val_path:
+        all_rows = sum(one.all_rows for one in begun)
+        held_out = min(config.data.val_size, MAX_HELD_OUT_ROWS / all_rows)
+    facts = RowFacts(
+        rows=max(1, round((1 - held_out) * sum(shares))),
+        lengths=tuple(sorted(lengths)),
+        is_estimated=any(one.all_rows > one.rows for one in begun),
+        uncounted_because=reason,
+        are_texts=all(row_format.name == "text" for _, row_format in drawn),
+        labelled=labelled,
+    )
+    if reason is None:
+        write_json(path, asdict(facts))
+    return facts
+
+
+def count_rows_or_reason(config: Config) -> Counted | str:
+    """Return how many samples and tokens a resolved config trains on, or why nobody can say.
+
+    The numbers were recorded when the rows were tokenized, or are estimates.
+    """
+    path = _record_path(config, config.model.max_seq_len)
+    if path.is_file():
+        return Counted(**read_json(path))
+    facts = look_at_rows(config, {}, may_fetch=False, tokenizes=False)
+    return facts if isinstance(facts, str) else Counted.estimate(facts, config.model.max_seq_len)
+
+
+def record_counts(config: Config, data: "RunData") -> None:
+    """Record how many samples and tokens a resolved config trains on."""
+    tokens = int(data.train.lengths.sum())
+    trained_tokens = int(data.train.records["trained"].sum())
+    counted = Counted(len(data.train), tokens, trained_tokens / tokens)
+    write_json(_record_path(config, config.model.max_seq_len), asdict(counted))
+
+
+Drawn = list[tuple[Chunk, RowFormat]]
+
+
+def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
+    """Return the beginning of each training source. Raises: DataError if one has no row."""
+    begun = []
+    for section in source_sections(config.data.train_path):
+        if not may_fetch and not Path(section.path).exists():
+            raise DataError(
+                f"{section.path} is not on this machine yet; make data-check fetches it"
+            )
+        source = find_source(section, "data.train_path", config.data.columns)
+        chunks = []
+        bytes_read = 0
+        for chunk in chain.from_iterable(map(read_chunks, source.files)):
+            chunks.append(chunk)
+            bytes_read += chunk.bytes_read
+            if bytes_read >= READ_BYTES:
+                break
+        rows = sum(len(chunk.records) for chunk in chunks)
+        if not rows:
+            raise DataError(f"{section.path}: no rows")
+        is_part = bytes_read >= READ_BYTES
+        all_rows = rows * max(1.0, source.file_bytes / bytes_read) if is_part else rows
+        if section.choice:
+            start, stop = source.bounds(round(all_rows))
+            all_rows = min(section.rows or all_rows, max(0, stop - start), all_rows)
+        begun.append(Beginning(source, chunks, rows, all_rows))
+    return begun
+
+
+def _draw(begun: Beginning, share: float, all_shares: float) -> Drawn:
+    """Return a source's share of SAMPLED_ROWS, the same rows each time.
+
+    They are drawn at random: rows at equal distances may be all alike.
+    """
+    bytes_read = sum(chunk.bytes_read for chunk in begun.chunks)
+    most = max(FEWEST_ROWS, begun.rows * SAMPLED_BYTES // max(1, bytes_read))
+    wanted = math.ceil(min(SAMPLED_ROWS, most) * share / all_shares)
+    positions = range(begun.rows)
+    if begun.rows > wanted:
+        positions = sorted(random.Random(0).sample(positions, wanted))
+    drawn = []
+    start = 0  # of a chunk, among all rows
+    for chunk in begun.chunks:
+        end = start + len(chunk.records)
+        chosen = [position - start for position in positions if start <= position < end]
+        if chosen:
+            row_format = detect_format(chunk.path, begun.source.columns)
+            drawn.append((chunk.take(chosen), row_format))
+        start = end
+    return drawn
+
+
+def _count_characters(drawn: Drawn, config: Config) -> list[int]:
+    """Return about how many tokens rows have, by their characters."""
+    prompt = SystemPrompt.from_config(config, decodes=False)
+    lengths = []
+    for chunk, row_format in drawn:
+        for rows in parse_record_rows(chunk, row_format, prompt):
+            for row in () if isinstance(rows, BadRow) else rows:
+                said = sum(len(message.content) for message in row.messages)
+                lengths.append(math.ceil((len(row.plain_text) + said) / CHARACTERS_PER_TOKEN))
+    return lengths
+
+
+def _tokenize(drawn: Drawn, config: Config) -> tuple[list[int], float]:
+    """Return the tokens of rows, and the share of them that carries loss.
+
+    Raises: DataError, EnvironmentFault.
+    """
+    import numpy as np
+
+    from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer  # transformers: seconds
+    from sft_play.data.tokenize import tokenize_tasks
+    from sft_play.data.tokenizer import load_tokenizer
+
+    model = config.model.model_copy(update={"max_seq_len": 1 << 30})  # no row is cut
+    config = config.model_copy(update={"model": model})
+    tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
+    tasks = [ChunkTask(0, chunk, row_format) for chunk, row_format in drawn]
+    lengths: list[int] = []
+    trained = 0
+    for done in tokenize_tasks(iter(tasks), tokenizer, processes=1):
+        lengths += np.diff(done.samples.records["end"], prepend=0).tolist()
+        trained += done.tally.trained_tokens
+    return lengths, trained / max(1, sum(lengths))
+
+
+def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
+    """Return where the facts of a config's rows are; with `max_seq_len`, the counts of a run.
+
+    The name digests its settings, and the path, size and time of every local file.
+    """
+    model = ("revision", "add_tokens", "chat_template", "template_kwargs")
+    base = Path(config.model.name)
+    base = base.absolute() if base.is_dir() else base
+    facts = {
+        "data": config.data.model_dump(),
+        "model": config.model.model_dump(include={*model}),
+        "base": str(base),
+        "max_seq_len": max_seq_len,
+        "seed": config.train.order_seed,
+        "files": [
+            (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+            for file in _local_files(base, config)
+        ],
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder(config) / "counts" / f"{key}.json"
+
+
+def _local_files(base: Path, config: Config) -> Iterator[Path]:
+    paths = [base]
+    for setting in SETTINGS.values():
+        paths += (Path(one.path) for one in source_sections(getattr(config.data, setting)))
+    for path in paths:
+        candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
+        yield from (file for file in candidates if file.is_file())
