@@ -26,6 +26,7 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
 from sft_play.evaluation.generate import Answer, Generator, Room, split_batches, take_rank_share
+from sft_play.evaluation.measured import answers_within, loss_seconds
 from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
 from sft_play.models.fast.loss.head import fuse_loss
@@ -140,10 +141,10 @@ def test_rows_of_a_sample_score_as_they_do_among_all(model, split, tokenizer):
 
 def test_the_answers_that_fit_follow_from_the_time_that_there_is(model, split, tokenizer):
     few = evaluator(split, tokenizer)
-    token_seconds = few.loss_seconds(model)
+    token_seconds = loss_seconds(few, model)
     assert 0 < token_seconds < 1
-    assert few.answers_within(model, 1000.0, token_seconds) == len(few.question_indices)
-    assert few.answers_within(model, 1e-6, token_seconds) == 0
+    assert answers_within(few, model, 1000.0, token_seconds) == len(few.question_indices)
+    assert answers_within(few, model, 1e-6, token_seconds) == 0
 
 
 # Answers

@@ -74,6 +74,8 @@ def test_ranks_score_the_same_sample(plan_run, strategy):
     train_on_two(folder, leave_no_evaluation_free)
     metrics = run_json(folder)["metrics"]
     rows = metrics["before"]["rows"]
-    assert 1 <= rows == metrics["after"]["rows"] < folder.read_report().rows("validation")["samples"]
+    assert (
+        1 <= rows == metrics["after"]["rows"] < folder.read_report().rows("validation")["samples"]
+    )
     losses = (folder.evaluation / "after.losses.jsonl").read_text().splitlines()
     assert len({json.loads(line)["origin"] for line in losses}) == rows

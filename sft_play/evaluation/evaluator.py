@@ -53,9 +53,6 @@ from sft_play.progress import Stage, watched
 
 Found = TypeVar("Found")
 LONG_SECONDS = 20  # of generation, from which on its lines say what leaves it out
-SLOW_SECONDS = 1.0  # of a batch on a CPU: what is loaded for the first one hardly counts
-TIMED_TOKENS = 8  # of answers that are generated to measure how long whole ones take
-READING_SHARE = 0.1  # of a limit in seconds, in which measured answers may read their prompts
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -115,59 +112,6 @@ class Evaluator:
         self.scored = self.split.take(drawn(np.arange(len(self.split)), rows))
         self.question_indices = drawn(np.array(self.question_indices), answers).tolist()
 
-    @torch.no_grad()
-    def loss_seconds(self, model: torch.nn.Module) -> float:
-        """Return the seconds that the slowest rank needs for the loss of one of its tokens.
-
-        They are measured on one batch. Every rank must call it.
-        """
-        shares = self._shares()
-        indices = shares[len(shares) // 2]  # of usual length: the longest rows come first
-        batch = self._loss_batch(indices)
-        tokens = sum(int(self.split.lengths[max(index, ~index)]) for index in indices)
-        seconds = 0.0
-        with resharding(model), self.process.autocast():
-            for _ in range(2):  # the first one loads kernels
-                started = time.perf_counter()
-                self._nats_of_rows(model, batch).tolist()
-                seconds = self.process.max(time.perf_counter() - started)
-                if seconds > SLOW_SECONDS and not self.process.is_gpu:
-                    break
-        return seconds / self.process.min(tokens)
-
-    def answers_within(self, model: torch.nn.Module, seconds: float, token_seconds: float) -> int:
-        """Return how many answers take at most `seconds`, by the first tokens of some.
-
-        A prompt's token takes `token_seconds`. Every rank must call it.
-        """
-        total, ranks = len(self.question_indices), self.process.world_size
-        longest = max(len(self.split[index].prompt) for index in self.question_indices)
-        readable = int(READING_SHARE * seconds / (longest * token_seconds))
-        rows = min(math.ceil(total / ranks), self._rows_at(model)(longest), max(1, readable))
-        if self.process.is_gpu:
-            self._answer_seconds(model, 1)  # the first answer loads kernels
-        started = time.perf_counter()
-        while rows:
-            of_batch = self._answer_seconds(model, rows)
-            left = seconds - self.process.max(time.perf_counter() - started)
-            if of_batch <= left:
-                return min(total, int(ranks * rows * left / of_batch))
-            rows = int(rows * max(0.0, left) / of_batch)
-        return 0
-
-    def _answer_seconds(self, model: torch.nn.Module, rows: int) -> float:
-        """Return the seconds of a batch of the longest answers, by those of its first tokens."""
-        times = [time.perf_counter()]
-        timed = self.train.model_copy(update={"generation_max_new_tokens": TIMED_TOKENS})
-        prompts = [self.split[index].prompt for index in self.question_indices[:rows]]
-        # noting a time returns None, which ends no answer
-        note = StopWhen(lambda: bool(times.append(time.perf_counter())))
-        generator = replace(self.generator, train=timed)
-        generator.generate_or_halve(model, prompts, StoppingCriteriaList([note]))
-        reading, *rest = np.diff(times).tolist()
-        each = sum(rest) / len(rest) if rest else reading
-        return self.process.max(reading + self.train.generation_max_new_tokens * each)
-
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which must be in evaluation mode.
 
@@ -220,7 +164,7 @@ class Evaluator:
         stage = Stage("evaluating the loss", len(self.scored))
         with self.process.autocast(), watched(stage, self.process.is_main):
             for batch in self._loss_batches:
-                nats_of_batches.append(self._nats_of_rows(model, batch))
+                nats_of_batches.append(self.nats_of_rows(model, batch))
                 self._advance(stage, self.batch_size)
         own: dict[int, RowLoss] = {}
         # moved to the CPU at the end: each move waits for the GPU
@@ -232,7 +176,7 @@ class Evaluator:
                     own[index] = RowLoss(row_nats, tokens)
         return tuple(self._in_order(own, len(self.scored)))
 
-    def _nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
+    def nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
         """Return the nats of each row of a batch, float32 (B,)."""
         inputs = dict(batch.tensors)
         if self.images is not None:
@@ -340,14 +284,15 @@ class Evaluator:
     @cached_property
     def _loss_batches(self) -> list[LossBatch]:
         """Return this rank's batches, longest rows first. Every rank has the same number."""
-        return [self._loss_batch(indices) for indices in self._shares()]
+        return [self.loss_batch(indices) for indices in self.shares()]
 
-    def _shares(self) -> list[list[int]]:
+    def shares(self) -> list[list[int]]:
         """Return the rows of this rank's batches."""
         batches = split_batches(self.scored.lengths, lambda _: self.batch_size)
         return take_rank_share(batches, self.process, self.context.size if self.context else 1)
 
-    def _loss_batch(self, indices: list[int]) -> LossBatch:
+    def loss_batch(self, indices: list[int]) -> LossBatch:
+        """Return a batch of rows to score; a negative index is a filler."""
         rows = TrainRows(self.scored)
         sequences = [rows[index] for index in indices]
         tensors = PadCollator(self.tokenizer.pad_token_id)(sequences)
@@ -372,12 +317,12 @@ class Evaluator:
         """
         prompts = [self.split[index].prompt for index in self.question_indices]
         lengths = [len(prompt) for prompt in prompts]
-        every = split_batches(lengths, self._rows_at(model), self.process.world_size)
+        every = split_batches(lengths, self.rows_at(model), self.process.world_size)
         for numbers in take_rank_share(every, self.process):
             # ~number is negative for a question, and the question's number for a filler
             yield numbers, [prompts[max(number, ~number)] for number in numbers]
 
-    def _rows_at(self, model: torch.nn.Module) -> Callable[[int], int]:
+    def rows_at(self, model: torch.nn.Module) -> Callable[[int], int]:
         """Return how many prompts of a number of tokens are answered at once, on every rank."""
         train = self.train
         if train.generation_batch_size is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sft_play import timeline
+from sft_play.evaluation import measured
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import (
     GenerationScores,
@@ -107,7 +108,7 @@ class HeldOutEvaluation:
         layout, generates = trainer.order.layout, evaluator.train.predict_with_generate
         model = trainer.model
         with trainer.memory.phase("evaluation"), trainer.speed.evaluating(model):
-            token_seconds = evaluator.loss_seconds(model) / layout.replicas
+            token_seconds = measured.loss_seconds(evaluator, model) / layout.replicas
             loss_seconds = token_seconds * int(evaluator.split.lengths.sum())
             steps = trainer.state.max_steps - trainer.state.global_step
             tokens = steps * layout.rows_per_step * float(np.mean(trainer.order.lengths))
@@ -120,7 +121,7 @@ class HeldOutEvaluation:
             answers = all_answers = len(evaluator.question_indices) if generates else 0
             if all_answers:
                 left = seconds - share * loss_seconds
-                answers = evaluator.answers_within(model, left, token_seconds)
+                answers = measured.answers_within(evaluator, model, left, token_seconds)
         if share == 1.0 and answers == all_answers:
             return
         if self.recorder.rank == 0:

@@ -289,10 +289,8 @@ class TrainSection(Section):
         0.1,
         le=1,
         description="Largest share of the time in training that evaluations under eval_strategy "
-        "may use: one that would exceed it is skipped with a warning. The scores before and after "
-        "training together use at most this share of the planned training time, or 10 seconds "
-        "each. If all rows need longer, the same random sample is scored both times. null sets no "
-        "limit.",
+        "may use; one beyond it is skipped. Scoring before and after training may use the same "
+        "together, or 10 seconds each, and scores a random sample otherwise. null: no limit.",
     )
     metric_for_best_model: str = Field(
         "eval_loss",
