@@ -46,11 +46,12 @@ def test_a_composite_checkpoint_trains_is_reopened_and_merged(model_type, mode, 
 
 
 def run_command(words: list[str], **settings: str) -> None:
-    """Run a command on the first GPU."""
+    """Run a command on the first visible GPU."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     done = subprocess.run(
         [sys.executable, "-m", "sft_play", *words],
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0", **settings},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu, **settings},
         capture_output=True,
         text=True,
     )
