@@ -53,7 +53,7 @@ def test_the_account_says_what_was_read_before_an_error(tmp_path):
         },
     })  # fmt: skip
     account = DataAccount()
-    sources = find_sources(config, account)
+    sources = find_sources(config)
     with pytest.raises(DataError, match=r"val.jsonl:2501: answer is 1, not a text"):
         tokenize_sources(config, sources, tokenizer(CHATML), account)
     assert account.lines() == [

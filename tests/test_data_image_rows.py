@@ -173,14 +173,13 @@ def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base):
     pair = {"question": "q", "answer": "x", "image": "0.jpg"}
     write_rows(folder / "rows.jsonl", pair)
     config = configured(folder, base)
-    find_sources(config)
     facts = look_at_rows(config, {}, may_fetch=True)
     assert facts.rows and facts.uncounted_because is None
     with pytest.raises(DataError, match=r"image 1 '0.jpg' is damaged, or breaks off"):
         tokenize.tokenize_sources(config, find_sources(config), load_tokenizer(config))
     (folder / "0.jpg").unlink()
     with pytest.raises(DataError, match=r"image 1 '0.jpg' is missing"):
-        find_sources(config)
+        tokenize.tokenize_sources(config, find_sources(config), load_tokenizer(config))
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

@@ -43,7 +43,7 @@ def init(call: Call) -> list[str]:
     Raises: ConfigError where OUT is taken or one of the two is missing; DataError for rows that
     cannot be used; EnvironmentFault where the model is nowhere; OutOfMemory where nothing fits.
     """
-    from sft_play.data.sources import find_sources
+    from sft_play.data.row_facts import check_first_rows
 
     path = Path(call.environ.get("OUT") or "config.yaml")
     if os.path.lexists(path):
@@ -58,7 +58,7 @@ def init(call: Call) -> list[str]:
         )
     refuse_unsafe_base(loaded.config)
     require_base(loaded.config, call.environ)
-    find_sources(loaded.config)  # names every row and column that cannot be used
+    check_first_rows(loaded.config)
     facts = look(call, loaded, may_fetch=not call.invocation.gpus)
     fit = choose_mode(call, loaded, facts)
     plan = fit.planned.plan
@@ -172,14 +172,13 @@ def _comments(fit: Fit, facts: RecipeFacts) -> dict[str, str]:
 
 def _rows(loaded: LoadedConfig, facts: RecipeFacts) -> str:
     """Return how the training rows are read, and how many there are."""
-    from sft_play.data.row_detection import detect_format
     from sft_play.data.sources import find_source, source_sections
 
     data = loaded.config.data
     kinds = []
     for section in source_sections(data.train_path):
         source = find_source(section, "data.train_path", data.columns)
-        columns = detect_format(source.files[0], source.columns).required
+        columns = source.recognized().formats[0].required
         kinds.append(f"the columns {' and '.join(columns)}")
     read = ", ".join(dict.fromkeys(kinds))
     if isinstance(facts.rows, str):

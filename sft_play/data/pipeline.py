@@ -44,7 +44,7 @@ def prepare_run_data(config: Config, account: DataAccount | None = None) -> RunD
 
     What was read is entered in the account. Raises: DataError, OutOfMemory.
     """
-    sources = find_sources(config, account)
+    sources = find_sources(config)
     from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
     tokenizer = load_tokenizer(config)

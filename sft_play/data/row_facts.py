@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, read_chunks
+from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow
-from sft_play.data.sources import SETTINGS, Source, find_source, source_sections
+from sft_play.data.sources import SETTINGS, Source, find_source, find_sources, source_sections
 from sft_play.errors import DataError
 from sft_play.plan import sources
 from sft_play.plan.model_shape import find_file
@@ -95,6 +95,17 @@ def look_at_rows(
     if reason is None:
         write_json(path, asdict(facts))
     return facts
+
+
+def check_first_rows(config: Config) -> None:
+    """Raise DataError for rows that cannot be used, among the first ones of each file."""
+    prompt = SystemPrompt.from_config(config, decodes=False)
+    for source in chain.from_iterable(find_sources(config).values()):
+        for path, row_format in zip(source.files, source.formats, strict=True):
+            chunk = next(read_chunks(path))
+            rows = parse_record_rows(chunk, row_format, prompt)
+            bad = [row for row in rows if isinstance(row, BadRow)]
+            refuse_bad_rows(bad, len(chunk.records))
 
 
 def count_rows_or_reason(config: Config) -> Counted | str:

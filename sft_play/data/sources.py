@@ -9,21 +9,19 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from sft_play.config.schema import Config, SourceSection, env_name
 from sft_play.data import cache
 from sft_play.data.files import (
     FORMATS,
-    BadRows,
     base_format,
     file_format,
-    read_chunks,
     suggest_path,
 )
-from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
-from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import BadRow, Columns, Json
+from sft_play.data.row_formats import RowFormat
+from sft_play.data.rows import Columns, Json
 from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.plan.model_shape import go_offline_without_network
@@ -36,7 +34,6 @@ SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
-CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
 SPARK_PART = "part-"  # begins the files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -125,6 +122,12 @@ class Source:
     columns: Columns
     section: SourceSection  # as the user wrote it
     left: tuple[str, ...] = ()  # other splits that the folder has
+    formats: tuple[RowFormat, ...] = ()  # of each file, once it is recognized
+
+    def recognized(self) -> Self:
+        """Return the source with the formats of its files. Raises DataError."""
+        formats = tuple(detect_format(path, self.columns) for path in self.files)
+        return replace(self, formats=formats)
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """Return where its part of so many rows begins and ends; % are rounded as by datasets."""
@@ -161,51 +164,42 @@ def _bound(text: str, rows: int) -> int:
     return rows + count if text.startswith("-") else count
 
 
-def find_sources(
-    config: Config, account: DataAccount | None = None
-) -> dict[str, tuple[Source, ...]]:
-    """Return the sources of each split that has rows of its own.
+def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
+    """Return the sources of each split that has rows of its own, with the formats of their files.
 
-    Checks the first rows of every file, and fetches hub data sets once. What was read is entered in
-    the account. Raises DataError, and EnvironmentFault where the hub cannot be reached.
+    Reads the first rows of every file, and fetches hub data sets once. Raises DataError, and
+    EnvironmentFault where the hub cannot be reached.
     """
-    account = account or DataAccount()
     found: dict[str, tuple[Source, ...]] = {}
     for split, name in SETTINGS.items():
         value = getattr(config.data, name)
         if value is not None:
             found[split] = tuple(
-                _fitting(find_source(section, f"data.{name}", config.data.columns), section, split)
+                _recognize(find_source(section, f"data.{name}", config.data.columns), split)
                 for section in source_sections(value)
             )
-    every = [(split, source) for split, sources in found.items() for source in sources]
-    for split, source in every:
-        account.record(split, source.name, len(source.files))
-    for split, source in every:
-        for left in source.left if split == "train" else ():
-            if left not in found:
-                typed = env_name(f"data.{SETTINGS[left]}")
-                note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
-                logger.warning(note, source.name, left, typed, source.name)
-        tally, bad = _check_first_rows(source, config)
-        account.record(split, source.name, len(source.files), tally)
-        if bad.total and config.data.on_bad_row == "fail":
-            bad.refuse(tally.rows_in)
+    for source in found.get("train", ()):
+        for left in (split for split in source.left if split not in found):
+            typed = env_name(f"data.{SETTINGS[left]}")
+            note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
+            logger.warning(note, source.name, left, typed, source.name)
     return found
 
 
-def _fitting(source: Source, section: SourceSection, split: str) -> Source:
-    """Return rows to evaluate on without data.columns if these name columns of other files."""
-    if split == "train" or section.columns or not source.columns:
-        return source
+def _recognize(source: Source, split: str) -> Source:
+    """Return a source with the formats of its files.
+
+    Rows to evaluate on are read without data.columns if these name columns of other files.
+    """
     try:
-        detect_format(source.files[0], source.columns)
+        return source.recognized()
     except DataError:
-        with contextlib.suppress(DataError):
-            detect_format(source.files[0], {})
-            logger.info("%s: read without data.columns: it has no such column", source.name)
-            return replace(source, columns={})
-    return source
+        if split != "train" and source.columns and not source.section.columns:
+            with contextlib.suppress(DataError):
+                found = replace(source, columns={}).recognized()
+                logger.info("%s: read without data.columns: it has no such column", source.name)
+                return found
+        raise
 
 
 def source_sections(value: str | list[str | SourceSection] | None) -> list[SourceSection]:
@@ -268,25 +262,6 @@ def digest_source(source: Source) -> str:
         except FileNotFoundError:
             source.states()  # which says so
             raise
-
-
-def _check_first_rows(source: Source, config: Config) -> tuple[Tally, BadRows]:
-    """Count the first rows of every file, and the bad ones: most mistakes show there.
-
-    Raises DataError for a file that cannot be read.
-    """
-    tally, bad, prompt = Tally(), BadRows(), SystemPrompt.from_config(config, decodes=False)
-    for path in source.files:
-        row_format = detect_format(path, source.columns)
-        if source.section.choice:  # the first rows may not be among those that are taken
-            continue
-        chunk = next(read_chunks(path, CHECKED_ROWS))
-        tally.rows_in += len(chunk.records)
-        for rows in parse_record_rows(chunk, row_format, prompt):
-            if isinstance(rows, BadRow):
-                bad.add(rows)
-    tally.dropped["bad_row"] = bad.total
-    return tally, bad
 
 
 def _choose_split(

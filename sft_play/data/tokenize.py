@@ -33,7 +33,6 @@ from sft_play.data.chunk_tokenizer import (
 from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.processor import digest_settings
-from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import StoreWriter
@@ -56,6 +55,7 @@ MAX_PROCESSES = 32
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
 IMAGE_ROWS = 32  # of a chunk: to decode an image takes as long as to tokenize fifty rows
 CHUNKS_IN_FLIGHT = 3  # for each process
+CHECKED_ROWS = 2000  # most mistakes show in these; after them, a bad row ends the reading at once
 # Of data. What is done with every row is a part of the cache's key.
 ROW_SETTINGS = {
     *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
@@ -75,6 +75,9 @@ def tokenize_sources(
     What was read is entered in the account. Raises: DataError, OutOfMemory.
     """
     account = account or DataAccount()
+    for split, sources in found.items():
+        for source in sources:
+            account.record(split, source.name, len(source.files))
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
     processor_digest = digest_settings(config.model)
     splits: TokenizedSplits = {}
@@ -163,6 +166,7 @@ def build_store(
     """
     long_rows: list[LongRow] = []
     bad = BadRows()
+    refuses = config.data.on_bad_row == "fail"
     files = tuple(map(str, source.files))
     stage = Stage(
         f"tokenising {source.name}",
@@ -199,7 +203,10 @@ def build_store(
                 place = row.origin.removeprefix(files[done.file])
                 facts = {"file": done.file, "place": place, "reason": row.reason, "row": row.raw}
                 bad_rows.write(json.dumps(facts, ensure_ascii=False) + "\n")
-    if bad.total and config.data.on_bad_row == "fail":
+            rows_read = tally.rows_in - tally.dropped["not_chosen"]
+            if bad.total and refuses and rows_read >= CHECKED_ROWS:
+                break
+    if bad.total and refuses:
         bad.refuse(tally.rows_in - tally.dropped["not_chosen"])
     StoreSummary(tally, long_rows).write(folder)
 
@@ -224,11 +231,9 @@ def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
 
 def find_images(source: Source, config: Config) -> bool:
     """Return whether the first rows, of many, name files of images, which take long to check."""
-    path = source.files[0]
     prompt = SystemPrompt.from_config(config, decodes=False)
-    row_format = detect_format(path, source.columns)
-    chunk = next(read_chunks(path, IMAGE_ROWS))
-    read = list(parse_record_rows(chunk, row_format, prompt))
+    chunk = next(read_chunks(source.files[0], IMAGE_ROWS))
+    read = list(parse_record_rows(chunk, source.formats[0], prompt))
     return len(read) == IMAGE_ROWS and bool(prompt.images.states)
 
 
@@ -245,7 +250,7 @@ def _iterate_tasks(
     """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
     start = 0  # of a chunk, among all rows of the source
     for number, path in enumerate(source.files):
-        row_format = replace(detect_format(path, source.columns), group_by=group_by)
+        row_format = replace(source.formats[number], group_by=group_by)
         for chunk in read_chunks(path, rows_per_chunk):
             if chosen is not None:
                 end = start + len(chunk.records)
