@@ -35,7 +35,7 @@ TOKENS = {
     "data": 72_080,
     "evaluation": 12_940,
     "inference": 19_630,
-    "models": 112_630,
+    "models": 112_680,
     "monitor": 8_080,
     "notebooks": 13_800,
     "plan": 50_440,
@@ -44,10 +44,10 @@ TOKENS = {
     "training": 46_900,
 }
 FILES = 353
-FUNCTIONS = 4_096
+FUNCTIONS = 4_097
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
-CALLED_FUNCTIONS = 4_096
+CALLED_FUNCTIONS = 4_097
 CALLED_FILES = 353
 SKIPPED = {
     tokenize.COMMENT,

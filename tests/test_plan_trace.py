@@ -30,6 +30,7 @@ from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import (
+    MemoryTracker,
     StepMeter,
     StepSetup,
     measure_step,
@@ -378,12 +379,25 @@ def test_unsloth_cannot_be_traced(folder_of):
         setup_of(replace(run, config=run.config.model_copy(update={"tuning": unsloth})))
 
 
+def test_dropout_on_a_gpu_keeps_its_output_and_a_byte_per_element():
+    tracker = MemoryTracker()
+    with FakeTensorMode(), fake_kernels.fake_kernels(is_gpu=True):
+        values = torch.empty(64, 128, dtype=torch.bfloat16, requires_grad=True)
+        with tracker:
+            out = torch.nn.Dropout(0.1)(values)
+            assert out.requires_grad and tracker.live_bytes == (2 + 1) * values.numel()
+            assert torch.nn.functional.dropout(values, training=False) is values
+
+
 # On a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode, layers", itertools.product(["lora", "qlora", "full"], [0, 2]))
-def test_a_gpu_allocates_what_was_traced(mode, layers, tmp_path):
+@pytest.mark.parametrize(
+    "setting, layers",
+    itertools.product(["mode=lora", "mode=qlora", "mode=full", "lora.dropout=0.1"], [0, 2]),
+)
+def test_a_gpu_allocates_what_was_traced(setting, layers, tmp_path):
     sizes = {
         "vocab_size": 32000,
         "hidden_size": 1024,
@@ -397,7 +411,7 @@ def test_a_gpu_allocates_what_was_traced(mode, layers, tmp_path):
     )
     run = planned(
         f"model.name={tmp_path}",
-        f"tuning.mode={mode}",
+        f"tuning.{setting}",
         "model.max_seq_len=1024",
         "train.batch_size=4",
         "train.grad_accum=2",

@@ -290,6 +290,11 @@ def is_autocast_enabled(device_type: str = "cpu") -> bool:
     return _is_autocast_enabled(device_type)
 
 
+def dropout(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout on a GPU, which keeps a mask of one byte per element; a CPU keeps floats."""
+    return torch.native_dropout(tensor, p, True)[0] if p and training else tensor
+
+
 def host_memory(offloading: Any, saved: Any, tensor: Tensor) -> Tensor:
     """Memory of `LayerOffloading`, with its shape but without its bytes: they are not the GPU's."""
     return tensor.new_empty(1).expand(tensor.shape)
@@ -315,7 +320,9 @@ FLOAT8_PRODUCTS = {
 }
 GPU_KERNELS = (
     patch.multiple(attention_kernels, _attend_by_document=attend_by_document),
-    patch.multiple(functional, scaled_dot_product_attention=scaled_dot_product_attention),
+    patch.multiple(
+        functional, scaled_dot_product_attention=scaled_dot_product_attention, dropout=dropout
+    ),
     patch.multiple(torch, is_autocast_enabled=is_autocast_enabled),
     patch.multiple(attention_forward, apply_rotary=FakeRotary.apply),
     # what a Hopper GPU's own kernels keep is no more
