@@ -38,16 +38,16 @@ TOKENS = {
     "models": 112_680,
     "monitor": 8_080,
     "notebooks": 13_800,
-    "plan": 50_440,
+    "plan": 50_510,
     "reporting": 10_370,
     "runs": 15_350,
     "training": 46_900,
 }
 FILES = 353
-FUNCTIONS = 4_097
+FUNCTIONS = 4_099
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
-CALLED_FUNCTIONS = 4_097
+CALLED_FUNCTIONS = 4_099
 CALLED_FILES = 353
 SKIPPED = {
     tokenize.COMMENT,

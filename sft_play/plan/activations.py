@@ -134,9 +134,16 @@ def layer_bytes_per_token(step: StepSpec) -> int:
         heads += model.heads * model.head_dim
     product = 0
     if step.is_full:
-        residual = norms * hidden * step.weight_bytes  # the stream has the type of the embedding
+        residual = norms * hidden * _stream_bytes(step)
+        if step.casts_weights:  # and the outputs of norms in both types
+            residual += 2 * (norms + 1) * hidden
         product = 2 * intermediate  # the gradient of down_proj's weight needs it
     return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product + kept)
+
+
+def _stream_bytes(step: StepSpec) -> int:
+    """Return the bytes of a number in the residual stream, which has the type of the embedding."""
+    return step.weight_bytes if step.casts_weights else step.compute_bytes
 
 
 def _recomputed_bytes(step: StepSpec, tokens: int) -> int:
@@ -185,7 +192,7 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     kept_layers = step.model.layers - layout.checkpointed_layers
     on_host = step.offloaded(layout.checkpointed_layers)
     kept_inputs = max(layout.checkpointed_layers - on_host, min(OFFLOADS_IN_FLIGHT, on_host))
-    recomputed = kept_inputs * step.compute_bytes * step.model.hidden
+    recomputed = kept_inputs * _stream_bytes(step) * step.model.hidden
     if step.keeps_attention:  # and a sum in float32 for each head
         of_head = step.compute_bytes * step.model.head_dim + 4
         recomputed += layout.checkpointed_layers * step.model.heads * of_head
@@ -296,6 +303,8 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     if step.is_full:
         hidden += step.compute_bytes * matrix
     forward = min(logits, LOSS_CHUNK_BYTES) + hidden
+    if step.casts_weights:
+        forward += step.compute_bytes * matrix
     if step.is_full or not step.adapter_options.saved_names & HEADS:
         return _Moments(forward, hidden)
     # its cast and its gradient in 16 bits; then the gradient in both types

@@ -264,10 +264,9 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
 
 def _computing(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Add to what is held the 16-bit copies of float32 weights that autocast keeps."""
-    is_cast = step.is_full and step.weight_bytes == 4 and step.is_half and not step.zero_stage
     if step.is_fsdp or step.zero_stage == 3:
         return replace(held, gathered=_gathered(step))
-    if not is_cast or step.traced is not None:  # a trace has them among the activations
+    if not step.casts_weights or step.traced is not None:  # a trace has them among the activations
         return held
     return replace(held, weights=held.weights + step.compute_bytes * step.model.block_weights)
 

@@ -291,6 +291,12 @@ class StepSpec:
         return self.mode == "full"
 
     @property
+    def casts_weights(self) -> bool:
+        """Whether autocast computes with 16-bit copies of float32 weights, and keeps them."""
+        is_cast = self.is_full and self.weight_bytes == 4 and self.is_half
+        return is_cast and not self.zero_stage and not self.is_fsdp
+
+    @property
     def is_quantised(self) -> bool:
         """Whether base weights are in 4 bits or in float8; they are read in full."""
         return self.mode == "qlora" or self.is_float8
