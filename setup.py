@@ -51,7 +51,7 @@ def main() -> None:
             packages=[*find_packages(include=["sft_play*"]), PROJECT, *project],
             package_dir={PROJECT: ".", **project},
             package_data={
-                "sft_play": ["*/*.json", "reporting/templates/*"],
+                "sft_play": ["*/*.json", "data/*.toml", "reporting/templates/*"],
                 PROJECT: REQUIREMENTS,
                 **{name: ["*"] for name in project},
             },

@@ -111,7 +111,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.tsv", b"question,answer\nq,a\n", ":1",
      "this names one, 'question,answer'; tabs stand between fields, not ','"),
     ("a.csv", b"What is red?,A rose.\nWhat is blue?,The sea.\n", "",
-     "the columns are What is red?, A rose. (its first line); a row has messages, or"),
+     "the columns are What is red?, A rose. (its first line); no row format has these"),
     ("a.csv", b"question,answer\nq,a\n\xe9t\xe9,a\n", ":3", "not UTF-8; save the file as UTF-8"),
     ("a.csv", b"question,answer\nq,a\nq\0,a\n", ":3", "question holds a NUL character"),
     ("a.csv", b"messages\nhello\n", ":2",

@@ -270,7 +270,7 @@ def test_nested_turns_are_suggested_whole_and_no_text_of_theirs(tmp_path):
     with pytest.raises(DataError, match=r"DATA_COLUMNS='\{messages: data.turns\}'"):
         read_rows(write_rows(tmp_path / "a.jsonl", {"data": {"turns": TURNS}}))
     unknown = [{"Speaker": "user", "Content": "Hi?"}, {"Speaker": "bot", "Content": "Hello."}]
-    with pytest.raises(DataError, match=r"a row has messages, or") as error:
+    with pytest.raises(DataError, match=r"no row format has these") as error:
         read_rows(write_rows(tmp_path / "b.jsonl", {"Talk": unknown}))
     assert "text:" not in str(error.value)
 
@@ -283,3 +283,13 @@ def test_turns_may_be_an_object_of_lists_as_datasets_writes_a_sequence(tmp_path)
     uneven = {"messages": {**columns, "content": ["Hi?"]}}
     with pytest.raises(DataError, match="not a list of turns"):
         read_rows(write_rows(tmp_path / "c.jsonl", uneven))
+
+
+def test_two_columns_of_texts_are_suggested_by_their_position(tmp_path):
+    path = tmp_path / "support.csv"
+    lines = ["id,customer_message,agent_reply,score"]
+    lines += [f"{n},My order {n} is late.,We look into it.,5" for n in range(3)]
+    path.write_text("\n".join(lines))
+    words = "DATA_COLUMNS='{question: customer_message, answer: agent_reply}'"
+    with pytest.raises(DataError, match=words):
+        read_rows(path)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from record_files import parse_rows, read_rows, write_rows
 
+from sft_play.config.loader import PROJECT_ROOT
 from sft_play.data.files import read_chunks
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import ROW_FORMATS
@@ -128,6 +129,17 @@ def test_the_keys_of_a_record_say_what_it_is(shape, record, messages, tmp_path):
     assert read_rows(path) == [Row(messages, f"{path}:1")]
 
 
+@pytest.mark.parametrize("kind", ROW_FORMATS.values(), ids=ROW_FORMATS)
+def test_the_documentation_has_each_format_with_a_row_that_is_one(kind, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(kind.example + "\n")
+    assert detect_format(path, {}).name == kind.name
+    (row,) = read_rows(path)
+    assert row.messages or row.text or row.segments
+    line = f"| `{kind.name}` | `{kind.example}` | {kind.of} |\n"
+    assert line in (PROJECT_ROOT / "docs" / "data.md").read_text(encoding="utf-8"), line
+
+
 def test_every_row_format_of_conversations_has_an_example():
     assert {shape for shape, _, _ in SHAPED} == ROW_FORMATS.keys() - {"text", "segments"}
 
@@ -199,7 +211,7 @@ def test_rows_of_token_ids_are_refused_with_what_to_write(tmp_path):
     [
         ({"question": "problm"}, "no column 'problm'.* problem, solution; did you mean problem"),
         ({"qestion": "problem"}, "'qestion'; did you mean question"),
-        ({"xyz": "problem"}, "'xyz'; fields are messages, conversations"),
+        ({"xyz": "problem"}, "'xyz'; docs/data.md names the fields"),
         ({"question": "problem"}, "problem, solution besides {'question': 'problem'}"),
         ({"text": "problem", "answer": "solution"}, "problem, solution besides"),
         ({}, "DATA_COLUMNS='{question: problem, answer: solution}'"),

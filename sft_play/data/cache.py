@@ -126,7 +126,7 @@ def _locked(path: Path) -> Iterator[None]:
 @cache
 def _digest_code() -> str:
     """Return a digest of this package's source, so that changed code never reads old entries."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.glob("*.*"))
     versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
     return _digest(*(path.read_text(encoding="utf-8") for path in sources), *versions)
 

@@ -8,34 +8,17 @@ an answer ends it. Marks of bos and of ends of turns are no part of a message.
 import re
 from typing import NamedTuple
 
-from sft_play.data.rows import InvalidRowError, Json, shorten
+from sft_play.data.rows import FORMS, InvalidRowError, Json, shorten
 
-ROLES = {
-    **{name: name for name in ("system", "user", "assistant", "tool")},
-    "developer": "system",
-    "human": "user",
-    "instruction": "user",
-    "input": "user",
-    "ipython": "tool",
-    "model": "assistant",
-    "chatbot": "assistant",
-    "response": "assistant",
-    "assistant<|channel|>analysis": "thought",
-    "assistant<|channel|>final": "assistant",
-    "[inst]": "user",
-    "[/inst]": "assistant",
-}
+MARKS = FORMS["marks"]
+ROLES = MARKS["roles"]
 SYSTEM_MARKS = re.compile(r"<<SYS>>(.*?)<</SYS>>", re.DOTALL)
 BEGINNINGS = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|<BOS_TOKEN>|\[gMASK\]<sop>)*\s*"
 )
-END_MARKS = (
-    *("<s>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>"),
-    *("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<end_of_turn>", "<turn|>"),
-    *("<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
-)
 # Of a text that is read from its end: a search for it would begin anew at each mark
-ENDS = re.compile(rf"(?:\s|{'|'.join(re.escape(mark[::-1]) for mark in END_MARKS)})*+")
+REVERSED_ENDS = "|".join(re.escape(mark[::-1]) for mark in MARKS["ends"])
+ENDS = re.compile(rf"(?:\s|{REVERSED_ENDS})*+")
 ALPACA_HINT = "### Response:"
 MAX_PREAMBLE_CHARACTERS = 1000  # of Vicuna and Alpaca, before the first mark
 
@@ -49,41 +32,7 @@ class Style(NamedTuple):
     has_preamble: bool = False  # words before the first mark
 
 
-STYLES = (
-    Style("<|im_start|>", r"<\|im_start\|>(\w+)(?:<\|im_sep\|>|\n)"),
-    Style(
-        "<|start_header_id|>",
-        r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*",
-        "<|end_header_id|>",
-    ),
-    Style("<|header_start|>", r"<\|header_start\|>(\w+)<\|header_end\|>\s*", "<|header_end|>"),
-    Style("<start_of_turn>", r"<start_of_turn>(\w+)\n"),
-    Style("<|turn>", r"<\|turn>(\w+)\n"),
-    Style("<|start_of_role|>", r"<\|start_of_role\|>(\w+)<\|end_of_role\|>", "<|end_of_role|>"),
-    Style("<|START_OF_TURN_TOKEN|>", r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>"),
-    Style("<|user|>", r"<\|(system|user|assistant|tool)\|>\n?", "<|assistant|>"),
-    Style("<｜User｜>", r"<｜(User|Assistant)｜>", "<｜Assistant｜>", has_preamble=True),
-    Style("<|start|>", r"<\|start\|>(\w+(?:<\|channel\|>\w+)?)<\|message\|>", "<|message|>"),
-    Style("[INST]", r"(\[/?INST\])", "[/INST]"),
-    Style(
-        "### Instruction: and ### Response:",
-        r"(?:^|\n)### (Instruction|Input|Response): ?",
-        ALPACA_HINT,
-        has_preamble=True,
-    ),
-    Style(
-        "USER: and ASSISTANT:",
-        r"(?:^|\s|</s>)(USER|ASSISTANT): ?",
-        "ASSISTANT:",
-        has_preamble=True,
-    ),
-    Style(
-        "Human: and Assistant:",
-        # a mark begins a paragraph, or stands after ###
-        r"(?:^|\n\n|###) ?(System|Human|User|Assistant): ?",
-        "Assistant:",
-    ),
-)
+STYLES = [Style(**facts) for facts in MARKS["styles"]]
 
 
 class MarkedText(NamedTuple):

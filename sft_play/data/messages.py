@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.data.row_formats import (
-    TURN_FORMATS,
+    ROW_FORMATS,
     RowFormat,
     is_turn,
     parse_message_list,
@@ -34,8 +34,6 @@ from sft_play.data.turns import ROLES, THOUGHT_END, goes_on, join_answers, parse
 # Flag: the value that asks for loss; a weight may be any number from 0 up
 LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
-# Format: the optional field whose text follows the question
-EXTRA_FIELDS = {"instruction": "input", "instruction_response": "context"}
 MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums hold it
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
 
@@ -150,10 +148,10 @@ def tools_of_turns(turns: Any) -> Any:
 
 def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     """Return the messages of a record, however its format has them. Raises InvalidRowError."""
-    name, columns = row_format.name, row_format.required
-    if name in TURN_FORMATS:
+    kind, columns = row_format.kind, row_format.required
+    if kind == "turns":
         messages = parse_conversation({columns[0]: record[columns[0]]})
-    elif name == "calls":  # a question and the calls that answer it, as xLAM writes them
+    elif kind == "calls":  # a question and the calls that answer it, as xLAM writes them
         query, _, answers = columns
         asked = {"role": "user", "content": record[query]}
         answer = {"role": "assistant", "tool_calls": record[answers]}
@@ -198,8 +196,9 @@ def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:
 def _parse_question(record: Json, row_format: RowFormat) -> str:
     column = row_format.required[0]
     question = parse_text(record[column], column)
-    if row_format.name in EXTRA_FIELDS:
-        extra_column = row_format.columns[EXTRA_FIELDS[row_format.name]]
+    extra_field = ROW_FORMATS[row_format.name].extra
+    if extra_field:
+        extra_column = row_format.columns[extra_field]
         extra = parse_optional_text(record.get(extra_column), extra_column)
         if extra is not None:
             question = f"{question}\n\n{extra}"

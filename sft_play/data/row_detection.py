@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
 from sft_play.data.marked_text import find_style
 from sft_play.data.row_formats import (
-    FIELDS,
-    OPTIONAL_FIELDS,
-    PROMPT_FORMATS,
     ROW_FORMATS,
     RowFormat,
     find_values,
@@ -26,6 +23,7 @@ from sft_play.data.row_formats import (
 )
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
+    FORMS,
     BadRow,
     Columns,
     InvalidRowError,
@@ -39,22 +37,9 @@ FIRST_RECORDS = 100  # of a file, from which its format is detected
 PREFERENCE = frozenset(("chosen", "rejected"))
 GLAIVE = frozenset(("system", "chat"))
 MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
-ALL_FIELDS = frozenset((*FIELDS, *chain.from_iterable(OPTIONAL_FIELDS.values())))
+ALL_FIELDS = set(chain.from_iterable(one.fields for one in ROW_FORMATS.values()))
 # Names that files give to a question, to what it is about, and to its answer; likeliest first
-QUESTIONS = tuple(
-    """
-    definition instruction instructions prompt question query problem text_input input_text input
-    inputs user human ask request document article text source title
-    """.split()
-)
-EXTRAS = ("context", "input", "inputs", "passage")
-ANSWERS = tuple(
-    """
-    output outputs output_text response responses completion answer answers target targets
-    assistant deepseek_solution solution reply bot
-    summary highlights chosen best_answer generation translation
-    """.split()
-)
+QUESTIONS, EXTRAS, ANSWERS = (text.split() for text in FORMS["likely"].values())
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
 
@@ -92,7 +77,7 @@ def _check_columns(path: Path, columns: Columns, records: Sequence[Json], keys: 
     for field, column in columns.items():
         if field not in ALL_FIELDS:
             near = difflib.get_close_matches(field, ALL_FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(FIELDS)}"
+            hint = f"did you mean {near[0]}?" if near else "docs/data.md names the fields"
             raise DataError(
                 f"data.columns={dict(columns)}: no row format has a field {field!r}; {hint}"
             )
@@ -149,7 +134,8 @@ def _refuse_other_training(
             f"and preference training is not here; {hint}"
         )
     labels = [record.get("label") for record in records]
-    if found and found.name in PROMPT_FORMATS and all(isinstance(label, bool) for label in labels):
+    is_prompt = found is not None and ROW_FORMATS[found.name].columns[0] == "prompt"
+    if is_prompt and all(isinstance(label, bool) for label in labels):
         raise DataError(
             f"{path}: label says which completions are good (KTO), "
             "and preference training is not here; to train on the good ones alone: "
@@ -174,7 +160,6 @@ def _columns_work(records: Sequence[Json], columns: Columns) -> bool:
 
 
 def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> str:
-    known = ", or ".join(" and ".join(required) for required in ROW_FORMATS.values())
     is_table = base_format(path) in DELIMITERS
     first_line = " (its first line)" if is_table else ""
     mapped = f" besides {dict(columns)}" if columns else ""
@@ -184,16 +169,28 @@ def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list
             f"{found}; tokens are not read, as another tokenizer's ids mean other texts; write the "
             "texts that they were made of, as messages or as prompt and completion"
         )
-    for suggested in () if columns else _candidates(records[0]):
+    for suggested in () if columns else (*_candidates(records[0]), *_by_position(records, keys)):
         if _columns_work(records, suggested):
             return (
                 f"{found}; no row format has these. "
                 f"Say which hold what: {columns_setting(suggested)}"
             )
     return (
-        f"{found}; a row has {known}. If other names hold them, say which: "
+        f"{found}; no row format has these, and docs/data.md lists the formats. If other names "
+        "hold a question and its answer, say which: "
         'DATA_COLUMNS="{question: <column>, answer: <column>}"'
     )
+
+
+def _by_position(records: Sequence[Json], keys: Sequence[str]) -> Iterator[Columns]:
+    """Yield the only two columns that have texts of several words, as question and answer."""
+    texts = []
+    for key in keys:
+        words = sum(" " in str(record.get(key)).strip() for record in records)
+        if 2 * words > len(records) and PLAIN_NAME.fullmatch(key):  # else perhaps a first row
+            texts.append(key)
+    if len(texts) == 2:
+        yield {"question": texts[0], "answer": texts[1]}
 
 
 class Leaf(NamedTuple):

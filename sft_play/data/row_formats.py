@@ -24,10 +24,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sft_play.data.marked_text import split_marked_text
-from sft_play.data.rows import Columns, InvalidRowError, Json, shorten
+from sft_play.data.rows import FORMS, Columns, InvalidRowError, Json, shorten
 from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 
 JSON_START = re.compile(r"\s*[\[{]")
@@ -36,83 +36,31 @@ NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for w
 MAX_TURNS = 2000  # each is rendered with all before it
 MAX_PYTHON_CHARACTERS = 1 << 20  # its syntax tree takes some 500 times as much
 TURN_KEYS = frozenset(("role", "from"))  # one of them names the speaker of a turn
-# Keys of objects that have a question and its answer each
-PAIRS = (
-    ("input", "output"),
-    ("user", "assistant"),
-    ("human", "assistant"),
-    ("question", "answer"),
-    ("query", "response"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-)
-# Format: its required columns. The most specific come first: a file with the columns of several
-# formats has the first.
-ROW_FORMATS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "instruction": ("instruction", "output"),
-    "prompt": ("prompt", "completion"),
-    "question": ("question", "answer"),
-    "user": ("user", "assistant"),
-    "target": ("input", "target"),
-    "input": ("input", "output"),
-    "input_content": ("input", "content"),
-    "conversation": ("conversation",),
-    "trajectory": ("trajectory",),
-    "contents": ("contents",),
-    "instruction_response": ("instruction", "response"),
-    "prompt_response": ("prompt", "response"),
-    "question_response": ("question", "response"),
-    "query": ("query", "response"),
-    "attempt": ("question", "attempt"),
-    "deepseek_attempt": ("question", "deepseek_attempt"),
-    "calls": ("query", "tools", "answers"),
-    "pretokenized": ("inputs_pretokenized", "targets_pretokenized"),
-    "targets": ("inputs", "targets"),
-    "text": ("text",),
-    "segments": ("segments",),
-}
-# one column has all turns
-TURN_FORMATS = ("messages", "conversations", "conversation", "trajectory", "contents")
-PROMPT_FORMATS = ("prompt", "prompt_response")
-TEXT_FORMATS = ("text", "segments")  # no chat template is used
-# Optional in every format but plain text: the system message, the functions that may be called; in
-# every format the row's weight in the loss
-SHARED_FIELDS = ("system", "tools", "weight")
-# Variables of the chat template, for one row: TRL's column of several, and some by their names
-VARIABLES = "chat_template_kwargs"
-VARIABLE_FIELDS = (
-    *(VARIABLES, "enable_thinking", "reasoning_effort", "thinking_budget", "documents"),
-    *("custom_instructions", "xml_tools", "python_tools", "builtin_tools", "model_identity"),
-)
-# What the assistant thinks before it answers, and what its texts show; and the earlier turns
-TURN_FIELDS = (*SHARED_FIELDS, *VARIABLE_FIELDS, "reasoning", "images")
-PAIR_FIELDS = (*TURN_FIELDS, "history")
-OPTIONAL_FIELDS = {
-    **dict.fromkeys(ROW_FORMATS, PAIR_FIELDS),
-    **dict.fromkeys(TURN_FORMATS, TURN_FIELDS),
-    "instruction": (*PAIR_FIELDS, "input"),
-    "instruction_response": (*PAIR_FIELDS, "context"),
-    "calls": ("system", "reasoning", "images", "weight", *VARIABLE_FIELDS),
-    **dict.fromkeys(TEXT_FORMATS, ("weight",)),
-}
-FIELDS = (
-    *dict.fromkeys(chain.from_iterable(ROW_FORMATS.values())),
-    *PAIR_FIELDS,
-)
-OTHER_NAMES = {  # that an optional field may have
-    "system": ("system_prompt", "systemInstruction", "system_instruction"),
-    "tools": ("functions", "available_tools", "available_functions", "tool_definitions"),
-    "weight": ("sample_weight",),
-    "images": ("image",),
-    "history": ("chat_history", "conversation_history"),
-    "reasoning": (
-        *("reasoning_content", "thinking", "Complex_CoT", "thinking_trajectories"),
-        *("deepseek_thinking_trajectory", "reasoning_trace", "thinking_content", "think"),
-        *("deepseek_reasoning", "chain_of_thought"),
-    ),
-}
+PAIRS = FORMS["pairs"]["keys"]
+VARIABLES = "chat_template_kwargs"  # several variables of the chat template
+
+
+@dataclass(frozen=True)
+class FormatKind:
+    """One of the formats of formats.toml."""
+
+    name: str
+    columns: Sequence[str]  # that every row has
+    kind: Literal["turns", "pair", "calls", "text", "segments"]
+    example: str
+    of: str = ""  # whose it is, for the documentation
+    extra: str | None = None  # an optional column whose text follows the question
+
+    @cached_property
+    def fields(self) -> list[str]:
+        """The columns, then the optional ones."""
+        fields = FORMS["fields"].items()
+        optional = [name for name, field in fields if self.kind in field["kinds"].split()]
+        return [*self.columns, *optional, *([self.extra] if self.extra else [])]
+
+
+ROW_FORMATS = {facts["name"]: FormatKind(**facts) for facts in FORMS["formats"]}
+VARIABLE_FIELDS = [name for name, field in FORMS["fields"].items() if "is_variable" in field]
 LONGEST_FLAG = 5  # characters: "on", "off", "False" in a reasoning column are no reasoning
 IMAGE_COLUMNS = frozenset(("image", "images"))
 MEDIA_COLUMNS = frozenset((*IMAGE_COLUMNS, "audio", "audios", "video", "videos"))
@@ -274,7 +222,12 @@ class RowFormat:
     @cached_property
     def required(self) -> tuple[str, ...]:
         """The columns that every row has."""
-        return tuple(self.columns[field] for field in ROW_FORMATS[self.name])
+        return tuple(self.columns[field] for field in ROW_FORMATS[self.name].columns)
+
+    @property
+    def kind(self) -> str:
+        """What a row holds: turns, pair, calls, text or segments."""
+        return ROW_FORMATS[self.name].kind
 
     @cached_property
     def file_columns(self) -> frozenset[str]:
@@ -292,7 +245,7 @@ class RowFormat:
     @property
     def turn_column(self) -> str | None:
         """The column that has all turns, if one does."""
-        return self.required[0] if self.name in TURN_FORMATS else None
+        return self.required[0] if self.kind == "turns" else None
 
 
 def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
@@ -303,11 +256,14 @@ def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
     keys = set(chain.from_iterable(records))
     flags = {key for key in keys if all(_is_flag(record.get(key)) for record in records)}
     cases = {key.lower(): key for key in keys} | dict(zip(keys, keys, strict=True))
-    column_of = {name: _name_columns(name, columns, cases, flags) for name in ROW_FORMATS}
+    column_of = {
+        name: _name_columns(kind.fields, columns, cases, flags)
+        for name, kind in ROW_FORMATS.items()
+    }
     for record in records:
-        for name, required in ROW_FORMATS.items():
-            named = column_of[name]
-            has_required = all(top_column(named[field], record) in record for field in required)
+        for name, named in column_of.items():
+            required = (named[field] for field in ROW_FORMATS[name].columns)
+            has_required = all(top_column(column, record) in record for column in required)
             if has_required and columns.keys() <= named.keys():
                 paths = tuple(
                     column for column in named.values() if "." in column and column not in keys
@@ -322,12 +278,12 @@ def _is_flag(value: Any) -> bool:
 
 
 def _name_columns(
-    name: str, columns: Columns, cases: Columns, flags: Collection[str]
+    fields: Iterable[str], columns: Columns, cases: Columns, flags: Collection[str]
 ) -> dict[str, str]:
-    """Return the column of each field of a format; `cases` has those of the file in any case."""
+    """Return the column of each field; `cases` has those of the file in any case."""
     column_of = {}
-    for field in (*ROW_FORMATS[name], *OPTIONAL_FIELDS[name]):
-        names = (field, *OTHER_NAMES.get(field, ()))
+    for field in fields:
+        names = [field, *FORMS["fields"].get(field, {}).get("names", ())]
         found = [cases[other] for other in (*names, *map(str.lower, names)) if other in cases]
         if field == "reasoning":
             found = [column for column in found if column not in flags] or ["no column"]

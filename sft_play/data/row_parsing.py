@@ -28,17 +28,13 @@ from sft_play.data.image_parts import attach_images
 from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
-    FLAG_KEYS,
     parse_messages,
     parse_segments,
     parse_weight,
     tools_of_turns,
 )
 from sft_play.data.row_formats import (
-    MEDIA_COLUMNS,
     ROW_FORMATS,
-    TEXT_FORMATS,
-    TURN_FORMATS,
     VARIABLES,
     RowFormat,
     expand_record,
@@ -49,7 +45,7 @@ from sft_play.data.row_formats import (
     parse_nested,
 )
 from sft_play.data.rows import (
-    CONTENT_KEYS,
+    FORMS,
     BadRow,
     Columns,
     InvalidRowError,
@@ -64,43 +60,16 @@ from sft_play.data.rows import (
     parse_text,
     shorten,
 )
-from sft_play.data.turns import REASONING_KEYS, ROLES, join_texts
+from sft_play.data.turns import ROLES, join_texts
 
 Part = TypeVar("Part", Message, Segment)
-USED_TURN_KEYS = frozenset(
-    (
-        *("role", "from", "input", "output", "name", "system_prompt", "channel", "recipient"),
-        *("tool_calls", "tool_call_id", "tool_call_ids", "function_call", "function_calls"),
-        *("tools", "functions", "images"),
-        *CONTENT_KEYS,
-        *REASONING_KEYS,
-        *FLAG_KEYS,
-    )
-)
+TURNS = FORMS["turns"]
+USED_TURN_KEYS = frozenset((*TURNS["content"], *TURNS["reasoning"], *TURNS["others"]))
 TURN_PREFIX = "messages[]."
 IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
 MAX_LISTED = 12  # keys without a meaning of their own
 TOO_DEEP = "nested too deeply; write it flatter"
-NOT_CHOSEN = "no row is chosen or left out by it"
-THOUGHTS = ("cot", "rationale", "thought", "thoughts")
-MEANINGS = {
-    **dict.fromkeys(("score", "label", "rating", "quality"), NOT_CHOSEN),
-    **dict.fromkeys(("loss", "mask", "train"), "flags of loss belong to messages"),
-    "split": "all rows are read; name files of their own in data.train_path and data.val_path",
-    **dict.fromkeys(("chosen", "rejected"), "preference training is not here"),
-    **dict.fromkeys(MEDIA_COLUMNS, "plain texts and segments have none"),
-    **dict.fromkeys(("tools", "functions"), "plain texts and segments have no functions"),
-    "context": "to put it behind the question: "
-    "DATA_COLUMNS='{instruction: <question>, input: context, output: <answer>}'",
-    "definition": "to put it before the inputs: "
-    "DATA_COLUMNS='{instruction: definition, input: inputs, output: targets}'",
-    f"{TURN_PREFIX}prefix": "the whole answer is trained",
-    **{
-        key: f"to train it as the last answer's reasoning: DATA_COLUMNS='{{reasoning: {key}}}'"
-        for key in THOUGHTS
-    },
-}
 
 
 def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
@@ -123,7 +92,7 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     """Return what becomes of a source's unused keys, as sentences."""
-    meanings = dict(MEANINGS)
+    meanings = dict(FORMS["meanings"])
     for key in unused:
         _, is_marked, column = key.partition(IN_TEXT)
         if is_marked:
@@ -368,12 +337,11 @@ def _with_answer(record: Json, columns: Columns) -> Json | None:
     """Return the record with an answer after its question; None if it has no question."""
     if record.keys() == {"text"}:
         record = {"prompt": record["text"]}
-    for name, fields in ROW_FORMATS.items():
-        if name in TEXT_FORMATS:
+    for row_format in ROW_FORMATS.values():
+        if row_format.kind in ("text", "segments"):
             continue
-        names = [columns.get(field, field) for field in fields]
-        *questions, answer = names
-        if name in TURN_FORMATS and answer in record:
+        *questions, answer = (columns.get(field, field) for field in row_format.columns)
+        if row_format.kind == "turns" and answer in record:
             return {**record, answer: _with_last_answer(record[answer], answer)}
         if questions and all(record.get(question) is not None for question in questions):
             return {**record, answer: record.get(answer) or MISSING}

@@ -1,11 +1,15 @@
 """Messages, rows, records that cannot be used, and how values are shown. Pure."""
 
 import json
+import tomllib
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+# The row formats, and the names that programs give to the parts of a row
+FORMS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
 Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
 Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
 Notes = tuple[str, ...]  # what becomes of a row that is not as the row has it
@@ -14,8 +18,6 @@ MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
 MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
-# Of a turn: what is said, however a program calls it
-CONTENT_KEYS = ("content", "value", "parts", "text", "message")
 MAX_ENCODED_BYTES = 64 << 20  # of an image inside a row
 IMAGE_MARK = "\ufffc"  # stands in a message's content for each of its images
 SHOWN_IMAGE = "⟨image⟩"  # in a prompt that people read

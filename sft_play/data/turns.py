@@ -14,8 +14,6 @@ from typing import Any
 
 from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
 from sft_play.data.image_parts import (
-    IMAGE_TYPES,
-    MEDIA_TYPES,
     NO_ANSWER,
     is_image,
     name_image,
@@ -24,7 +22,7 @@ from sft_play.data.image_parts import (
 )
 from sft_play.data.row_formats import parse_json_text, parse_nested
 from sft_play.data.rows import (
-    CONTENT_KEYS,
+    FORMS,
     IMAGE_MARK,
     ImageFile,
     InvalidRowError,
@@ -39,28 +37,12 @@ from sft_play.data.rows import (
 )
 
 CALL = "call"  # of the assistant: the whole turn is calls of functions
-ROLES = {  # in a file, small: ours
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",  # OpenAI's before tools
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "model", "ai", "bot", "chatbot"), "assistant"),
-    **dict.fromkeys(("chatgpt", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), CALL),
-    **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
-    **dict.fromkeys(("observation", "environment", "ipython"), "tool"),
-}
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+ROLES = FORMS["roles"]  # in a file, small: ours
+REASONING_KEYS = FORMS["turns"]["reasoning"]
+CONTENT_KEYS = FORMS["turns"]["content"]
+PART_TYPES = FORMS["turns"]["parts"]
 # Harmony's channels whose turn is a part of the answer that follows
 OPEN_CHANNELS = ("analysis", "commentary")
-PART_TYPES = {
-    *("text", "input_text", "output_text", "thinking", "tool_use", "tool_result"),
-    *IMAGE_TYPES,
-    *MEDIA_TYPES,
-}
 RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
 FUNCTION_PREFIX = "functions."  # of names in Harmony
 THOUGHT_END = "</think>"
