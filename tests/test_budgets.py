@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 20_430,
     "compat": 1_270,
     "config": 24_060,
-    "data": 71_420,
+    "data": 71_650,
     "evaluation": 12_940,
     "inference": 19_630,
     "models": 112_680,

@@ -154,7 +154,7 @@ def test_a_token_hidden_in_the_escapes_of_a_tool_call_is_found():
     call = {"type": "function", "function": {"name": "say", "arguments": arguments}}
     answer = {"role": "assistant", "tool_calls": [call]}
     lists = {"messages": [asked, answer]}
-    given = Row(parse_conversation(lists), "r:1")
+    given = Row(parse_conversation(lists, set()), "r:1")
     (sample,) = samples_of(given, tok)
     assert sample.as_text == ("<|im_start|>",)
     assert sample.ids.count(tok.convert_tokens_to_ids("<|im_start|>")) == 2

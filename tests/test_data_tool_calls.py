@@ -32,7 +32,7 @@ def calling(arguments: object, reasoning: str | None = None) -> Row:
         {"role": "tool", **result},
         {"role": "assistant", "content": "It is mild."},
     ]
-    messages = parse_conversation({"messages": turns})
+    messages = parse_conversation({"messages": turns}, set())
     return Row(messages, "rows.jsonl:7", tools=TOOLS)
 
 

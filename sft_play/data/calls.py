@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from sft_play.data.row_formats import parse_json_text, parse_nested
@@ -45,8 +44,8 @@ def parse_objects(value: Any, name: str) -> list[Json]:
         value = parse_json_text(value, name)
     if value is None:
         return []
-    items = [parse_nested(item) for item in (value if isinstance(value, list) else [value])]
-    if not all(isinstance(item, dict) for item in items):
+    items = list(map(parse_nested, value if isinstance(value, list) else [value]))
+    if set(map(type, items)) - {dict}:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of objects")
     check_json(items, name)
     return items
@@ -56,10 +55,13 @@ def check_json(value: Any, name: str) -> None:
     """Raise InvalidRowError for what no template writes as JSON, in keys or values."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        held = [each for each in level if isinstance(each, dict | list)]
-        level = [
-            inner for each in held for inner in (each.values() if isinstance(each, dict) else each)
-        ]
+        deeper: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                deeper += each.values()
+            elif isinstance(each, list):
+                deeper += each
+        level = deeper
         if not level:
             break
     else:
@@ -132,8 +134,8 @@ def parse_calls(value: Any, name: str) -> tuple[Json, ...]:
 
     Arguments become an object, which chat templates expect. Raises InvalidRowError.
     """
-    calls = parse_objects(value, name) if value else ()
-    return tuple(_parse_call(call, f"{name}[{number}]") for number, call in enumerate(calls))
+    calls = enumerate(parse_objects(value, name))
+    return tuple([_parse_call(call, f"{name}[{number}]") for number, call in calls])
 
 
 def _parse_call(call: Json, name: str) -> Json:
@@ -215,8 +217,11 @@ def _drop_unnamed(value: Any, schema: Any) -> Any:
 
 def has_null_arguments(messages: Sequence[Message]) -> bool:
     """Return whether a call has null for an argument, or inside of one."""
-    calls = chain.from_iterable(message.tool_calls for message in messages)
-    return any(_has_null(call["function"]["arguments"]) for call in calls)
+    for message in messages:
+        for call in message.tool_calls:
+            if _has_null(call["function"]["arguments"]):
+                return True
+    return False
 
 
 def _has_null(value: Any) -> bool:

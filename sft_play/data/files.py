@@ -145,8 +145,12 @@ def suggest_path(missing: str | Path) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:
+def read_chunks(
+    path: Path, rows_per_chunk: int = ROWS_PER_CHUNK, line_by_line: bool = False
+) -> Iterator[Chunk]:
     """Yield the records of a file in chunks of at most so many rows, and of about CHUNK_BYTES.
+
+    `line_by_line` makes each line of a .txt file a record.
 
     Raises: DataError for a file that is missing, damaged, or not what its name says.
     """
@@ -163,24 +167,7 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
             size = path.stat().st_size
             yield from _group(path, read_sheet(path), lambda: size, rows_per_chunk)
         else:
-            yield from _text_chunks(path, rows_per_chunk)
-
-
-def read_text_lines(path: Path) -> Iterator[tuple[str, Json | BadRow]]:
-    """Yield the origin of each line of a text file that is not blank, and {"text": its words}.
-
-    Raises: DataError.
-    """
-    with _errors_naming(path):
-        reading.refuse_special(path)
-        with path.open("rb") as raw:
-            stream = open_decompressed(raw, path)
-            for number, line, _ in text_files.read_lines(path, stream, is_json=False):
-                record = text_files.read_document(line.strip(), number)
-                origin = format_origin(path, number)
-                if isinstance(record, UnreadableRecord):
-                    record = BadRow(origin, *record)
-                yield origin, record
+            yield from _text_chunks(path, rows_per_chunk, line_by_line)
 
 
 def parse_records(chunk: Chunk, columns: Iterable[str] | None = None) -> Iterator[Json | BadRow]:
@@ -281,7 +268,7 @@ def open_decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
     return io.BufferedReader(_Decompressed(raw, stream), UNPACKED_BYTES)
 
 
-def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
+def _text_chunks(path: Path, rows_per_chunk: int, line_by_line: bool) -> Iterator[Chunk]:
     suffix = base_format(path)
     with path.open("rb") as raw:
         stream = open_decompressed(raw, path)
@@ -295,7 +282,7 @@ def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
             )
             records = read_table(path, text, DELIMITERS[suffix])
         elif suffix == ".txt":
-            records = text_files.read_documents(path, stream)
+            records = text_files.read_documents(path, stream, line_by_line)
         else:
             records = text_files.read_lines(path, stream)
         yield from _group(path, records, raw.tell, rows_per_chunk)

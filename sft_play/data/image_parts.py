@@ -105,7 +105,8 @@ def attach_images(
     """
     column = row_format.columns["images"]
     has_column = column in record or row_format.media or not MEDIA_COLUMNS.isdisjoint(record)
-    if not has_column and not any(message.images for message in messages):
+    has_images = bool([message for message in messages if message.images])
+    if not has_column and not has_images:
         return messages
     for other in MEDIA_COLUMNS - IMAGE_COLUMNS:
         mark = f"<{other.removesuffix('s')}>"
@@ -120,7 +121,7 @@ def attach_images(
     marks = sum(
         message.content.count(TEXT_MARK) + message.images.count(NEXT_IMAGE) for message in messages
     )
-    if not marks and not any(message.images for message in messages):
+    if not marks and not has_images:
         marks = len(images)
         first = [message.role for message in messages].index("user")
         asked = messages[first]

@@ -81,7 +81,7 @@ class ImageReader:
 
         Paths begin in the folder of the data file if data.image_folder is null.
         """
-        if not any(message.images for message in messages):
+        if not [message for message in messages if message.images]:
             return messages
         number = 0
         opened = []

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.data.row_formats import (
+    JSON_START,
     ROW_FORMATS,
     RowFormat,
     is_turn,
@@ -23,13 +24,19 @@ from sft_play.data.rows import (
     Message,
     Segment,
     check_encodable,
-    is_blank,
     is_given,
     parse_optional_text,
     parse_text,
     shorten,
 )
-from sft_play.data.turns import ROLES, THOUGHT_END, goes_on, join_answers, parse_turn
+from sft_play.data.turns import (
+    ROLES,
+    THOUGHT_END,
+    add_images,
+    goes_on,
+    join_answers,
+    parse_turn,
+)
 
 # Flag: the value that asks for loss; a weight may be any number from 0 up
 LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
@@ -66,10 +73,11 @@ def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def parse_conversation(lists: Mapping[str, Any]) -> tuple[Message, ...]:
+def parse_conversation(lists: Mapping[str, Any], turn_keys: set[str]) -> tuple[Message, ...]:
     """Return the messages of consecutive lists, given by the names of their columns.
 
-    Raises InvalidRowError, which names the message.
+    The keys of turns with more than a text are added to `turn_keys`. Raises InvalidRowError, which
+    names the message.
     """
     answers: list[list[Message]] = []  # of one message each, but for answers in parts
     names: list[str] = []
@@ -80,8 +88,13 @@ def parse_conversation(lists: Mapping[str, Any]) -> tuple[Message, ...]:
             where = f"{name}[{number}]"
             try:
                 parsed = parse_turn(record)
-                if not FLAG_KEYS.isdisjoint(record):
-                    parsed = [apply_flags(message, record) for message in parsed]
+                if len(record) > 2:
+                    if is_given(record.get("images")):  # Ollama's
+                        parsed = add_images(parsed, record["images"])
+                    if not FLAG_KEYS.isdisjoint(record):
+                        parsed = [apply_flags(message, record) for message in parsed]
+                if len(record) > 2 or parsed[-1].tool_calls or parsed[-1].images:
+                    turn_keys.update(record)
             except InvalidRowError as error:
                 raise InvalidRowError(f"{where}{error}") from None
             has_calls_in_text = has_calls_in_text or "from" in record
@@ -98,7 +111,7 @@ def parse_conversation(lists: Mapping[str, Any]) -> tuple[Message, ...]:
                     answers.append([message])
                     names.append(where)
             before = record
-    messages = list(map(join_answers, answers))
+    messages = [parts[0] if len(parts) == 1 else join_answers(parts) for parts in answers]
     _check_order(messages, names, has_calls_in_text)
     for index, message in enumerate(messages):
         if message.role == "user":
@@ -125,7 +138,7 @@ def _check_order(
                 f"{name} is a tool's answer, and the turn before it calls no tool"
             )
         if message.role == "assistant":
-            if is_blank(message.content) and not message.tool_calls:
+            if not message.tool_calls and not message.content.strip():
                 raise InvalidRowError(f"{name} has reasoning and no answer")
             if role == "assistant" and not is_asked:
                 raise InvalidRowError(f"{name} is the second answer before the first question")
@@ -150,16 +163,16 @@ def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     """Return the messages of a record, however its format has them. Raises InvalidRowError."""
     kind, columns = row_format.kind, row_format.required
     if kind == "turns":
-        messages = parse_conversation({columns[0]: record[columns[0]]})
+        messages = parse_conversation({columns[0]: record[columns[0]]}, row_format.turn_keys)
     elif kind == "calls":  # a question and the calls that answer it, as xLAM writes them
         query, _, answers = columns
         asked = {"role": "user", "content": record[query]}
         answer = {"role": "assistant", "tool_calls": record[answers]}
-        messages = parse_conversation({answers: [asked, answer]})
+        messages = parse_conversation({answers: [asked, answer]}, row_format.turn_keys)
     else:
         messages = _parse_pair(record, row_format)
     thoughts = row_format.columns["reasoning"]
-    return _add_reasoning(messages, record.get(thoughts), thoughts)
+    return _add_reasoning(messages, record[thoughts], thoughts) if thoughts in record else messages
 
 
 def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
@@ -178,11 +191,14 @@ def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
         text = parse_text(record[answer_column], answer_column)
         answers = [{"role": "assistant", "content": text}]
     before = {history_column: history} if is_given(history) else {}
-    return parse_conversation({**before, question_column: turns, answer_column: answers})
+    lists = {**before, question_column: turns, answer_column: answers}
+    return parse_conversation(lists, row_format.turn_keys)
 
 
 def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:
     """Return the turns that a value has, None for anything else; each may be a JSON text."""
+    if isinstance(value, str) and not JSON_START.match(value):
+        return None
     found = parse_nested(value)
     turns = list(map(parse_nested, found)) if isinstance(found, list) else [found]
     if not all(map(is_turn, turns)):

@@ -21,7 +21,7 @@ import ast
 import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -55,12 +55,12 @@ class FormatKind:
     def fields(self) -> list[str]:
         """The columns, then the optional ones."""
         fields = FORMS["fields"].items()
-        optional = [name for name, field in fields if self.kind in field["kinds"].split()]
+        optional = [name for name, facts in fields if self.kind in facts["kinds"].split()]
         return [*self.columns, *optional, *([self.extra] if self.extra else [])]
 
 
 ROW_FORMATS = {facts["name"]: FormatKind(**facts) for facts in FORMS["formats"]}
-VARIABLE_FIELDS = [name for name, field in FORMS["fields"].items() if "is_variable" in field]
+VARIABLE_FIELDS = [name for name, facts in FORMS["fields"].items() if "is_variable" in facts]
 LONGEST_FLAG = 5  # characters: "on", "off", "False" in a reasoning column are no reasoning
 IMAGE_COLUMNS = frozenset(("image", "images"))
 MEDIA_COLUMNS = frozenset((*IMAGE_COLUMNS, "audio", "audios", "video", "videos"))
@@ -218,13 +218,15 @@ class RowFormat:
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
     media: frozenset[str] = frozenset()  # those of MEDIA_COLUMNS in the file's first rows
     group_by: str | None = None  # the column or path that data.split_by names
+    # Keys that turns of its rows have had so far, but for those of plain turns
+    turn_keys: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def required(self) -> tuple[str, ...]:
         """The columns that every row has."""
         return tuple(self.columns[field] for field in ROW_FORMATS[self.name].columns)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """What a row holds: turns, pair, calls, text or segments."""
         return ROW_FORMATS[self.name].kind
@@ -241,6 +243,11 @@ class RowFormat:
     def variable_columns(self) -> dict[str, str]:
         """The columns that have variables of the chat template, by the names of these."""
         return {name: self.columns[name] for name in VARIABLE_FIELDS if name in self.columns}
+
+    def is_plain(self, record: Json) -> bool:
+        """Return whether a record has nothing but the texts of a conversation."""
+        has_more = len(record) > len(self.required) or self.turn_keys or self.media or self.paths
+        return not has_more and self.kind in ("turns", "pair")
 
     @property
     def turn_column(self) -> str | None:
@@ -282,10 +289,10 @@ def _name_columns(
 ) -> dict[str, str]:
     """Return the column of each field; `cases` has those of the file in any case."""
     column_of = {}
-    for field in fields:
-        names = [field, *FORMS["fields"].get(field, {}).get("names", ())]
+    for name in fields:
+        names = [name, *FORMS["fields"].get(name, {}).get("names", ())]
         found = [cases[other] for other in (*names, *map(str.lower, names)) if other in cases]
-        if field == "reasoning":
+        if name == "reasoning":
             found = [column for column in found if column not in flags] or ["no column"]
-        column_of[field] = columns.get(field, (found or [field])[0])
+        column_of[name] = columns.get(name, (found or [name])[0])
     return column_of

@@ -17,11 +17,9 @@ from sft_play.config.schema import Config
 from sft_play.data.calls import check_json, drop_filled, has_null_arguments, parse_tools
 from sft_play.data.files import (
     Chunk,
-    base_format,
     columns_with_values,
     parse_records,
     read_chunks,
-    read_text_lines,
     refuse_bad_rows,
 )
 from sft_play.data.image_parts import attach_images
@@ -131,6 +129,18 @@ class SystemPrompt:
         replaces_own = data.system_prompt_mode == "replace"
         return cls(data.system_prompt, replaces_own, ImageReader.from_config(config, decodes))
 
+    def put(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return messages with the text before them. Raises InvalidRowError."""
+        has_system = messages[0].role == "system"
+        if has_system and not self.replaces_own:
+            return messages
+        if has_system and messages[0].images:
+            raise InvalidRowError(
+                "data.system_prompt_mode=replace would drop an image of the system message; set add"
+            )
+        rest = dropwhile(lambda message: message.role == "system", messages)
+        return (Message("system", self.text or ""), *rest)
+
 
 NO_SYSTEM_PROMPT = SystemPrompt()
 
@@ -155,11 +165,10 @@ def parse_record_rows(
             yield record
             continue
         origin = chunk.origin(position)
-        if unused is not None:
-            unused.update(unused_keys(record, row_format))
         try:
             rows = parse_record(record, row_format, origin, system_prompt)
-            for index, row in enumerate(rows):
+            is_plain = row_format.is_plain(record)
+            for index, row in () if is_plain else enumerate(rows):
                 messages = system_prompt.images.open_images(row.messages, chunk.path)
                 if messages is not row.messages:
                     rows[index] = replace(row, messages=messages)
@@ -173,11 +182,15 @@ def parse_record_rows(
                     )
                 rows = [replace(row, group=group) for row in rows]
         except (InvalidRowError, RecursionError) as error:
-            is_row = isinstance(error, InvalidRowError)
-            yield BadRow(origin, str(error) if is_row else TOO_DEEP, chunk.raw(position))
+            reason = str(error) if isinstance(error, InvalidRowError) else TOO_DEEP
+            if unused is not None:
+                unused.update(unused_keys(record, row_format))
+            yield BadRow(origin, reason, chunk.raw(position))
             continue
-        if unused is not None and any(has_null_arguments(row.messages) for row in rows):
-            unused[NULL_ARGUMENTS] += 1
+        if unused is not None and not is_plain:
+            unused.update(unused_keys(record, row_format))
+            if any(has_null_arguments(row.messages) for row in rows):
+                unused[NULL_ARGUMENTS] += 1
         yield rows
 
 
@@ -209,40 +222,43 @@ def _parse_row(
     column = row_format.required[0]
     weight_column = row_format.columns["weight"]
     weight = parse_weight(record.get(weight_column), weight_column)
-    if row_format.name == "text":
+    if row_format.kind == "text":
         return Row((), origin, text=parse_text(record[column], column), weight=weight)
-    if row_format.name == "segments":
+    if row_format.kind == "segments":
         segments = parse_segments(record[column], column)
         return Row((), origin, segments=weigh(segments, weight))
     messages = parse_messages(record, row_format)
-    tools_column = row_format.columns["tools"]
-    given = record.get(tools_column)
-    if row_format.turn_column and is_blank(given):
-        given = tools_of_turns(record[column])
-    tools = parse_tools(given, tools_column)
-    if tools:
-        messages = drop_filled(messages, tools)
-    system_column = row_format.columns["system"]
-    system = record.get(system_column)
+    tools: tuple[Json, ...] = ()
+    variables = None
+    if not row_format.is_plain(record):
+        tools_column = row_format.columns["tools"]
+        given = record.get(tools_column)
+        if row_format.turn_column and is_blank(given):
+            given = tools_of_turns(record[column])
+        tools = parse_tools(given, tools_column)
+        if tools:
+            messages = drop_filled(messages, tools)
+        messages = _put_system(messages, record, row_format.columns["system"])
+        messages = attach_images(messages, record, row_format)
+        variables = _parse_variables(record, row_format)
+        messages = weigh(messages, weight)
+    if system_prompt.text:
+        messages = system_prompt.put(messages)
+    return Row(messages, origin, tools=tools, variables=variables)
+
+
+def _put_system(messages: tuple[Message, ...], record: Json, column: str) -> tuple[Message, ...]:
+    """Return messages with the system message of a column. Raises InvalidRowError."""
+    system = record.get(column)
     if isinstance(system, list | dict):  # Gemini's parts, Anthropic's and Bedrock's blocks
-        system = join_texts(system, system_column)
-    system = parse_optional_text(system, system_column)
+        system = join_texts(system, column)
+    system = parse_optional_text(system, column)
+    if system is None:
+        return messages
     has_system = messages[0].role == "system"
-    if system is not None:
-        if has_system and messages[0].content != system:
-            raise InvalidRowError("a system column and a system message; keep one of them")
-        messages = (Message("system", system), *messages[has_system:])
-        has_system = True
-    messages = attach_images(messages, record, row_format)
-    if system_prompt.text and (system_prompt.replaces_own or not has_system):
-        if has_system and messages[0].images:
-            raise InvalidRowError(
-                "data.system_prompt_mode=replace would drop an image of the system message; set add"
-            )
-        rest = dropwhile(lambda message: message.role == "system", messages)
-        messages = (Message("system", system_prompt.text), *rest)
-    variables = _parse_variables(record, row_format)
-    return Row(weigh(messages, weight), origin, tools=tools, variables=variables)
+    if has_system and messages[0].content != system:
+        raise InvalidRowError("a system column and a system message; keep one of them")
+    return (Message("system", system), *messages[has_system:])
 
 
 def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
@@ -304,16 +320,18 @@ def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> l
     """
     found: list[Prompt] = []
     bad: list[BadRow] = []
-    for origin, record, raw in _read_questions(path):
-        if isinstance(record, BadRow):
-            bad.append(record)
-            continue
-        try:
-            prompt = read_prompt(record, columns, system_prompt, origin)
-            messages = system_prompt.images.open_images(prompt.messages, path)
-            found.append(prompt._replace(messages=messages))
-        except InvalidRowError as error:
-            bad.append(BadRow(origin, str(error), raw))
+    for chunk in read_chunks(path, line_by_line=True):
+        for position, record in enumerate(parse_records(chunk)):
+            if isinstance(record, BadRow):
+                bad.append(record)
+                continue
+            origin = chunk.origin(position)
+            try:
+                prompt = read_prompt(record, columns, system_prompt, origin)
+                messages = system_prompt.images.open_images(prompt.messages, path)
+                found.append(prompt._replace(messages=messages))
+            except InvalidRowError as error:
+                bad.append(BadRow(origin, str(error), chunk.raw(position)))
     refuse_bad_rows(bad, len(found) + len(bad))
     return found
 
@@ -354,14 +372,3 @@ def _with_last_answer(value: Any, name: str) -> list[Json]:
     if ROLES.get(turns[-1].get(speaker)) in ("assistant", "call"):
         return turns
     return [*turns, {speaker: "assistant", content: MISSING}]
-
-
-def _read_questions(path: Path) -> Iterator[tuple[str, Json | BadRow, str]]:
-    """Yield the origin of each question, its record, and its text in the file."""
-    if base_format(path) == ".txt":
-        for origin, record in read_text_lines(path):
-            yield origin, record, str(record)
-        return
-    for chunk in read_chunks(path):
-        for position, record in enumerate(parse_records(chunk)):
-            yield chunk.origin(position), record, chunk.raw(position)

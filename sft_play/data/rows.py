@@ -190,7 +190,8 @@ def parse_text(value: Any, name: str) -> str:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a text{hint}")
     if not value or value.isspace():
         raise InvalidRowError(f"{name} is empty")
-    check_encodable(value, name)
+    if not value.isascii() or "\0" in value:
+        check_encodable(value, name)
     return value
 
 

@@ -73,23 +73,35 @@ def parse_json(data: bytes | str) -> Any:
     """Return the value of a JSON text. Raises InvalidJsonError."""
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        return strict_decoder.decode(text)
+        value = json.loads(text)
+        level = [value]
+        keys = 0
+        for each in level:  # which grows
+            if isinstance(each, dict):
+                keys += len(each)
+                level += each.values()
+            elif isinstance(each, list):
+                level += each
+        # else perhaps a key stands twice in an object
+        return value if keys == text.count('":') else strict_decoder.decode(text)
     except (ValueError, RecursionError) as error:
         raise InvalidJsonError(explain(error)) from None
 
 
 def parse_json_line(line: bytes) -> Json | UnreadableRecord:
     """Return the object that a line of JSONL has, or why it has none."""
-    raw = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
     try:
-        return require_object(parse_json(line.rstrip(b"\r\n")), raw)
+        record = parse_json(line.rstrip(b"\r\n"))
+        if isinstance(record, dict):
+            return record
+        reason = f"a row is a JSON object, not {TYPE_NAMES[type(record)]}"
     except InvalidJsonError as error:
         reason = str(error)
         if line.strip() in (b"{", b"["):
             reason = "the line ends behind the first bracket; a row stands on one line, whole"
         elif not line.endswith(b"\n"):
             reason += "; the file ends with this line, perhaps cut off"
-        return UnreadableRecord(reason, raw)
+    return UnreadableRecord(reason, line.decode("utf-8", "backslashreplace").rstrip("\r\n"))
 
 
 def split_of(name: str) -> str | None:
@@ -134,8 +146,10 @@ def without_long_lines(path: Path) -> str:
     return f"split longer ones, or leave them out: {command}"
 
 
-def read_documents(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
-    """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone.
+def read_documents(
+    path: Path, stream: IO[bytes], line_by_line: bool = False
+) -> Iterator[NumberedRecord]:
+    """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone, or its lines.
 
     One of more than MAX_LINE_BYTES is several. Raises DataError.
     """
@@ -153,9 +167,9 @@ def read_documents(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
                 "split -C 8m --additional-suffix=.txt - texts/"
             )
         if line.strip() != END_OF_DOCUMENT:
-            lines.append(line)
+            lines.append(line.strip() if line_by_line else line)
             size += len(line)
-            if size < MAX_LINE_BYTES:  # a longer text is read in parts
+            if size < MAX_LINE_BYTES and not line_by_line:  # a longer text is read in parts
                 continue
         data = b"".join(lines)
         if data.strip():

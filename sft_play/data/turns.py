@@ -30,7 +30,6 @@ from sft_play.data.rows import (
     Message,
     check_encodable,
     is_blank,
-    is_given,
     parse_optional_text,
     parse_text,
     shorten,
@@ -43,6 +42,11 @@ CONTENT_KEYS = FORMS["turns"]["content"]
 PART_TYPES = FORMS["turns"]["parts"]
 # Harmony's channels whose turn is a part of the answer that follows
 OPEN_CHANNELS = ("analysis", "commentary")
+CALL_PARSERS = {
+    "tool_calls": parse_calls,
+    "function_call": parse_calls,  # OpenAI's before tools
+    "function_calls": parse_python_calls,
+}
 RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
 FUNCTION_PREFIX = "functions."  # of names in Harmony
 THOUGHT_END = "</think>"
@@ -50,21 +54,19 @@ TOOL_CALL_MARK = re.compile(r"</?tool_call>")
 CALL_START = re.compile(r"[\[{]")
 
 
+def add_images(messages: list[Message], given: Any) -> list[Message]:
+    """Return the messages of a turn with the images of its own list. Raises InvalidRowError."""
+    *results, message = messages
+    images = name_images(given, ".images")
+    content = IMAGE_MARK * len(images) + message.content
+    return [*results, replace(message, content=content, images=(*images, *message.images))]
+
+
 def parse_turn(record: Json) -> list[Message]:
     """Return the messages of a turn; several where it has results of tools beside its words.
 
     Raises InvalidRowError.
     """
-    messages = _parse_turn(record)
-    if not is_given(record.get("images")):  # Ollama's
-        return messages
-    *results, message = messages
-    given = name_images(record["images"], ".images")
-    content = IMAGE_MARK * len(given) + message.content
-    return [*results, replace(message, content=content, images=(*given, *message.images))]
-
-
-def _parse_turn(record: Json) -> list[Message]:
     speaker = record.get("role") or record.get("from")
     role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if speaker is None:
@@ -73,7 +75,9 @@ def _parse_turn(record: Json) -> list[Message]:
     if role is None:
         known = ", ".join(ROLES)
         raise InvalidRowError(f" has the role {shorten(speaker)!r}; roles are {known}")
-    key = next((key for key in CONTENT_KEYS if key in record), "content")
+    key = "content"
+    if key not in record:
+        key = next((other for other in CONTENT_KEYS if other in record), key)
     name = f".{key}"
     content = record.get(key)
     if isinstance(content, str) and content.startswith(("[{", "[ {")):
@@ -104,8 +108,6 @@ def goes_on(record: Json, before: Json) -> bool:
 
 def join_answers(parts: Sequence[Message]) -> Message:
     """Return one answer of its parts."""
-    if len(parts) == 1:
-        return parts[0]
     return replace(
         parts[-1],
         content="\n\n".join(part.content for part in parts if part.content),
@@ -119,9 +121,10 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     if role == "user":
         return Message(role, parse_text(content, name))
     if role == "assistant":
-        calls = parse_calls(record.get("tool_calls"), ".tool_calls")
-        calls += parse_calls(record.get("function_call"), ".function_call")  # before tools
-        calls += parse_python_calls(record.get("function_calls"), ".function_calls")
+        calls: tuple[Json, ...] = ()
+        for key, parse in CALL_PARSERS.items():
+            if record.get(key):
+                calls += parse(record[key], f".{key}")
         content = (content or "") if calls and is_blank(content) else parse_text(content, name)
         return Message(role, content, _find_reasoning(record), calls)
     # blank is fine: a function may return nothing
