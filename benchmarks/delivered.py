@@ -73,22 +73,17 @@ def from_gguf(file: Path, target: Path) -> str:
 
 def score_files(run: Path, kind: str) -> CompressedScores:
     """Export a run in a format, and return the scores of the files."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from sft_play.inference.evaluate import prepared_data
     from sft_play.inference.export_compressed import compress_folder, score
-    from sft_play.inference.exported import Exported, write_plain_model
+    from sft_play.inference.exported import Export, write_plain_model
+    from sft_play.runs.exports import ExportAsked
     from sft_play.runs.folder import RunFolder
 
-    exported = Exported.of(RunFolder(run), "cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(exported.weights)
-    split = prepared_data(exported.folder, exported.config, tokenizer).test
+    export = Export.of(RunFolder(run), ExportAsked(kind))
     with tempfile.TemporaryDirectory(dir=run.parent) as temporary:
         plain, files = Path(temporary) / "plain", Path(temporary) / "files"
-        write_plain_model(exported, plain, None)
+        write_plain_model(export, plain)
         compress_folder(plain, files, kind)
-        return score(exported, files, split)
+        return score(export, files)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
@@ -101,11 +96,10 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     for kind in args.kinds:
         after = score_files(folder / f"run-{PLAIN}", kind)
         delivered = score_files(folder / f"run-{kind}", kind)
-        before = sum(row.before for row in after.rows)
-        gain = before - sum(row.after for row in after.rows)
-        trained_for_it = (before - sum(delivered.nats)) / gain
-        losses = f"{delivered.loss:.4f} ({after.run_loss:.4f})"
-        shares = [f"{share:.3f}" for share in (after.gain_kept, trained_for_it)]
+        plain, found = after.losses, delivered.losses
+        trained_for_it = (plain.loss_before - found.eval_loss) / plain.gain
+        losses = f"{found.eval_loss:.4f} ({plain.run_loss:.4f})"
+        shares = [f"{share:.3f}" for share in (plain.gain_kept, trained_for_it)]
         yield [kind, *shares, losses, f"{seconds[kind] / seconds[PLAIN]:.2f}"]
 
 

@@ -33,22 +33,22 @@ TOKENS = {
     "compat": 1_270,
     "config": 24_060,
     "data": 71_650,
-    "evaluation": 12_940,
-    "inference": 19_630,
-    "models": 112_680,
+    "evaluation": 13_100,
+    "inference": 19_370,
+    "models": 112_690,
     "monitor": 8_080,
     "notebooks": 13_800,
     "plan": 50_510,
     "reporting": 10_370,
     "runs": 15_350,
-    "training": 46_900,
+    "training": 46_840,
 }
-FILES = 353
-FUNCTIONS = 4_099
+FILES = 354
+FUNCTIONS = 4_107
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
-CALLED_FUNCTIONS = 4_099
-CALLED_FILES = 353
+CALLED_FUNCTIONS = 4_107
+CALLED_FILES = 354
 SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -9,7 +9,8 @@ from sft_play.data.render import render_prompt
 from sft_play.data.rows import Message
 from sft_play.data.template_sources import with_variables
 from sft_play.errors import ConfigError
-from sft_play.evaluation.reopened import Folder, Reference, reopen
+from sft_play.evaluation.reference import Reference
+from sft_play.evaluation.reopened import Folder, reopen
 
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"

@@ -162,7 +162,8 @@ loaders += [fork_loader()]
 (waiting, _), = opener._waiting
 import sft_play.training.worker  # of which the process that waits is to know nothing
 unused = [name for name in sys.argv[3:] if name in sys.modules]
-from sft_play.evaluation.reopened import Folder, Reference, reopen
+from sft_play.evaluation.reference import Reference
+from sft_play.evaluation.reopened import Folder, reopen
 weights, evaluation = map(Path, sys.argv[1:3])
 found = []
 for fresh in (None, opener.subprocess):  # the first one must not start a process

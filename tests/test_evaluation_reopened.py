@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from sft_play.evaluation import plain, reopened
-from sft_play.evaluation.reopened import FROM_FLOAT8, ROUNDED, Folder, Reference, reopen
+from sft_play.evaluation.reference import Reference
+from sft_play.evaluation.reopened import FROM_FLOAT8, ROUNDED, Folder, reopen
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """`make export FORMAT=fp8`, int4 and nvfp4: what transformers and compressed-tensors read of them."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from published_models import write_published
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reopened import EXACT, Reopened
-from sft_play.inference import calibrate
+from sft_play.inference import export_compressed
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_compressed import (
@@ -21,7 +23,7 @@ from sft_play.inference.export_compressed import (
     CompressedScores,
     compress_folder,
 )
-from sft_play.inference.gguf_score import RowScore
+from sft_play.inference.improvement import Losses, interval
 from sft_play.models.compressed import Rounding
 from sft_play.models.experts import expert_weights
 from sft_play.runs import seal
@@ -62,10 +64,20 @@ def test_an_export_is_quantised_held_to_the_run_and_sealed(copied, kind, monkeyp
 @pytest.mark.usefixtures("opens_here")
 def test_what_keeps_too_little_is_refused_with_the_worst_layers(copied, monkeypatch):
     asked = ExportAsked("int4", copied.path / "refused", least_gain=1.5)
-    said = r"of the gain, less than 1.5; .*_proj \(0\.\d+\), .*with TRAIN_DELIVER_AS=int4"
+    said = (
+        r"it loses .* rows\); .*_proj \(0\.\d+\).* Nothing was published; FORMAT=safetensors "
+        r"exports it without this loss, a run with TRAIN_DELIVER_AS=int4 is trained for it, EXPORT"
+    )
     with pytest.raises(CheckpointError, match=said):
         export_run(copied, asked, "cpu")
     assert not (copied.path / "refused").exists()
+
+
+@pytest.mark.usefixtures("opens_here")
+def test_a_format_that_keeps_more_is_offered_with_what_it_keeps(copied):
+    with pytest.raises(CheckpointError) as caught:
+        export_run(copied, ExportAsked("nvfp4", copied.path / "x", least_gain=0.99), "cpu")
+    assert re.search(r"; FORMAT=fp8 keeps [01]\.\d{3} of the improvement, ", str(caught.value))
 
 
 def plain_folder(folder: Path, model_type: str = "llama", shards: bool = False) -> Path:
@@ -167,13 +179,13 @@ def test_files_of_other_names_and_sizes_are_refused(tmp_path, tokenizer):
 
 
 def test_awq_needs_llm_compressor(copied, monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrate, "QUANTIZE", tmp_path / "none")
+    monkeypatch.setattr(export_compressed, "QUANTIZE", tmp_path / "none")
     with pytest.raises(EnvironmentFault, match="type make install-quantize"):
         export_run(copied, ExportAsked("awq"), "cpu")
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not calibrate.QUANTIZE.is_dir(), reason="make install-quantize")
+@pytest.mark.skipif(not export_compressed.QUANTIZE.is_dir(), reason="make install-quantize")
 def test_awq_is_calibrated_and_held_to_the_run(copied, monkeypatch):
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     lines = export_run(copied, ExportAsked("awq", least_gain=0.5), "cpu")
@@ -193,18 +205,29 @@ def test_a_model_that_reads_images_keeps_its_towers(tmp_path, tokenizer):
 
 
 def test_the_share_of_a_gain_is_counted_in_nats_and_drawn_over_rows():
-    rows = (RowScore(20.0, 10.0, 10), RowScore(30.0, 10.0, 10))
+    table = np.array([(20.0, 10.0, 10, 10.5), (30.0, 10.0, 10, 11.0)])
     said = Reopened(2, 1.0, 1.0, 1.0, 0.0, 2, 2, 0, EXACT)
-    scores = CompressedScores(rows, (10.5, 11.0), said)
-    assert scores.gain_kept == pytest.approx(1 - 1.5 / 30)
-    low, high = scores.interval
-    assert (low, high) == (pytest.approx(0.95), pytest.approx(0.95))
-    assert scores.faults(0.95) == [] and "0.950 of the gain" in scores.faults(0.96)[0]
+    scores = CompressedScores(table, said)
+    assert scores.losses.gain_kept == pytest.approx(1 - 1.5 / 30)
+    assert interval(table) == (pytest.approx(0.95), pytest.approx(0.95))
+    assert scores.faults(0.95) == [] and "it loses 5 % of the" in scores.faults(0.96)[0]
     assert scores.publishing_gain in (0.94, 0.95) and not scores.faults(scores.publishing_gain)
-    worse = CompressedScores(rows, (50.0, 50.0), said)
-    assert worse.gain_kept < 0 and worse.publishing_gain is None
-    nothing = CompressedScores((RowScore(10.0, 10.0, 10),), (11.0,), said)
-    assert "above the run's" in nothing.faults(0.95)[0] and nothing.publishing_gain is None
-    ends_late = CompressedScores(rows, (10.5, 11.0), replace(said, kl=0.5, stops=1))
+    worse = CompressedScores(np.array([(20.0, 10.0, 10, 50.0)]), said)
+    assert worse.losses.gain_kept < 0 and worse.publishing_gain is None
+    nothing = CompressedScores(np.array([(10.0, 10.0, 10, 11.0)]), said)
+    assert "1.100 instead of 1.000" in nothing.faults(0.95)[0] and nothing.publishing_gain is None
+    ends_late = CompressedScores(table, replace(said, kl=0.5, stops=1))
     assert ends_late.faults(0.9) == ["generation runs on behind the trained stop of 1 rows"]
-    assert ends_late.line("int4").endswith("KL=5.0e-01 top-1=1.000 stops=1/2")
+    assert ends_late.line("int4").endswith("[0.950, 0.950] KL=5.0e-01 top-1=1.000 stops=1/2")
+
+
+def test_losses_of_the_same_rows_are_compared_with_the_base():
+    losses = Losses(1.669, 1.583, 1.890, 8)
+    assert str(losses) == "eval_loss 1.669 instead of 1.583 (8 rows)"
+    assert losses.faults(0.95) == [f"it loses 28 % of the improvement, more than 5 %: {losses}"]
+    assert losses.faults(0.7) == []
+    worse = Losses(2.0, 1.583, 1.890, 8)
+    said = "worse than the base: eval_loss 2.000 instead of 1.583, and the base has 1.890 (8 rows)"
+    assert worse.faults(0.95) == [said]
+    assert Losses(1.595, 1.583, 1.590, 8).faults(0.95) == [], "less than can be told from noise"
+    assert Losses(float("nan"), 1.5, 1.9, 8).faults(0.0)

@@ -15,7 +15,7 @@ from sft_play.data.render import RenderError
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, EnvironmentFault
 from sft_play.inference import convert_gguf, gguf_tools
-from sft_play.inference import exported as inference_parity
+from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_gguf import added, turn_texts_of
 from sft_play.inference.gguf_score import GgufScores, SameTokens
@@ -165,10 +165,14 @@ def scores(**changes) -> GgufScores:
 
 def test_a_file_must_keep_the_gain_and_the_stops():
     assert scores().gain_kept == pytest.approx(0.99) and scores().faults() == []
-    assert scores(eval_loss=1.2).faults() == ["it keeps 0.900 of the gain, less than 0.95"]
+    assert scores(eval_loss=1.2).faults() == [
+        "it loses 10 % of the improvement, more than 5 %: eval_loss 1.200 instead of 1.000 (10 rows)"
+    ]
+    said = "llama.cpp gives other tokens in 1 of 10 rows"
+    assert scores(tokens=SameTokens(9, 10)).faults() == [said]
     assert scores(ended=2).faults() == ["8 of 10 answers run on behind the trained stop"]
     no_gain = scores(loss_before=1.0, eval_loss=1.1)
-    assert no_gain.faults() == ["eval_loss=1.1000 is above 1.0000"]
+    assert no_gain.faults() == ["eval_loss 1.100 instead of 1.000 (10 rows)"]
     assert no_gain.as_json()["gain_kept"] is None
 
 
@@ -249,7 +253,7 @@ def require_llama_cpp() -> None:
 @pytest.mark.usefixtures("opens_here")
 def test_gguf_files_keep_the_gain_and_answer_as_the_run(finished, monkeypatch):
     require_llama_cpp()
-    monkeypatch.setattr(inference_parity, "MOST_TOKENS", 8)
+    monkeypatch.setattr(parity, "MOST_TOKENS", 8)
     folder = finished("lora")
     asked = ExportAsked("gguf", quantizations=("BF16", "Q8_0", "Q4_K_M"), llama_cpp=LLAMA_CPP)
     lines = export_run(folder, asked, "cpu")
@@ -282,9 +286,8 @@ def test_a_file_with_other_tokens_is_not_published(finished):
     asked = ExportAsked(
         "gguf", folder.path / "other", None, ("BF16",), LLAMA_CPP, pre_tokenizer="qwen2"
     )
-    with pytest.raises(
-        CheckpointError, match=r"run-BF16.gguf is not what was scored: .* other tok"
-    ):
+    said = r"run-BF16.gguf is not the model that was evaluated: .* other tok.*; FORMAT=safetensors"
+    with pytest.raises(CheckpointError, match=said):
         export_run(folder, asked, "cpu")
     assert not (folder.path / "other").exists()
 

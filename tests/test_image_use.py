@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 from sft_play.config.schema import ModelSection
 from sft_play.data.processor import load_processor
 from sft_play.errors import CheckpointError, ConfigError, DataError
-from sft_play.evaluation import reopened
+from sft_play.evaluation import reference, reopened
 from sft_play.evaluation.plain import answer
-from sft_play.evaluation.reopened import Folder, Reference, chosen_samples, reopen
+from sft_play.evaluation.reference import Reference, chosen_samples
+from sft_play.evaluation.reopened import Folder, reopen
 from sft_play.inference.chat import answer as answer_of
 from sft_play.inference.chat import question_of
 from sft_play.inference.evaluate import prepared_data
@@ -200,7 +201,7 @@ def test_a_merge_that_is_read_from_the_disk_is_shown_its_pictures(
 def test_rows_with_images_come_first_in_a_reference_and_their_pixels_are_bounded(seen, monkeypatch):
     split = prepared_data(seen, seen.read_config(), load_run(seen, "cpu").tokenizer).test
     assert [bool(sample.images) for sample in chosen_samples(split)] == [True] * 6 + [False]
-    monkeypatch.setattr(reopened, "MOST_IMAGE_TOKENS", 40)
+    monkeypatch.setattr(reference, "MOST_IMAGE_TOKENS", 40)
     assert [bool(sample.images) for sample in chosen_samples(split)] == [True, False]
 
 

@@ -213,7 +213,7 @@ def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
     folder = plan_run({})
     with pytest.raises(CheckpointError, match=r"no adapter/: .* planned; .*RUN="):
         load_run(folder, "cpu")
-    with pytest.raises(CheckpointError, match="no adapter/ to merge"):
+    with pytest.raises(CheckpointError, match="has no adapter/: the run's status is"):
         merge_run(folder)
 
 

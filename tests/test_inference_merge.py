@@ -1,6 +1,8 @@
 """`make merge`: a plain model folder, measured before it is published; planted faults are found."""
 
+import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.evaluation import reopened
+from sft_play.evaluation.reopened import Bound
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import merging, shards
@@ -137,12 +141,12 @@ def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tiny_bas
 def why_not(folder: RunFolder) -> list[str]:
     """Merge a run whose merge must not be published, and return why not."""
     shutil.rmtree(folder.path / "merged", ignore_errors=True)
-    with pytest.raises(CheckpointError, match="not the model that was evaluated"):
+    with pytest.raises(CheckpointError, match=r"was not merged: .*merge_report\.json has the"):
         merge_run(folder)
     assert not list(folder.path.glob("*merged*/")), "nothing is published, nothing is left"
     report = read_json(folder.path / "merge_report.json")
     assert report["kept"] is None
-    return report["why_not"]
+    return [*report["why_not"], *filter(None, [report.get("cause")])]
 
 
 def change(path: Path, **values) -> None:
@@ -188,7 +192,71 @@ def test_a_refused_merge_is_in_the_report_and_that_of_the_published_one_is_kept(
 def test_a_wrong_scale_is_found_by_the_scores_too(copied, monkeypatch):
     change(copied.weights("lora") / "adapter_config.json", lora_alpha=16)
     monkeypatch.setattr("sft_play.inference.merge.refuse_other_adapter", lambda *_: None)
-    assert why_not(copied)[0].startswith("KL=")
+    first, *_, cause = why_not(copied)
+    assert first.startswith("KL=")
+    assert cause.startswith("the merged float32 model is worse than the adapter: eval_loss ")
+    assert "so it or its base has changed since the run; the run's checkpoints/ have" in cause
+
+
+def refused_here(folder: RunFolder, monkeypatch) -> str:
+    """Merge in bfloat16 while no rounding is allowed, and return the refusal."""
+    monkeypatch.setattr(reopened, "ROUNDED", Bound(1e-12, 1e-12))
+    with pytest.raises(CheckpointError) as caught:
+        merge_run(folder, "bfloat16")
+    return str(caught.value)
+
+
+def refused_rounding(folder: RunFolder, monkeypatch) -> str:
+    """Return a refusal whose cause is rounding, which the report has, too."""
+    said = refused_here(folder, monkeypatch)
+    report = read_json(folder.path / "merge_report.json")
+    assert report["cause"] in said and report["kept"] is None
+    merged, run = (report["candidates"]["as stored"][f"{of}eval_loss"] for of in ("", "run_"))
+    assert report["float32_eval_loss"] == pytest.approx(run) != merged
+    return said
+
+
+def test_a_merge_that_rounding_makes_worse_says_how_much_is_lost_and_the_remedy_works(
+    copied, monkeypatch
+):
+    def coarse(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor * 32).round() / 32
+
+    really = shards.ShardWriter.add
+    monkeypatch.setattr(
+        shards.ShardWriter,
+        "add",
+        lambda self, name, tensor: really(
+            self, name, coarse(tensor) if tensor.dtype == torch.bfloat16 else tensor
+        ),
+    )
+    said = refused_rounding(copied, monkeypatch)
+    assert "the merged bfloat16 model is worse than the adapter: eval_loss " in said
+    assert re.search(r"\(6 rows\), because rounding to bfloat16 loses \d+ % of the improve", said)
+    assert "Type MODEL_DTYPE=float32 to merge without this loss. " in said
+    assert merge_run(copied, "float32")[-1].startswith("merged ")
+
+
+def test_an_adapter_that_improves_less_than_rounding_costs_is_offered_itself(copied, monkeypatch):
+    file = copied.weights("lora") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    small = {name: tensor * (1e-6 if "lora_B" in name else 1) for name, tensor in tensors.items()}
+    save_file(small, file, metadata={"format": "pt"})
+    seal(file.parent)
+    (copied.evaluation / "reference.safetensors").unlink()  # made anew, by this adapter
+    said = refused_rounding(copied, monkeypatch)
+    assert "Rounding to bfloat16 costs " in said and "training improved these rows by " in said
+    assert f"make export RUN={copied.name} FORMAT=adapter exports the adapter itself" in said
+    assert "MODEL_DTYPE=float32" in said and "a longer run (TRAIN_EPOCHS) may improve more" in said
+
+
+def test_a_refusal_whose_cause_cannot_be_measured_is_still_a_refusal(copied, monkeypatch):
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sft_play.inference.merge.losses_now", full)
+    said = refused_here(copied, monkeypatch)
+    assert "KL=" in said and "The cause could not be measured: " in said
 
 
 def test_a_4_bit_adapter_is_not_merged_into_another_base(

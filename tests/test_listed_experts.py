@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.inference import exported
-from sft_play.inference.export import export_run, what_vllm_does_not_serve
+from sft_play.inference import exported as parity
+from sft_play.inference.export import export_run
+from sft_play.inference.merge import what_vllm_does_not_serve
 from sft_play.models import lora
 from sft_play.models.experts import expert_weights
 from sft_play.models.listed_experts import list_experts
@@ -123,7 +124,7 @@ def test_experts_that_the_base_has_in_one_tensor_are_left_so(
 def test_a_run_is_exported_and_its_own_adapter_stays_as_it_was(
     plan_run, run_worker, base_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exported, "MOST_TOKENS", 4)
+    monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     changes = {
         "model.name": base_of("qwen3_moe"),
         "tuning.lora.experts": "shared",

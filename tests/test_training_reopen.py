@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from sft_play.errors import CheckpointError
-from sft_play.evaluation.reopened import Folder, Reference, reopen
+from sft_play.evaluation.reference import Reference
+from sft_play.evaluation.reopened import Folder, reopen
 
 
 @pytest.mark.long

@@ -183,10 +183,10 @@ def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
     require(NEEDED, " ".join(NEEDED))
     from sft_play.reporting.base_facts import BaseFacts
 
-    words = ("-m", "sft_play.inference.server", str(folder), "--name", name, "--device", device)
+    words = (str(folder), name, device, address.host, str(address.port))
     if BaseFacts.read(ModelSection(name=str(folder))).has_soft_caps:  # sdpa leaves them out
-        words += ("--attention", "eager")
-    return Launch((sys.executable, *words, *where), {})
+        words += ("eager",)
+    return Launch((sys.executable, "-m", "sft_play.inference.server", *words), {})
 
 
 def require(packages: Sequence[str], to_install: str, by: str = "the server") -> None:

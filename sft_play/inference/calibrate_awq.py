@@ -10,18 +10,11 @@ import sys
 
 import torch
 import transformers
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import preset_name_to_scheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.awq import AWQModifier
 from safetensors.torch import load_file
-
-
-def scheme_of(group_size: int) -> QuantizationScheme:
-    """Return 4-bit weights with a scale for so many inputs."""
-    scheme = preset_name_to_scheme("W4A16", ["Linear"])
-    weights = scheme.weights.model_copy(update={"group_size": group_size})
-    return scheme.model_copy(update={"weights": weights})
 
 
 def main() -> None:
@@ -38,7 +31,8 @@ def main() -> None:
     )
     tensors = load_file(asked["rows"])
     rows = [part.tolist() for part in tensors["ids"].tensor_split(tensors["ends"][:-1])]
-    scheme = scheme_of(asked["group_size"])
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    scheme.weights.group_size = asked["group_size"]
     oneshot(
         model=model,
         dataset=Dataset.from_dict(

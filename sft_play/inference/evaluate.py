@@ -1,7 +1,9 @@
 """Score the weights of a finished run, on its test rows or on other ones."""
 
+import contextlib
 import json
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +195,11 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
     data = data.model_copy(update={"train_path": None, "val_path": None})
     config = config.model_copy(update={"data": data})
     found = tokenize_sources(config, find_sources(config), tokenizer)
-    rows = assemble_other_rows(config, found["test"], _training_sources(folder))
+    trained_on: tuple[TokenizedSource, ...] = ()  # if the files are gone or not known
+    if not isinstance(folder, ModelFolder):
+        with contextlib.suppress(DataError):
+            trained_on = DataFacts.from_json(folder.read_data()).sources["train"]
+    rows = assemble_other_rows(config, found["test"], trained_on)
     names = ", ".join(source.name for source in found["test"])
     name = _free_name(folder, Path(found["test"][0].files[0]).stem, data.test_path)
     counts = rows.ledger.tally
@@ -229,26 +235,14 @@ def with_answer_limit(config: Config, rows: Split) -> Config:
     return updated(config, "train", generation_max_new_tokens=limit)
 
 
-def _training_sources(folder: RunFolder) -> tuple[TokenizedSource, ...]:
-    """Return the tokenized training rows of a run, () where they are gone or not known."""
-    if isinstance(folder, ModelFolder):
-        return ()
-    try:
-        return DataFacts.from_json(folder.read_data()).sources["train"]
-    except DataError:
-        return ()
-
-
 def _free_name(folder: RunFolder, stem: str, path: Any) -> str:
     """Return the name of a file's scores: its own, unless another file's scores have that."""
-    number = 1
-    while True:
+    for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         scores = folder.evaluation / f"{name}.json"
         is_free = not scores.exists() or read_json(scores).get("test_path") == _as_json(path)
         if name not in TAKEN_NAMES and is_free:
             return name
-        number += 1
 
 
 def _facts(config: Config, rows: ScoredRows, scores: Scores) -> dict[str, Any]:

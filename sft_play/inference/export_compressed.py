@@ -1,18 +1,25 @@
 """`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors, as vLLM serves them.
 
-The linear layers of the decoder are quantised, shard by shard, for awq by llm-compressor;
-embeddings, head, norms and routers stay as they are. The folder is opened by transformers and
+The linear layers of the decoder are quantised, shard by shard. For awq llm-compressor does it, by
+rows of training and in a process of its own (`calibrate_awq`): it needs another compressed-tensors.
+Embeddings, head, norms and routers stay as they are. The folder is opened by transformers and
 compressed-tensors alone and scored on test rows: what keeps too little of the run's gain is not
 published.
 
 Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
 """
 
+import importlib.util
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
@@ -24,83 +31,137 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers import AutoConfig
 
+from sft_play.config.loader import environment
 from sft_play.config.sections.train import Delivered
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.store import Sample, Split
-from sft_play.errors import CheckpointError, ConfigError
-from sft_play.evaluation.reopened import Folder, Reference, Reopened, as_tensors, ask, reopen
-from sft_play.inference.calibrate import calibrate, require_llm_compressor
-from sft_play.inference.evaluate import prepared_data
-from sft_play.inference.exported import (
-    Exported,
-    complete,
-    link_files,
-    reopened_model,
-    staged,
-    write_plain_model,
-)
-from sft_play.inference.gguf_score import LEAST_NATS, RowScore, chosen_rows, losses_of
-from sft_play.inference.merge import stranger_of
-from sft_play.models.architecture import empty_model
+from sft_play.data.store import Sample
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.evaluation.reference import Reference, as_tensors
+from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
+from sft_play.inference.exported import Export, Written, link_files, write_plain_model
+from sft_play.inference.improvement import Losses, chosen_rows, interval, read_losses
+from sft_play.inference.merge import merged_folder
+from sft_play.models.architecture import auto_class_of, empty_model
 from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
 from sft_play.models.experts import ExpertWeight, expert_weights
-from sft_play.runs.exports import ExportAsked
+from sft_play.models.shards import ShardWriter, files_in, tensors_in
 from sft_play.runs.files import read_json, write_json
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
+WEIGHTS = "*.safetensors*"  # with their index
 SHOWN_LAYERS = 3  # that lose most
-DRAWS = 1000  # of rows, for the interval of the gain
+SCRIPT = Path(__file__).with_name("calibrate_awq.py")
+QUANTIZE = Path(sys.prefix) / "quantize"  # where make install-quantize puts llm-compressor
+CALIBRATION_ROWS = 128
+BLOCK_TOKENS = 2048  # that are computed at once, of several rows
 
 
-def export_compressed(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
-    """Write a folder of quantised weights; return the lines to print.
+def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
+    """Write a folder of quantised weights.
 
     Raises: ConfigError for a model that is not quantised here; CheckpointError where the files do
     not keep enough of the run's gain; EnvironmentFault without llm-compressor, or where it fails.
     """
-    if asked.format == "awq":
+    kind = export.asked.format
+    if kind == "awq":
         require_llm_compressor()
-    data = prepared_data(run.folder, run.config, AutoTokenizer.from_pretrained(run.weights))
-    with (
-        staged(target) as staging,
-        tempfile.TemporaryDirectory(prefix=".from-", dir=target.parent) as temporary,
-    ):
-        plain = Path(temporary) / "model"
-        lines = write_plain_model(run, plain, asked.dtype)
-        lines.append(reopened_model(run, plain).line("from"))
-        if asked.format == "awq":
-            calibrate(run, data.train, plain, staging)
-            errors: dict[str, float] = {}
-        else:
-            trusted = run.config.model.trust_remote_code
-            errors = compress_folder(plain, staging, asked.format, trusted)
-        found = score(run, staging, data.test)
-        lines.append(found.line(asked.format))
-        faults = found.faults(asked.least_gain)
-        if faults:
-            worst = sorted(errors, key=lambda name: -errors[name])[:SHOWN_LAYERS]
-            named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
-            if named:
-                named = f"The weights with the largest errors are {named}; "
-            remedy = f"FORMAT={'safetensors' if asked.format == 'fp8' else 'fp8'} keeps more"
-            if asked.format in get_args(Delivered) and run.config.train.deliver_as is None:
-                remedy += f", a run with TRAIN_DELIVER_AS={asked.format} is trained for it"
-            if (least := found.publishing_gain) is not None:
-                remedy += f", and EXPORT_MIN_GAIN={least:.2f} publishes it as it is"
-            raise CheckpointError(
-                f"{run.folder.path}: as {asked.format} it is not the model that was evaluated: "
-                f"{'; '.join(faults)}; nothing was published. {named}{remedy}"
-            )
-        complete(run, staging, target, asked.format, [found.line(asked.format)])
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-    return [*lines, f"exported {target} ({size / 1e6:,.1f} MB; vllm serve {target})"]
+    lines, found = write_plain_model(export, plain)
+    errors: dict[str, float] = {}
+    if kind == "awq":
+        calibrate(export, plain, staging)
+    else:
+        errors = compress_folder(plain, staging, kind, export.config.model.trust_remote_code)
+    scores = score(export, staging)
+    faults = scores.faults(export.asked.least_gain)
+    if faults:
+        worst = sorted(errors, key=lambda name: -errors[name])[:SHOWN_LAYERS]
+        named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
+        if named:
+            faults.append(f"the weights with the largest errors are {named}")
+        export.refuse(f"as {kind} it", faults, f"; {remedies(export, plain, scores)}")
+    size = sum(path.stat().st_size for path in staging.glob("*.safetensors"))
+    return Written(
+        [*lines, found.line("from")],
+        [scores.line(kind)],
+        [f" ({size / 1e6:,.1f} MB; vllm serve {export.target})"],
+    )
+
+
+def remedies(export: Export, plain: Path, refused: "CompressedScores") -> str:
+    """Return what to type in place of a refused format; fp8 is written and scored for it."""
+    config, kind, least = export.config, export.asked.format, export.asked.least_gain
+    found = ["FORMAT=safetensors exports it without this loss"]
+    if kind != "fp8":
+        in_8_bits = plain.with_name("fp8")
+        compress_folder(plain, in_8_bits, "fp8", config.model.trust_remote_code)
+        scores = score(export, in_8_bits)
+        if not scores.faults(least):
+            found = [f"FORMAT=fp8 keeps {scores.losses.gain_kept:.3f} of the improvement"]
+    if kind in get_args(Delivered) and config.train.deliver_as is None:
+        found.append(f"a run with TRAIN_DELIVER_AS={kind} is trained for it")
+    if refused.losses.lost > refused.losses.gain:
+        found.append("a longer run (TRAIN_EPOCHS) may improve more than rounding costs")
+    if (publishing := refused.publishing_gain) is not None:
+        found.append(f"EXPORT_MIN_GAIN={publishing:.2f} publishes it as it is")
+    return ", ".join(found)
+
+
+def require_llm_compressor() -> None:
+    """Raise EnvironmentFault if it is not installed, before anything is merged."""
+    if not QUANTIZE.is_dir() and importlib.util.find_spec("llmcompressor") is None:
+        raise EnvironmentFault(
+            "FORMAT=awq: llm-compressor is not installed; type make install-quantize, or install "
+            "the extra: pip install 'sft-play[quantize]'"
+        )
+
+
+def calibrate(export: Export, source: Path, target: Path) -> None:
+    """Write a folder of plain weights as llm-compressor quantises it, by rows of training.
+
+    Raises: EnvironmentFault where llm-compressor fails; ConfigError for experts.
+    """
+    train = export.data.train
+    trusted = export.config.model.trust_remote_code
+    described = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+    model = empty_model(described, torch.bfloat16, trusted)
+    if expert_weights(model):
+        raise ConfigError(
+            f"FORMAT=awq: llm-compressor does not see the experts of {type(model).__name__}; "
+            "FORMAT=int4 and fp8 quantise them"
+        )
+    linears, others = quantised_linears(model)
+    inputs = (linear.in_features for linear in linears.values())
+    ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
+    ends = torch.arange(BLOCK_TOKENS, len(ids) + BLOCK_TOKENS, BLOCK_TOKENS)  # few long batches
+    with tempfile.TemporaryDirectory(prefix=".awq-", dir=target.parent) as temporary:
+        asked = {
+            "model_class": auto_class_of(described).__name__,
+            "source": str(source),
+            "target": f"{temporary}/target",
+            "rows": f"{temporary}/rows.safetensors",
+            "group_size": scheme_of("int4", inputs, source.name).weights.group_size,
+            "ignore": others,
+            "trust_remote_code": trusted,
+        }
+        save_file({"ids": torch.from_numpy(ids), "ends": ends}, asked["rows"])
+        write_json(Path(temporary) / "asked.json", asked)
+        words = [sys.executable, "-P", str(SCRIPT), f"{temporary}/asked.json"]
+        environ = environment()
+        paths = [str(QUANTIZE), *filter(None, [environ.get("PYTHONPATH")])]
+        environ = {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise EnvironmentFault(f"FORMAT=awq: llm-compressor failed: {said[-1]}")
+        link_files(source, target, WEIGHTS)
+        written = Path(temporary) / "target"
+        for path in (written / "config.json", *written.glob("*.safetensors*")):
+            shutil.copyfile(path, target / path.name)
 
 
 def compress_folder(
@@ -115,7 +176,8 @@ def compress_folder(
     described = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     model = empty_model(described, torch.bfloat16, trust_remote_code)
     linears, others = quantised_linears(model)
-    shapes = _shapes(source)
+    tensors = tensors_in(files_in(source))
+    shapes = {name.removesuffix(".weight"): tensor.get_shape() for name, tensor in tensors.items()}
     chosen = _names_in_files(list(linears), shapes, source)
     if experts := expert_weights(model):
         chosen |= _experts_in_files(experts, shapes, kind, source)
@@ -123,30 +185,23 @@ def compress_folder(
     matrices = {name for name, shape in shapes.items() if len(shape) == 2}
     # servers find a layer by its name in the files, and routers are no nn.Linear
     kept = sorted({*others, *(matrices - chosen)})
-    link_files(source, target)
+    link_files(source, target, WEIGHTS)
     saved = read_json(target / "config.json")
     is_wide = saved.get("dtype") == "float32"
     errors: dict[str, float] = {}
-    places: dict[str, str] = {}
-    total = 0
-    for shard in sorted(target.glob("*.safetensors")):
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in _tensors(shard):
-            if is_wide and tensor.dtype == torch.float32:
-                tensor = tensor.bfloat16()
-            module = name.removesuffix(".weight")
-            if module not in chosen:
-                tensors[name] = tensor
-                continue
-            parts, errors[module] = compress(tensor, scheme, KINDS[kind].format)
-            tensors |= {f"{module}.{part}": value for part, value in parts.items()}
-        shard.unlink()  # a hard link to the run's own file
-        save_file(tensors, shard, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, shard.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = target / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        write_json(index, {"metadata": {"total_size": total}, "weight_map": places})
+    writer = ShardWriter(target)
+    for name, in_file in tensors.items():
+        tensor = in_file[...]
+        if is_wide and tensor.dtype == torch.float32:
+            tensor = tensor.bfloat16()
+        module = name.removesuffix(".weight")
+        if module not in chosen:
+            writer.add(name, tensor)
+            continue
+        parts, errors[module] = compress(tensor, scheme, KINDS[kind].format)
+        for part, value in parts.items():
+            writer.add(f"{module}.{part}", value)
+    writer.close()
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format=KINDS[kind].format,
@@ -171,17 +226,7 @@ def compress(
     parts = compressor.compress(tensors, scheme)
     rounded = compressor.decompress(parts, scheme)["weight"].float()
     error = (rounded - weight.float()).norm() / weight.float().norm()
-    return {name: value.contiguous() for name, value in parts.items()}, error.item()
-
-
-def _shapes(source: Path) -> dict[str, list[int]]:
-    """Return the shape of each weight in the files, by the name of its module."""
-    shapes = {}
-    for shard in source.glob("*.safetensors"):
-        with safe_open(shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                shapes[name.removesuffix(".weight")] = file.get_slice(name).get_shape()
-    return shapes
+    return parts, error.item()
 
 
 def _names_in_files(
@@ -223,99 +268,58 @@ def _experts_in_files(
     return found
 
 
-def _tensors(shard: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(shard, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
-
-
 @dataclass(frozen=True)
 class CompressedScores:
-    """What quantised files say of test rows, beside the run's own scores of them."""
+    """What quantized files say of test rows, and of the rows of the run's reference."""
 
-    rows: tuple[RowScore, ...]
-    nats: tuple[float, ...]  # of each row, by the files
-    reopened: Reopened  # on the rows of the run's reference
+    table: np.ndarray  # as in `improvement`
+    reopened: Reopened
 
-    @property
-    def gain_kept(self) -> float:
-        """The share of the run's gain over its base that is left; NaN where it gained nothing."""
-        return float(self._gains(np.arange(len(self.rows))[None])[0])
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The middle 95 % of the share over draws of as many rows, with replacement."""
-        draw = np.random.default_rng(0)
-        drawn = draw.integers(len(self.rows), size=(DRAWS, len(self.rows)))
-        low, high = np.nanquantile(self._gains(drawn), [0.025, 0.975])
-        return float(low), float(high)
-
-    def _gains(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the shares (D,) of gains of rows that are chosen, (D, rows)."""
-        pairs = zip(self.rows, self.nats, strict=True)
-        table = np.array([(row.before, row.after, row.labels, now) for row, now in pairs])
-        before, after, labels, now = table[chosen].sum(1).T
-        gain = before - after
-        shares = np.full(len(gain), math.nan)
-        return np.divide(before - now, gain, out=shares, where=gain > LEAST_NATS * labels)
-
-    @property
-    def loss(self) -> float:
-        """The files' loss, nats a token."""
-        return sum(self.nats) / sum(row.labels for row in self.rows)
-
-    @property
-    def run_loss(self) -> float:
-        """The run's loss after training on the same rows."""
-        return sum(row.after for row in self.rows) / sum(row.labels for row in self.rows)
+    @cached_property
+    def losses(self) -> Losses:
+        """The losses over all rows."""
+        return Losses.of_table(self.table)
 
     def line(self, name: str) -> str:
         """Return the line that is printed."""
-        low, high = self.interval
+        low, high = interval(self.table)
         said = self.reopened
         return (
-            f"{name} eval_loss={self.loss:.4f} (run {self.run_loss:.4f}, {len(self.rows)} rows) "
-            f"gain kept={self.gain_kept:.3f} [{low:.3f}, {high:.3f}] "
+            f"{name} {self.losses.line()} [{low:.3f}, {high:.3f}] "
             f"KL={said.kl:.1e} top-1={said.agreement:.3f} stops={said.stops}/{said.all_stops}"
         )
 
     @property
     def publishing_gain(self) -> float | None:
         """The least gain to ask for that publishes the files as they are; None: no gain does."""
-        least = max(0.0, self.gain_kept // 0.01 / 100)
+        least = max(0.0, self.losses.gain_kept // 0.01 / 100)
         return None if self.faults(least) else least
 
     def faults(self, least_gain: float) -> list[str]:
         """Return what is not as in the run."""
-        found = []
-        if math.isnan(self.gain_kept):
-            lost = self.loss - self.run_loss
-            if not lost <= LEAST_NATS:
-                found.append(f"eval_loss is {lost:.4f} above the run's")
-        elif not self.gain_kept >= least_gain:
-            found.append(f"it keeps {self.gain_kept:.3f} of the gain, less than {least_gain:g}")
         known = self.reopened.differences()
-        return [*found, *(fault for fault in self.reopened.faults() if fault not in known)]
+        others = [fault for fault in self.reopened.faults() if fault not in known]
+        return [*self.losses.faults(least_gain), *others]
 
 
-def score(run: Exported, staging: Path, split: Split) -> CompressedScores:
+def score(export: Export, files: Path) -> CompressedScores:
     """Return what a quantised folder says, opened in processes of its own.
 
     Raises: CheckpointError where the run's own scores are gone.
     """
-    found = losses_of(run.folder, split)
+    found = read_losses(export.run, export.data.test)
     if found is None:
         raise CheckpointError(
-            f"{run.folder.path}: the scores before and after training are gone, which an export "
+            f"{export.run.path}: the scores before and after training are gone, which an export "
             "is held to; FORMAT=safetensors needs none"
         )
     scored, written = found
     chosen = chosen_rows(scored)
     with tempfile.TemporaryDirectory() as offload_folder:
-        opened = stranger_of(staging, run.config, Path(offload_folder))
+        opened = merged_folder(files, export.config, Path(offload_folder))
         nats = nats_of_rows(opened, [scored[index] for index in chosen])
-        said = reopen(opened, run.reference)
-        return CompressedScores(tuple(written[index] for index in chosen), tuple(nats), said)
+        table = np.column_stack([written[chosen], nats])
+        return CompressedScores(table, reopen(opened, export.reference))
 
 
 def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:

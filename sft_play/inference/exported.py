@@ -1,7 +1,7 @@
-"""What the exports of all formats share: a run's weights as plain files, opened again and sealed.
+"""What the writers of all formats share: an export is staged, compared, sealed and published.
 
-Each export is staged, and published whole or not at all. parity.jsonl has test prompts and the
-evaluated model's greedy answers. Legend: B prompts, V vocabulary.
+It is published complete or not at all. parity.jsonl has test prompts and the evaluated model's
+greedy answers. Legend: B prompts, V vocabulary.
 """
 
 import contextlib
@@ -10,93 +10,136 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LogitsProcessor, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
+from sft_play.data.assemble import RunData
 from sft_play.data.render import RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.splits import question_indices
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.evaluation.reopened import Reference, Reopened, checked_prompts, reopen
+from sft_play.evaluation.reference import Reference, checked_prompts
+from sft_play.evaluation.reopened import Reopened, reopen
 from sft_play.inference.evaluate import prepared_data
+from sft_play.inference.improvement import reference_of
 from sft_play.inference.load import (
     TrainedModel,
     checked_weights,
     load_run,
+    tokenizer_of,
     updated,
     without_rounding,
 )
-from sft_play.inference.merge import merge_run, publish, reference_of, stranger_of
-from sft_play.models.export import read_stops, saved_stops, write_for_older_readers
+from sft_play.inference.merge import merge_run, merged_folder, publish
+from sft_play.models.export import saved_stops, write_for_older_readers
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import exports, seal, stamp
-from sft_play.runs.exports import MOST_TOKENS, ParityRow
+from sft_play.runs.exports import ADAPTERS, MOST_TOKENS, ExportAsked, ParityRow
 from sft_play.runs.files import read_json, share, write_text
 from sft_play.runs.folder import RunFolder
 
 OF_A_RUN = (stamp.NAME, seal.NAME, "README.md")  # files of weights that an export has no use for
-
 MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
 CONTENT = "⟦content⟧"  # stands for a question in a template
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A run that is being exported: its settings, its weights, and what they said."""
+class Written:
+    """What a format's writer put into the staging folder, and what is printed of it."""
 
-    folder: RunFolder
+    lines: list[str]  # how it was made
+    scores: list[str]  # of the opened files; README.md has them, too
+    published: list[str]  # what to print behind the export's folder, a line each
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export in the making: its run, and what was asked for."""
+
+    run: RunFolder
+    asked: ExportAsked
     config: Config
     weights: Path  # adapter/ or model/
     reference: Reference
-    device: str
 
     @classmethod
-    def of(cls, folder: RunFolder, device: str) -> "Exported":
-        """Return a finished run. Raises: CheckpointError where its weights are not whole."""
-        config = folder.read_config()
-        weights = checked_weights(folder, config)
-        reference = Reference.read(folder.evaluation) or reference_of(folder, config)
-        return cls(folder, config, weights, reference, device)
+    def of(cls, run: RunFolder, asked: ExportAsked) -> "Export":
+        """Return that of a finished run. Raises: CheckpointError for incomplete weights."""
+        config = run.read_config()
+        weights = checked_weights(run, config)
+        return cls(run, asked, config, weights, reference_of(run, config))
+
+    @property
+    def target(self) -> Path:
+        return self.asked.target(self.run)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the weights."""
+        return tokenizer_of(self.run, self.config)
+
+    @cached_property
+    def data(self) -> RunData:
+        """The rows of the run."""
+        return prepared_data(self.run, self.config, self.tokenizer)
+
+    def check(self, found: Reopened) -> Reopened:
+        """Return what opened weights say. Raises: as `refuse`."""
+        self.refuse("the export", found.faults())
+        return found
+
+    def refuse(self, what: str, faults: Sequence[str], remedy: str = "") -> None:
+        """Raise CheckpointError, with a remedy, for faults of the written files."""
+        if faults:
+            raise CheckpointError(
+                f"{self.run.path}: {what} is not the model that was evaluated: "
+                f"{'; '.join(faults)}. Nothing was published{remedy}"
+            )
 
 
 @contextlib.contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside `target`, which is renamed to it where nothing was raised."""
-    staging = target.with_name(f".{target.name}-staging")
-    shutil.rmtree(staging, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
+def staged(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a path that replaces `target` if nothing was raised, and one for a plain model."""
+    work = target.with_name(f".{target.name}-staging")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     try:
-        yield staging
-        publish(staging, target)
+        yield work / "files", work / "model"
+        publish(work / "files", target)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def write_plain_model(run: Exported, staging: Path, dtype: str | None) -> list[str]:
-    """Write the whole model as plain files into `staging`; return what merging printed."""
-    source = run.weights
+def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopened]:
+    """Write the complete model as plain files; return what merging printed, and its scores.
+
+    Raises: CheckpointError if plain transformers opens another model than the evaluated one.
+    """
+    source, dtype = export.weights, export.asked.dtype
     lines: list[str] = []
-    if run.config.tuning.mode != "full":
-        source = run.folder.path / "merged"
-        if not is_current_merge(source, run.weights, dtype):
-            lines = merge_run(run.folder, dtype)
+    if export.config.tuning.mode != "full":
+        source = export.run.path / "merged"
+        if not is_current_merge(source, export.weights, dtype):
+            lines = merge_run(export.run, dtype)
     elif dtype is not None:
         raise ConfigError(
-            f"MODEL_DTYPE={dtype}: {run.weights} is exported in the type that was trained; "
-            "leave it out"
+            f"MODEL_DTYPE={dtype}: {source} is exported in the type that was trained; leave it out"
         )
     link_files(source, staging)
-    write_for_older_readers(staging, run.config.model.trust_remote_code)
-    return lines
+    write_for_older_readers(staging, export.config.model.trust_remote_code)
+    with tempfile.TemporaryDirectory() as offload_folder:
+        opened = merged_folder(staging, export.config, Path(offload_folder))
+        return lines, export.check(reopen(opened, export.reference))
 
 
 def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
@@ -108,77 +151,64 @@ def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
     return dtype in (None, read_json(merged / "config.json").get("dtype"))
 
 
-def link_files(source: Path, target: Path) -> None:
-    """Put a folder's files into another: tensors as hard links where the disk has them.
+def link_files(source: Path, target: Path, *left_out: str) -> None:
+    """Put a folder's files into another, without those of the patterns.
 
-    The others are copied, because an export changes them.
+    Tensors are hard links if the disk has them; the others are copied, as an export changes them.
     """
-    target.mkdir()
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source)
-        if not path.is_file() or str(name) in OF_A_RUN:
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            with contextlib.suppress(OSError):  # a disk without hard links
-                os.link(path, target / name)
-                continue
-        shutil.copyfile(path, target / name)
+    ignored = {str(source): shutil.ignore_patterns(*OF_A_RUN, *left_out)}
+    shutil.copytree(
+        source,
+        target,
+        ignore=lambda at, names: ignored[at](at, names) if at in ignored else (),
+        copy_function=_link_or_copy,
+    )
 
 
-def reopened_model(run: Exported, staging: Path) -> Reopened:
-    """Return what plain transformers says of a whole model. Raises: as `refuse_faults`."""
-    with tempfile.TemporaryDirectory() as offload_folder:
-        opened = stranger_of(staging, run.config, Path(offload_folder))
-        return refuse_faults(run, reopen(opened, run.reference))
+def _link_or_copy(path: str, target: str) -> None:
+    if path.endswith(".safetensors"):
+        with contextlib.suppress(OSError):  # a disk without hard links
+            os.link(path, target)
+            return
+    shutil.copyfile(path, target)
 
 
-def refuse_faults(run: Exported, found: Reopened) -> Reopened:
-    """Return what was found. Raises: CheckpointError where it is not the evaluated model."""
-    faults = found.faults()
-    if faults:
-        raise CheckpointError(
-            f"{run.folder.path}: the export is not the model that was evaluated: "
-            f"{'; '.join(faults)}; nothing was published"
-        )
-    return found
-
-
-def complete(
-    run: Exported, staging: Path, target: Path, kind: str, reopened: Sequence[str]
-) -> None:
+def complete(export: Export, staging: Path, device: str, scores: Sequence[str]) -> None:
     """Write exports.jsonl and README.md, and seal the folder."""
-    config = run.config
+    config, kind = export.config, export.asked.format
     if kind != config.train.deliver_as:
         config = without_rounding(config)
-    trained = load_run(run.folder, run.device, config)
-    split = prepared_data(run.folder, run.config, trained.tokenizer).test
-    exports.write_parity(parity_rows(trained, split), staging)
-    tokenizer = AutoTokenizer.from_pretrained(run.weights)
-    ids = list(read_stops(run.weights)) or sorted(stop_ids(tokenizer))
-    stops = saved_stops(ids, tokenizer)
-    card = card_text(RunFacts.read(run.folder), run.config, stops, target, kind, reopened)
+    trained = load_run(export.run, device, config)
+    exports.write_parity(parity_rows(trained, export.data.test), staging)
+    stops = saved_stops(trained.stops or sorted(stop_ids(trained.tokenizer)), trained.tokenizer)
+    facts = RunFacts.read(export.run)
+    kind = "adapter" if kind in ADAPTERS else kind
+    card = card_text(facts, export.config, stops, export.target, kind, scores)
     write_text(staging / "README.md", card)
     share(staging)
     seal.seal(staging)
 
 
 def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:
-    """Return prompts of a split and some of several turns, with the model's greedy answers.
+    """Return prompts of a split and some of several turns, with the model's greedy answers."""
+    prompts = prompts_of(trained.tokenizer, trained.config.data.system_prompt, split, MOST_ROWS)
+    return [answered(trained, ids, messages) for messages, ids in prompts]
 
-    Those with images are left out: the file may be published, and has no pictures.
+
+def prompts_of(
+    tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, split: Split, most: int
+) -> list[tuple[Messages | None, list[int]]]:
+    """Return at most so many different prompts of a split, and some of several turns.
+
+    Each has the messages that the template makes it of, if these are known, and its ids. Prompts
+    with images are left out: what is exported may be published, and has no pictures.
     """
-    tokenizer = trained.tokenizer
-    prompts_of_split = (split[index].prompt for index in question_indices(split, None))
-    questions = (tuple(prompt) for prompt in prompts_of_split if not prompt.images)
-    different = dict.fromkeys(questions)
-    prompts: list[tuple[list[int], Messages | None]] = [
-        (list(ids), messages_of(ids, tokenizer, trained.config.data.system_prompt))
-        for ids in islice(different, MOST_ROWS)
+    prompts = (split[index].prompt for index in question_indices(split, None))
+    different = dict.fromkeys(tuple(ids) for ids in prompts if not ids.images)
+    found = [
+        (messages_of(ids, tokenizer, system_prompt), list(ids)) for ids in islice(different, most)
     ]
-    for messages, ids in checked_prompts(tokenizer, trained.config.data.system_prompt):
-        prompts.append((ids, messages))
-    return [answered(trained, ids, messages) for ids, messages in prompts]
+    return [*found, *checked_prompts(tokenizer, system_prompt)]
 
 
 def messages_of(

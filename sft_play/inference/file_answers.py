@@ -42,7 +42,7 @@ def answer_prompts(
         refused = [number for number in window if isinstance(ids[number], str)]
         part.write((number, _line(prompts[number], reason=ids[number])) for number in refused)
         advance(len(refused))
-        tokenized = {number: ids[number] for number in window if number not in set(refused)}
+        tokenized = {number: each for number, each in ids.items() if not isinstance(each, str)}
         for numbers, answers in _answer_window(trained, tokenized, seed):
             found = zip(numbers, answers, strict=True)
             part.write((number, _line(prompts[number], answer)) for number, answer in found)
@@ -91,12 +91,9 @@ def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> dic
         values["messages"] = written_messages(prompt.messages)
     if prompt.expected is not None:
         values["expected"] = prompt.expected
-    values["answer"] = answer.text if answer else None
     if answer is None:
-        values["error"] = reason
-    else:
-        values["was_cut"] = answer.was_cut
-    return values
+        return {**values, "answer": None, "error": reason}
+    return {**values, "answer": answer.text, "was_cut": answer.was_cut}
 
 
 def written_messages(messages: Sequence[Message]) -> list[Json]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ CONVERTER = "convert_hf_to_gguf.py"
 INSTALLED = Path(sys.prefix) / "share" / "llama.cpp"  # where make install-gguf puts the converter
 WITHIN = ("", "vendor/llama.cpp")  # the second one in the source distribution of llama-cpp-python
 QUANTIZERS = ("build/bin/llama-quantize", "bin/llama-quantize", "llama-quantize")
-SILENT = "_sft_play_silent"
 IN_16_BITS = ("F16", "BF16")  # what the converter itself writes
 UNKNOWN_PRE_TOKENIZER = "BPE pre-tokenizer was not recognized"
 HOW_TO_GET = (
@@ -66,7 +66,8 @@ class LlamaCpp:
         """
         words = [str(source), "--outfile", str(target), "--outtype", kind.lower()]
         script = [sys.executable, "-P", convert_gguf.__file__, str(self.folder)]
-        done = _run([*script, pre_tokenizer or "-", *words])
+        command = [*script, pre_tokenizer or "-", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0 and target.is_file():
             return
         if UNKNOWN_PRE_TOKENIZER in done.stderr:
@@ -84,7 +85,8 @@ class LlamaCpp:
     def quantize(self, source: Path, target: Path, kind: str) -> None:
         """Write a gguf file of fewer bits. Raises: ConfigError, CheckpointError."""
         if self.quantizer is not None:
-            done = _run([str(self.quantizer), str(source), str(target), kind])
+            command = [str(self.quantizer), str(source), str(target), kind]
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0 and target.is_file():
                 return
             raise CheckpointError(f"{self.quantizer} cannot write {kind}: {_last_line(done)}")
@@ -133,15 +135,12 @@ def opened(path: Path, **options: Any) -> Any:
         ) from None
 
 
-def silence(library: Any) -> None:
-    """Hide what llama.cpp prints from now on."""
-    if not hasattr(library, SILENT):  # kept, because llama.cpp calls it later
-        setattr(library, SILENT, library.llama_log_callback(lambda level, text, data: None))
-    library.llama_log_set(getattr(library, SILENT), None)
-
-
-def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+@cache  # which keeps the function that llama.cpp calls later
+def silence(library: Any) -> Any:
+    """Hide what llama.cpp prints from now on; return the function that it calls instead."""
+    silent = library.llama_log_callback(lambda level, text, data: None)
+    library.llama_log_set(silent, None)
+    return silent
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -369,9 +369,5 @@ def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampl
             generation.top_k or None,  # 0 is none
             generation.min_p,
         )
-    return Sampling(
-        own.temperature if request.temperature is None else request.temperature,
-        own.top_p if request.top_p is None else request.top_p,
-        own.top_k if request.top_k is None else request.top_k,
-        own.min_p,
-    )
+    asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
+    return replace(own, **{name: value for name, value in asked.items() if value is not None})

@@ -25,17 +25,16 @@ from sft_play.errors import (
     disk_errors_in_words,
     memory_errors_in_words,
 )
-from sft_play.evaluation.reopened import Folder, Reference, Reopened, make_reference, reopen
-from sft_play.inference.evaluate import prepared_data
+from sft_play.evaluation.reference import Reference
+from sft_play.evaluation.reopened import Folder, Reopened, reopen
+from sft_play.inference.improvement import Losses, losses_now, reference_of
 from sft_play.inference.load import (
+    checked_weights,
     config_of_weights,
-    load_run,
     quiet_libraries,
-    refuse_damage,
-    without_rounding,
 )
 from sft_play.masking import mask_secrets
-from sft_play.models.base_files import copy_processors, refuse_other_processors
+from sft_play.models.base_files import copy_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.merging import (
@@ -72,6 +71,13 @@ class Candidate:
     found: Reopened
     way: str  # how it was merged, in words
 
+    def line(self, best: "Candidate") -> str:
+        """Return what is printed if there are several."""
+        return (
+            f"base {self.base}: KL={self.found.kl:.1e} "
+            f"top-1 agreement={self.found.agreement:.3f}{', kept' if self is best else ''}"
+        )
+
 
 def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     """Merge a run's adapter into its base; return the lines to print.
@@ -96,22 +102,27 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
                 stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
                 seal(best.folder)
                 publish(best.folder, folder.path / "merged")
+        differences = best.found.differences()
+        cause = explain(folder, best) if differences else {}
     except SftPlayError as error:
-        write_refusal(folder, candidates, [mask_secrets(str(error))])
+        write_refusal(folder, candidates, {"why_not": [mask_secrets(str(error))]})
         raise
     finally:
         for staging in folder.path.glob(".merged-[0-9]"):
             shutil.rmtree(staging, ignore_errors=True)
     if faults:
-        write_refusal(folder, candidates, faults)
+        write_refusal(folder, candidates, {"why_not": faults, **cause})
+        said = [fault for fault in faults if fault not in differences]
+        if cause:
+            said.append(cause["cause"])
+        report = folder.path / REPORT
         raise CheckpointError(
-            f"{folder.path}: the merged weights are not the model that was evaluated: "
-            f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures; "
-            "where rounding to 16 bits is the cause, MODEL_DTYPE=float32 merges without it"
+            f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
         )
-    write_json(folder.path / REPORT, report_of(folder, candidates, best.base, []))
+    write_json(folder.path / REPORT, report_of(folder, candidates, {"kept": best.base}))
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
-    return lines_of(folder, candidates, best)
+    lines = [best.found.line("merged"), f"merged {folder.path / 'merged'} ({best.way})"]
+    return [*(each.line(best) for each in candidates if len(candidates) > 1), *lines]
 
 
 def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candidate]:
@@ -120,12 +131,13 @@ def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candid
     Raises: what `merge_run` does.
     """
     config = folder.read_config()
-    weights = checked_adapter(folder, config)
-    stamp.refuse_other_base(weights, stamp.wanted(config))
+    if config.tuning.mode == "full":
+        raise ConfigError(
+            f"{folder.path} trained every weight: {folder.weights('full')} is a plain model already"
+        )
+    weights = checked_weights(folder, config)
     refuse_other_adapter(weights, config)
-    refuse_other_processors(config, weights)
-    refuse_damage(weights)  # a changed bit may be too small for the scores to show
-    reference = Reference.read(folder.evaluation) or reference_of(folder, config)
+    reference = reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
     compute_dtype = DTYPES[precision(config)]
     quantization = training_quantization(config, compute_dtype)
@@ -136,21 +148,6 @@ def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candid
     for number, (base, merge) in enumerate(merges.items()):
         staging = folder.path / f".merged-{number}"
         yield merged_candidate(folder, base, merge, staging, reference)
-
-
-def checked_adapter(folder: RunFolder, config: Config) -> Path:
-    """Return the folder of a run's adapter. Raises: ConfigError, CheckpointError where none is."""
-    if config.tuning.mode == "full":
-        raise ConfigError(
-            f"{folder.path} trained every weight: {folder.weights('full')} is a plain model already"
-        )
-    weights = folder.weights(config.tuning.mode)
-    if not weights.is_dir():
-        raise CheckpointError(
-            f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, "
-            "make runs lists them"
-        )
-    return weights
 
 
 def refuse_other_adapter(weights: Path, config: Config) -> None:
@@ -177,22 +174,66 @@ def refuse_other_adapter(weights: Path, config: Config) -> None:
             )
 
 
-def reference_of(folder: RunFolder, config: Config) -> Reference:
-    """Return what the run's own model says of its test rows, for a run that did not write it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = load_run(folder, device, without_rounding(config))
-    split = prepared_data(folder, config, trained.tokenizer).test
-    system = config.data.system_prompt
-    reference = make_reference(
-        *(trained.model, split, trained.tokenizer, trained.process, system), trained.images
-    )
-    if reference is None:
-        raise CheckpointError(
-            f"{folder.path}: no test row has an answer among its first tokens, so a merge cannot "
-            "be measured"
+def what_vllm_does_not_serve(weights: Path) -> list[str]:
+    """Return the parts of an adapter that vLLM refuses to load."""
+    saved = read_json(weights / "adapter_config.json")
+    names = ("use_dora", "modules_to_save", "trainable_token_indices")
+    problems = [name for name in names if saved.get(name)]
+    if saved.get("bias", "none") != "none":
+        problems.append(f"bias={saved['bias']}")
+    if saved.get("rank_pattern") or saved.get("alpha_pattern"):
+        problems.append("several ranks")
+    return problems
+
+
+def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
+    """Return the cause why merged weights are not the adapter's model, and the figures of it.
+
+    To find the cause, the adapter and its base are scored on the same rows, and the adapter is
+    merged once more, in float32.
+    """
+    exact = found = best.found
+    dtype = read_json(best.folder / "config.json").get("dtype") or "16 bits"
+    try:
+        with disk_errors_in_words(), memory_errors_in_words():
+            now, before = losses_now(folder, found.rows)
+            if dtype != "float32":
+                again = measured_candidates(folder, "float32")
+                exact = min((each.found for each in again), key=lambda each: each.kl)
+    except SftPlayError as error:  # the refusal is the same without a cause
+        differences = "; ".join(found.differences())
+        return {"cause": f"{differences}. The cause could not be measured: {error}"}
+    losses = Losses(found.eval_loss, found.run_loss, before, found.rows)
+    adapter = f"make eval RUN={folder.name} scores the adapter itself"
+    if not what_vllm_does_not_serve(best.adapter):
+        adapter = f"make export RUN={folder.name} FORMAT=adapter exports the adapter itself"
+    if not exact.differences():
+        why = because_of_rounding(dtype, losses, adapter)
+    elif abs(now - found.run_loss) <= found.bound.loss:
+        why = f". Rounding is not the cause; {adapter}"
+    else:
+        why = (
+            f". The adapter itself has {now:.3f} now, so it or its base has changed since the run; "
+            "the run's checkpoints/ have its weights, too, or train it again"
         )
-    reference.write(folder.evaluation)
-    return reference
+    compared = f"worse than the {'base' if losses.is_below_base else 'adapter'}: {losses}"
+    if losses.lost <= found.bound.loss:
+        compared = f"another one than the adapter: {'; '.join(found.differences())}"
+    cause = f"the merged {dtype} model is {compared}{why}"
+    return {"cause": cause, "base_eval_loss": before, "float32_eval_loss": exact.eval_loss}
+
+
+def because_of_rounding(dtype: str, losses: Losses, adapter: str) -> str:
+    """Return what rounding costs and what to type, after a merge in float32 was as good."""
+    remedy = "Type MODEL_DTYPE=float32 to merge without this loss"
+    if losses.lost < losses.gain:
+        share = max(0, losses.lost) / losses.gain
+        lost = f"loses {100 * share:.0f} % of the improvement"
+        return f", because rounding to {dtype} {lost}. {remedy}"
+    return (
+        f". Rounding to {dtype} costs {losses.lost:.3f}, and training improved these rows by "
+        f"{losses.gain:.3f}. {remedy}; {adapter}; a longer run (TRAIN_EPOCHS) may improve more"
+    )
 
 
 def merged_candidate(
@@ -213,7 +254,7 @@ def merged_candidate(
     del model
     way += f", {time.perf_counter() - started:.0f} s"
     with tempfile.TemporaryDirectory() as offload_folder:
-        opened = stranger_of(staging, merge.config, Path(offload_folder))
+        opened = merged_folder(staging, merge.config, Path(offload_folder))
         return Candidate(base, merge.adapter, staging, reopen(opened, reference), way)
 
 
@@ -232,7 +273,7 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
     share(target)
 
 
-def stranger_of(target: Path, config: Config, offload_folder: Path) -> Folder:
+def merged_folder(target: Path, config: Config, offload_folder: Path) -> Folder:
     """Return how merged weights are loaded to be scored: on a GPU, in memory or from the disk."""
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     device = "disk"
@@ -271,14 +312,14 @@ def publish(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_refusal(folder: RunFolder, candidates: list[Candidate], why_not: list[str]) -> None:
+def write_refusal(folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]) -> None:
     """Write why a merge is refused; keep the report of the one that merged/ holds beside it."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
     try:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
             if read_json(path)["kept"] is not None:  # of a merge that was published
                 path.replace(earlier)
-        write_json(path, report_of(folder, candidates, None, why_not))
+        write_json(path, report_of(folder, candidates, facts))
     except OSError as error:  # it must not hide why the merge is refused
         logger.warning("%s cannot be written: %s", path, error.strerror)
     published = folder.path / "merged"
@@ -289,31 +330,12 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], why_not: list[
 
 
 def report_of(
-    folder: RunFolder, candidates: list[Candidate], kept: str | None, why_not: list[str]
+    folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of merge_report.json; `why_not` says why nothing is kept."""
-    return {
-        "run": folder.name,
-        "candidates": {
-            candidate.base: {**candidate.found.as_json(), "merged": candidate.way}
-            for candidate in candidates
-        },
-        "kept": kept,
-        "why_not": why_not,
-    }
-
-
-def lines_of(folder: RunFolder, candidates: list[Candidate], best: Candidate) -> list[str]:
-    """Return what is printed."""
-    lines = []
-    if len(candidates) > 1:
-        for candidate in candidates:
-            kept = ", kept" if candidate is best else ""
-            lines.append(
-                f"base {candidate.base}: KL={candidate.found.kl:.1e} "
-                f"top-1 agreement={candidate.found.agreement:.3f}{kept}"
-            )
-    return [*lines, best.found.line("merged"), f"merged {folder.path / 'merged'} ({best.way})"]
+    """Return the content of merge_report.json: the scores of each way to merge, and the outcome."""
+    found = {each.base: {**each.found.as_json(), "merged": each.way} for each in candidates}
+    outcome = {"kept": None, "why_not": [], **facts}
+    return {"run": folder.name, "candidates": found, **outcome}
 
 
 def not_scored(config: Config, kind: str | None = None) -> list[str]:

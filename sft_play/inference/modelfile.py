@@ -7,6 +7,7 @@ read off the template's own output, and the result is compared with it, prompt b
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 from sft_play.data.render import RenderError
@@ -158,10 +159,8 @@ def _around_system(render: Render, bos: str) -> tuple[str, str] | None:
 
 def _common_end(first: str, second: str) -> str:
     """Return the longest text that both end with, without the end of a mark that is cut in two."""
-    length = 0
-    while length < min(len(first), len(second)) and first[-length - 1] == second[-length - 1]:
-        length += 1
-    return first[len(first) - length :].lstrip(ENDS_OF_MARKS)
+    common = commonprefix([first[::-1], second[::-1]])  # noqa: RUF071 (characters are meant)
+    return common[::-1].lstrip(ENDS_OF_MARKS)
 
 
 def _case(role: str, before: str, after: str) -> str:

@@ -3,12 +3,13 @@
 `transformers serve` lists the models of the Hugging Face cache, and fails if there is none; it
 calls a model by its path, and once stopped it waits for the answers that it is generating. This
 module runs the same handlers with a manager that has one model.
+
+    python -m sft_play.inference.server <folder> <name> <device> <host> <port> [<attention>]
 """
 
-import argparse
-import asyncio
 import contextlib
 import logging
+import sys
 import time
 
 import uvicorn
@@ -20,7 +21,6 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
-from transformers.modeling_utils import PreTrainedModel
 
 SECONDS_TO_STOP = 2  # for answers that are being generated
 
@@ -30,7 +30,6 @@ class OneModel(ModelManager):
 
     def __init__(self, folder: str, name: str, device: str, attention: str | None):
         self.place = f"{folder}@main"  # a revision, which transformers ignores for a folder
-        self.created = int(time.time())
         super().__init__(device, attn_implementation=attention, force_model=name)
 
     def process_model_name(self, model_id: str) -> str:
@@ -43,45 +42,35 @@ class OneModel(ModelManager):
     def _load_processor(self, model_id: str, **options: object) -> object:
         return super()._load_processor(self.place, **options)
 
-    def _load_model(self, model_id: str, **options: object) -> PreTrainedModel:
+    def _load_model(self, model_id: str, **options: object) -> object:
         return super()._load_model(self.place, **options)
 
     def get_gen_models(self) -> list[dict[str, object]]:
         """Return what /v1/models lists."""
-        model = {"id": self.force_model, "object": "model", "owned_by": "sft_play"}
-        return [{**model, "created": self.created}]
+        now = int(time.time())
+        return [{"id": self.force_model, "object": "model", "created": now, "owned_by": "sft_play"}]
 
 
-def is_no_cancelled_answer(record: logging.LogRecord) -> bool:
-    """Return whether a record is about anything but an answer that Ctrl-C has ended."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
-def main() -> None:
-    """Serve what the command line names until Ctrl-C."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--port", type=int)
-    for option in ("--name", "--host", "--device", "--attention"):
-        parser.add_argument(option)
-    asked = parser.parse_args()
-    logging.getLogger("uvicorn.error").addFilter(is_no_cancelled_answer)
+def main(
+    folder: str, name: str, device: str, host: str, port: str, attention: str | None = None
+) -> None:
+    """Serve a folder until Ctrl-C."""
+    # no traceback of an answer that Ctrl-C has ended
+    errors = logging.getLogger("uvicorn.error")
+    errors.addFilter(lambda record: "CancelledError" not in str(record.exc_info))
     with contextlib.suppress(KeyboardInterrupt):
-        models = OneModel(asked.folder, asked.name, asked.device, asked.attention)
+        models = OneModel(folder, name, device, attention)
         state = GenerationState()
-        chat, completion, response = (
-            handler(models, state)
-            for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler)
+        app = build_server(
+            models,
+            ChatCompletionHandler(models, state),
+            CompletionHandler(models, state),
+            ResponseHandler(models, state),
+            TranscriptionHandler(models, state),
+            state,
         )
-        transcription = TranscriptionHandler(models, state)
-        app = build_server(models, chat, completion, response, transcription, state)
-        uvicorn.run(
-            app,
-            host=asked.host,
-            port=asked.port,
-            timeout_graceful_shutdown=SECONDS_TO_STOP,
-        )
+        uvicorn.run(app, host=host, port=int(port), timeout_graceful_shutdown=SECONDS_TO_STOP)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -35,17 +35,16 @@ class ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor. Raises: CheckpointError where it holds NaN or infinity."""
-        if not all(
-            torch.isfinite(part).all() for part in tensor.flatten().split(CHECKED_AT_A_TIME)
-        ):
+        parts = tensor.flatten().split(CHECKED_AT_A_TIME)
+        # torch has no such check for 8 bits
+        if tensor.dtype.itemsize > 1 and not all(torch.isfinite(part).all() for part in parts):
             raise CheckpointError(f"{name}: the merged weight holds NaN or infinity")
         if tensor.is_floating_point():
             self.float_types.add(tensor.dtype)
-        size = tensor.nbytes
-        if self._held and self._bytes + size > SHARD_BYTES:
+        if self._held and self._bytes + tensor.nbytes > SHARD_BYTES:
             self._flush()
         self._held[name] = tensor.contiguous()
-        self._bytes += size
+        self._bytes += tensor.nbytes
 
     def close(self) -> None:
         """Write what is left, give the files their names, and write the index."""
@@ -58,10 +57,8 @@ class ShardWriter:
             rename(self._part(number), self.folder / name)
             where.update(dict.fromkeys(names, name))
         if count > 1:
-            metadata = {"total_size": self.total}
-            write_json(
-                self.folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": metadata, "weight_map": where}
-            )
+            index = {"metadata": {"total_size": self.total}, "weight_map": where}
+            write_json(self.folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
     def _flush(self) -> None:
         self.names.append(list(self._held))

@@ -17,19 +17,18 @@ from torch.distributed.tensor import DTensor
 from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
-from sft_play.evaluation.reopened import Folder, Reference, make_reference, reopen
-from sft_play.models import bnb
+from sft_play.evaluation.reference import Reference, make_reference
+from sft_play.evaluation.reopened import Folder, reopen
 from sft_play.models.adapter_state import published_state
 from sft_play.models.base_files import (
     copy_processors,
-    plain_reading,
     restore_untrained,
     write_config,
 )
 from sft_play.models.delivered import as_trained
 from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
 from sft_play.models.load import weight_dtype
-from sft_play.models.parameters import count_parameters, dtype_name
+from sft_play.models.parameters import count_parameters
 from sft_play.models.positions import write_rope_beside_adapter
 from sft_play.models.sharding import own_part
 from sft_play.reporting.model_card import card_text
@@ -149,17 +148,9 @@ def reopen_saved(
         return
     with recorder.check("plain transformers opens the saved weights and says the same"):
         with timeline.span("reopened by plain transformers"):
-            config = context.config
-            stranger = Folder(  # how it loads the weights, on this rank's device
-                weights,
-                dtype_name(_dtype(context)),
-                {"": str(context.process.device)},
-                bnb.plain_quantization(config, context.process.compute_dtype),
-                config.model.revision,
-                config.model.trust_remote_code,
-                stored=plain_reading(config),
-            )
-            found = reopen(stranger, reference)
+            process = context.process
+            saved = Folder.of_run(weights, context.config, process.compute_dtype, process.device)
+            found = reopen(saved, reference)
         logger.info("%s", found.line(name))
         faults = found.faults()
         # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU
@@ -187,7 +178,8 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
     if asked is True:
         return None
     device = context.process.device
-    size = count_parameters(trainer.model).total * _dtype(context).itemsize
+    dtype = weight_dtype(config, context.process.compute_dtype)
+    size = count_parameters(trainer.model).total * dtype.itemsize
     if size > MOST_BYTES[device.type]:
         return f"{size / 1e9:.1f} GB; TRAIN_REOPEN_SAVED=true opens it all the same"
     if device.type == "cuda":
@@ -196,10 +188,6 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
         if free < ROOM * size:
             return f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
     return None
-
-
-def _dtype(context: RunContext) -> torch.dtype:
-    return weight_dtype(context.config, context.process.compute_dtype)
 
 
 def trained_tensors(model: nn.Module, zero_stage: int) -> Mapping[str, Tensor] | None:

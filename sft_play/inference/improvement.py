@@ -1,0 +1,166 @@
+"""What exported weights keep of a run's improvement, in losses of the same rows.
+
+Legend: R rows. A table (R, 4) has the nats of each row's labels before and after training, the
+number of labels, and their nats by the exported weights.
+"""
+
+import contextlib
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sft_play.config.schema import Config
+from sft_play.data.splits import drawn
+from sft_play.data.store import Split
+from sft_play.errors import CheckpointError
+from sft_play.evaluation.plain import scored
+from sft_play.evaluation.reference import Reference, make_reference
+from sft_play.inference.evaluate import prepared_data
+from sft_play.inference.load import TrainedModel, load_run, without_rounding
+from sft_play.runs.folder import RunFolder
+
+LEAST_NATS = 0.02  # a smaller improvement cannot be told from noise
+MOST_TOKENS = 16_384  # of all scored rows: a CPU takes minutes for them with 8B
+MOST_ROW_TOKENS = 1024
+DRAWS = 1000  # of rows, for the interval
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of exported weights, of the run and of its base on the same rows, nats a token."""
+
+    eval_loss: float
+    run_loss: float
+    loss_before: float  # of the base
+    rows: int
+
+    @classmethod
+    def of_table(cls, table: np.ndarray) -> "Losses":
+        """Return the losses over all rows of a table (R, 4)."""
+        before, after, labels, found = table.sum(0).tolist()
+        return cls(found / labels, after / labels, before / labels, len(table))
+
+    @property
+    def lost(self) -> float:
+        """How much worse than the run the exported weights are, nats a token."""
+        return self.eval_loss - self.run_loss
+
+    @property
+    def gain(self) -> float:
+        """The run's improvement over its base, nats a token."""
+        return self.loss_before - self.run_loss
+
+    @property
+    def gain_kept(self) -> float:
+        """The share of the improvement that is left; NaN if there was none to speak of."""
+        kept = self.loss_before - self.eval_loss
+        return kept / self.gain if self.gain > LEAST_NATS else math.nan
+
+    @property
+    def is_below_base(self) -> bool:
+        """Return whether the run is better than its base, and the exported weights are worse."""
+        return self.eval_loss > self.loss_before > self.run_loss
+
+    def __str__(self) -> str:
+        base = f", and the base has {self.loss_before:.3f}" if self.is_below_base else ""
+        found = f"eval_loss {self.eval_loss:.3f} instead of {self.run_loss:.3f}"
+        return f"{found}{base} ({self.rows} rows)"
+
+    def line(self, interval: str = "") -> str:
+        """Return what is printed of these losses."""
+        return (
+            f"eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}, {self.rows} rows) "
+            f"gain kept={self.gain_kept:.3f}{interval}"
+        )
+
+    def faults(self, least_gain: float) -> list[str]:
+        """Return what is lost, if less than a share of the improvement is left."""
+        kept = self.gain_kept
+        if self.lost <= LEAST_NATS if math.isnan(kept) else kept >= least_gain:
+            return []
+        if self.is_below_base:
+            return [f"worse than the base: {self}"]
+        if math.isnan(kept):
+            return [str(self)]
+        lost, allowed = (f"{100 * (1 - share):.3g} %" for share in (kept, least_gain))
+        return [f"it loses {lost} of the improvement, more than {allowed}: {self}"]
+
+
+def read_losses(folder: RunFolder, split: Split) -> tuple[Split, np.ndarray] | None:
+    """Return the test rows that were scored and three columns of their table, None if gone."""
+    found = []
+    for when in ("before", "after"):
+        path = folder.evaluation / f"{when}.losses.jsonl"
+        rows = map(json.loads, path.open(encoding="utf-8")) if path.is_file() else ()
+        found.append([(row["nats"], row["tokens"]) for row in rows])
+    before, after = found
+    if not 0 < len(before) == len(after) <= len(split):
+        return None
+    scored = split.take(drawn(np.arange(len(split)), len(before)))
+    pairs = zip(before, after, strict=True)
+    return scored, np.array([(first, last, labels) for (first, _), (last, labels) in pairs])
+
+
+def interval(table: np.ndarray) -> tuple[float, float]:
+    """Return the middle 95 % of the share kept, over draws of as many rows with replacement."""
+    drawn = np.random.default_rng(0).integers(len(table), size=(DRAWS, len(table)))
+    shares = [Losses.of_table(table[rows]).gain_kept for rows in drawn]
+    low, high = np.nanquantile(shares, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def chosen_rows(split: Split) -> list[int]:
+    """Return the first rows that are not too long, of MOST_TOKENS together; at least one."""
+    chosen: list[int] = []
+    total = 0
+    for index in range(len(split)):
+        length = len(split[index].ids)
+        if length <= MOST_ROW_TOKENS and total + length <= MOST_TOKENS:
+            chosen.append(index)
+            total += length
+    return chosen or [0]
+
+
+def reference_of(folder: RunFolder, config: Config) -> Reference:
+    """Return what the run's own model says of its test rows, computed if it was not written."""
+    written = Reference.read(folder.evaluation)
+    if written is not None:
+        return written
+    trained = trained_model(folder, config)
+    split = prepared_data(folder, config, trained.tokenizer).test
+    system = config.data.system_prompt
+    reference = make_reference(
+        *(trained.model, split, trained.tokenizer, trained.process, system), trained.images
+    )
+    if reference is None:
+        raise CheckpointError(
+            f"{folder.path}: no test row has an answer among its first tokens, so a merge cannot "
+            "be measured"
+        )
+    reference.write(folder.evaluation)
+    return reference
+
+
+def trained_model(folder: RunFolder, config: Config) -> TrainedModel:
+    """Return the run's own model, with its weights as they are saved."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_run(folder, device, without_rounding(config))
+
+
+def losses_now(folder: RunFolder, rows: int) -> tuple[float, float]:
+    """Return the losses of the adapter and of its base, as they are now, on rows of the reference.
+
+    These are the first `rows` rows; nats a token.
+    """
+    config = folder.read_config()
+    trained = trained_model(folder, config)
+    chosen = reference_of(folder, config).shortened(rows).rows
+    losses = []
+    for context in (contextlib.nullcontext, trained.model.disable_adapter):
+        with torch.no_grad(), trained.process.autocast(), context():
+            said = scored(trained.model, chosen, trained.process.device)
+        losses.append(said["nats"].mean().item())
+    return losses[0], losses[1]
