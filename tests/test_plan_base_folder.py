@@ -1,5 +1,6 @@
 """sft_play.plan.base_model: another kind of model, and incomplete files, in one sentence first."""
 
+import ast
 import json
 import re
 import shutil
@@ -187,9 +188,53 @@ def test_code_of_its_own_that_is_trusted_is_accepted(folder):
     assert is_accepted(base, trust_remote_code=True) and not is_accepted(base)
 
 
+def write_gguf(path: Path, **general: str | int | list[str]) -> Path:
+    """Write the header of a GGUF file as llama.cpp's converter does."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    packed = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(general) + 1)
+    for name, value in general.items():
+        packed += text(f"general.{name}")
+        if isinstance(value, str):
+            packed += struct.pack("<I", 8) + text(value)
+        elif isinstance(value, int):
+            packed += struct.pack("<II", 4, value)
+        else:
+            packed += struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+    path.write_bytes(packed + text("llama.block_count") + struct.pack("<II", 4, 30))
+    return path
+
+
+def test_a_gguf_file_names_what_it_was_made_from_and_how_it_is_unpacked(tmp_path):
+    file = write_gguf(
+        tmp_path / "m.gguf",
+        architecture="llama",
+        file_type=3,
+        name="Qwen3 8B",
+        **{"base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen3-8B-Base"},
+        languages=["en"],
+    )
+    for named in (file, tmp_path):
+        said = refused(named)
+        assert "general.base_model.0.repo_url=https://huggingface.co/Qwen/Qwen3-8B-Base, " in said
+        assert "general.name=Qwen3 8B. " in said and "-m pip install gguf" in said
+        command = said.split(" -c '")[1].removesuffix("'")
+        assert str(file.parent) in command and ast.parse(command)
+
+
+@pytest.mark.parametrize("size", [0, 4, 30, 50])
+def test_a_gguf_file_that_ends_too_early_names_nothing(tmp_path, size):
+    file = write_gguf(tmp_path / "m.gguf", name="a model")
+    file.write_bytes(file.read_bytes()[:size])
+    said = "or a name of the hub, packed for llama.cpp; set MODEL_NAME to a causal language"
+    assert f"{said} model" in refused(file)
+
+
 def test_a_file_is_no_folder(tmp_path):
     for name, words in (
-        ("m.gguf", "is packed for llama.cpp"),
+        ("m.gguf", "packed for llama.cpp"),
         ("model.safetensors", "is a file, not a folder"),
     ):
         (tmp_path / name).touch()

@@ -1,6 +1,5 @@
 """`make export`: a run's weights as other programs load them, compared with what was scored."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,9 +25,6 @@ from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
 
-# Into the first path; the second one is for a plain model
-Writer = Callable[[Export, Path, Path], Written]
-
 
 def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
     """Export a run as `asked`; return the lines to print.
@@ -37,7 +33,11 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
     the evaluated model; EnvironmentFault without llama.cpp or llm-compressor.
     """
     export = Export.of(folder, asked)
-    write = choose_writer(asked.format)
+    if asked.format in COMPRESSED:
+        # takes seconds to import
+        from sft_play.inference.export_compressed import write_compressed as write
+    else:
+        write = WRITERS[asked.format]
     with staged(export.target) as (staging, scratch):
         written = write(export, staging, scratch)
         complete(export, staging, device, written.scores)
@@ -46,20 +46,6 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
         *(*written.lines, *written.scores, *published),
         *not_scored(export.config, asked.format),
     ]
-
-
-def choose_writer(kind: str) -> Writer:
-    """Return what writes the files of a format."""
-    if kind in ADAPTERS:
-        return write_adapter
-    if kind == "gguf":
-        return write_gguf
-    if kind in COMPRESSED:
-        # takes seconds to import
-        from sft_play.inference.export_compressed import write_compressed
-
-        return write_compressed
-    return write_safetensors
 
 
 def write_safetensors(export: Export, staging: Path, _: Path) -> Written:
@@ -101,3 +87,10 @@ def write_adapter(export: Export, staging: Path, _: Path) -> Written:
     model_class = BaseFacts.read(config.model).model_class
     names = "" if model_class == CAUSAL else f" (named as in {model_class}, which vLLM reads)"
     return Written([], [found.line("exported")], [names])
+
+
+WRITERS = {
+    "safetensors": write_safetensors,
+    "gguf": write_gguf,
+    **dict.fromkeys(ADAPTERS, write_adapter),
+}

@@ -6,6 +6,7 @@ model types are read from its files: they are tables of words, and its import wo
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
@@ -85,6 +86,19 @@ POINTER_BYTES = 512  # one has some 130
 EMBEDDERS = ("modules.json", "config_sentence_transformers.json")
 CAUSAL = "set MODEL_NAME to a causal language model"
 
+# Of the metadata of a GGUF file
+MADE_FROM = (
+    *("general.source.repo_url", "general.repo_url", "general.base_model.0.repo_url"),
+    *("general.organization", "general.name"),
+)
+GGUF_HEADER_BYTES = 1 << 16  # these come first, before the vocabulary
+UNPACK = (
+    'import transformers as t; s = {{"pretrained_model_name_or_path": "{folder}", '
+    '"gguf_file": "{file}"}}; m = t.AutoModelForCausalLM.from_pretrained(**s, dtype="bfloat16"); '
+    'm.hf_quantizer = None; del m.config.quantization_config; m.save_pretrained("unpacked"); '
+    't.AutoTokenizer.from_pretrained(**s).save_pretrained("unpacked")'
+)
+
 
 def refuse_other_folder(folder: Path, name: str) -> None:
     """Raise EnvironmentFault for a folder of something else, and for files that are missing."""
@@ -162,11 +176,35 @@ def has_weights(folder: Path) -> bool:
     return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def packed_for_llama_cpp(name: str) -> str:
-    """Say what a name of GGUF files is packed for, and what these were probably made from."""
+def packed_for_llama_cpp(name: str, file: Path | None = None) -> str:
+    """Say what GGUF files are packed for, what they were made from, and how one is unpacked."""
+    named = made_from(file) if file else ""
+    if named:
+        command = UNPACK.format(folder=file.parent, file=file.name)
+        return (
+            f", packed for llama.cpp; {CAUSAL} in 16 bits. The metadata of {file.name} has "
+            f"{named}. If you cannot get the original model, this unpacks the rounded weights into "
+            f"unpacked/:\n{sys.executable} -m pip install gguf\n{sys.executable} -c '{command}'"
+        )
     at = Path(name).name.lower().rfind("-gguf")
     original = f"{CAUSAL}, such as {Path(name).name[:at]}" if at > 0 else CAUSAL
     return f", packed for llama.cpp; {original}"
+
+
+def made_from(file: Path) -> str:
+    """Return what the header of a GGUF file names of the original model, "" for nothing.
+
+    A key is followed by its type, which is 8 for a text, by 8 bytes of its length, and by the text.
+    """
+    with file.open("rb") as opened:
+        header = opened.read(GGUF_HEADER_BYTES)
+    named = []
+    for key in MADE_FROM:
+        found = re.search(re.escape(key.encode()) + rb"\x08\0{3}(.{8})", header, re.DOTALL)
+        if found:
+            text = header[found.end() :][: int.from_bytes(found[1], "little")]
+            named.append(f"{key}={text.decode(errors='replace')}")
+    return ", ".join(named)
 
 
 def _other_kind(folder: Path, files: set[str]) -> str | None:
@@ -189,8 +227,9 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
             "in the format of Mistral's or Meta's own code, without config.json; set MODEL_NAME "
             "to the upload of the same model that has a config.json"
         )
-    if any(file.endswith(".gguf") for file in files) and not has_weights(folder):
-        return f"a folder of GGUF files{packed_for_llama_cpp(folder.name)}"
+    packed = sorted(folder.glob("*.gguf"))
+    if packed and not has_weights(folder):
+        return f"a folder of GGUF files{packed_for_llama_cpp(folder.name, packed[0])}"
     return None
 
 
@@ -249,9 +288,9 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
     model = config.model
     path = Path(model.name)
     if path.is_file():
+        packed = packed_for_llama_cpp(path.stem, path) if path.suffix == ".gguf" else f"; {CAUSAL}"
         raise EnvironmentFault(
-            f"model.name={model.name} is a file, not a folder or a name of the hub; a GGUF file is "
-            "packed for llama.cpp: set MODEL_NAME to the 16-bit model that it was made from"
+            f"model.name={model.name} is a file, not a folder or a name of the hub{packed}"
         )
     if path.is_dir():
         refuse_odd_files(path)
