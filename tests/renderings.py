@@ -4,10 +4,11 @@ import re
 
 from families import FAMILIES, LLAMA3_WORDS, tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.rows import Message, Row
-from sft_play.data.templates import DEFAULT_TEMPLATE, pin_clock
+from sft_play.data.templates import CLOCK, DEFAULT_TEMPLATE
 
 EVERY = [
     (name, marked)
@@ -130,6 +131,11 @@ def turns(messages: tuple[Message, ...]) -> list[dict[str, str]]:
             record |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
         records.append(record)
     return records
+
+
+def pin_clock(jinja: str) -> None:
+    """Give transformers' template the clock of ours."""
+    _compile_jinja_template(jinja).environment.globals["strftime_now"] = CLOCK.strftime
 
 
 def written(messages: tuple[Message, ...], tok: PreTrainedTokenizerFast, prompt: bool) -> str:

@@ -133,6 +133,7 @@ START_PROCESSES = {
     "runs/seal.py",  # threads of concurrent.futures, no process
     "monitor/",
     "data/tokenize.py",
+    "data/limits.py",
     "commands/sweep.py",
     "commands/ask.py",
     "commands/each_gpu.py",

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from families import FAMILIES, LLAMA3_WORDS, TEMPLATES, family, tokenizer
 from record_files import read_rows
+from renderings import pin_clock
 
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, stop_ids
-from sft_play.data.templates import TURN_ENDS, pin_clock
+from sft_play.data.templates import TURN_ENDS
 
 EOS = {
     "granite": "<|end_of_text|>",

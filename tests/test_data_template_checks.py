@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from families import LLAMA3_WORDS, family, template, tokenizer
+from families import LLAMA3_WORDS, tokenizer
 from renderings import (
     ASKS,
     CHATML,
@@ -101,7 +101,7 @@ MUTANTS = {
         r"leaves out the system message once a question is answered; "
         r"write it into the first question",
     ),
-    "chance": ("{{ range(10 ** 5) | random }}" + CHATML, r"otherwise once it is answered"),
+    "chance": ("{{ range(100000) | random }}" + CHATML, r"otherwise once it is answered"),
     "a history without answers": (
         CHATML.replace(
             WRITES, "(m['content'] if m['role'] != 'assistant' or loop.last else '(cut)')"
@@ -117,38 +117,6 @@ MUTANTS = {
     "an undefined name": (
         "{{ nowhere.at_all }}" + CHATML,
         r"the chat template refuses the conversation: 'nowhere' is undefined",
-    ),
-    "marks without the stop token": (
-        MARKED.replace(
-            "m['content'] + '<|im_end|>' }}{% endgeneration %}",
-            "m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
-        ),
-        r"generation marks leave out the stop token of messages\[2\]",
-    ),
-    "marks without the first word": (
-        MARKED.replace(
-            "{% generation %}{{ m['content'] + ",
-            "{{ m['content'][:1] }}{% generation %}{{ m['content'][1:] + ",
-        ),
-        r"generation marks leave out a part of messages\[2\]",
-    ),
-    "marks that begin in the prompt": (
-        MARKED.replace(
-            "{{ 'assistant\n' }}{% generation %}", "{% generation %}{{ 'assistant\n' }}"
-        ),
-        r"generation marks begin before messages\[2\]",
-    ),
-    "marks that go on": (
-        MARKED.replace(
-            "{{ '\n' }}{% else %}", "{% generation %}{{ '\n' }}{% endgeneration %}{% else %}"
-        ).replace("<|im_end|>' }}", "<|im_end|><|im_start|>' }}", 1),
-        r"generation marks go on behind the stop token of messages\[2\]",
-    ),
-    "marks around questions": (
-        MARKED.replace(
-            "{{ m['role'] + '\n'", "{% generation %}{{ m['role'] }}{% endgeneration %}{{ '\n'"
-        ),
-        r"which no answer holds",
     ),
 }
 
@@ -176,27 +144,6 @@ def test_a_change_of_messages_of_a_letter_is_refused_too(form, change):
         (Message("system", "s"), Message("user", "a"), Message("assistant", "s")), "rows.jsonl:7"
     )
     assert "leaves out or changes messages" in error_of(row, writes(form, change))
-
-
-def test_marks_are_compared_by_token():
-    in_prompt = template("vicuna", marked=True).replace(
-        "{%- generation %}{{- ' ' + message.content",
-        "{{- ' ' }}{%- generation %}{{- message.content",
-    )
-    tok = tokenizer(in_prompt, (), "</s>", "<s>", LLAMA3_WORDS)
-    assert [trained(sample, tok) for sample in samples_of(conversation("vicuna"), tok)] == TRAINED[
-        "vicuna"
-    ]  # " A" is one token, which is marked
-
-
-def test_marks_of_earlier_answers_are_not_asked_of_the_last():
-    tok = family("chatml", marked=True)
-    (sample,) = samples_of(conversation("chatml"), tok, "last")
-    assert trained(sample, tok) == ["The sea.<|im_end|>"]
-    chat_template, reason = MUTANTS["marks without the stop token"]
-    assert re.search(
-        reason.replace("2", "4"), error_of(conversation("chatml"), chat_template, "last")
-    )
 
 
 LAST_PART = writes(OF_ANSWERS, "m['content'].split('</think>')[-1]")  # and no field

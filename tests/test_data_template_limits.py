@@ -1,14 +1,14 @@
-"""sft_play.data.limits: a template that does not end is stopped, with words."""
-
-import time
+"""sft_play.data.limits: what does not end, or grows, is ended by the kernel and named in words."""
 
 import pytest
 from families import tokenizer
-from renderings import row
+from record_files import QA, run_data, write_rows
+from renderings import CHATML
 
-from sft_play.data import limits
-from sft_play.data.render import Renderer, RenderError, render_prompt
-from sft_play.data.rows import Message
+from sft_play.config.sections.model import ModelSection
+from sft_play.data import chunk_tokenizer
+from sft_play.data.limits import refuse_endless
+from sft_play.data.template_sources import find_template
 from sft_play.errors import DataError
 
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -18,20 +18,26 @@ DOUBLING = (
 )
 
 
-def test_loops_in_loops_end_the_run_and_not_one_row(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.3)
-    tok = tokenizer(NESTED)
-    begin = time.process_time()
-    with pytest.raises(DataError, match="has not ended after 0 s; correct its loops") as error:
-        Renderer(tok).render([row("q", "a")])
-    assert not isinstance(error.value, RenderError)
-    with pytest.raises(DataError, match="has not ended"):
-        render_prompt([Message("user", "q")], tok)
-    assert time.process_time() - begin < 3
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [(NESTED, "has not ended after 0 s; correct its loops"), (DOUBLING, "iB of memory or more")],
+)
+def test_the_row_that_a_template_does_not_get_done_with_is_named(
+    harm, words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(chunk_tokenizer, "CPU_SECONDS", 0 if harm == NESTED else 60)
+    monkeypatch.setattr(chunk_tokenizer, "GROWN_BYTES", 64 << 20)
+    tok = tokenizer("{% if messages[0]['content'] == 'no end' %}" + harm + "{% endif %}" + CHATML)
+    rows = write_rows(tmp_path / "rows.jsonl", QA, {**QA, "question": "no end"}, QA)
+    with pytest.raises(DataError, match=rf"rows.jsonl:2: the chat template .*{words}"):
+        run_data(rows, tok)
 
 
-def test_a_text_that_doubles_is_stopped_before_the_memory_is_full(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_GROWN_BYTES", 64 << 20)
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 60.0)  # memory is what stops it
-    with pytest.raises(DataError, match="iB of memory"):
-        Renderer(tokenizer(DOUBLING)).render([row("q", "a")])
+def test_a_template_that_never_ends_is_found_before_a_row_is_read(monkeypatch):
+    monkeypatch.setattr(refuse_endless, "__defaults__", (0, 64 << 20))
+    with pytest.raises(DataError, match="the chat template has not ended after 0 s; correct"):
+        find_template(NESTED, lambda name: None, ModelSection(), {})
+
+
+def test_what_ends_is_within_the_limits_whatever_it_raises():
+    refuse_endless(lambda: 1 / 0, "a call", "")

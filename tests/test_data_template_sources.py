@@ -199,7 +199,7 @@ def test_a_template_that_takes_parts_alone_is_saved_as_one_that_takes_strings(
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         for message in strings
     ]
-    assert ChatTemplate(tok).render_conversation(strings).text == text
+    assert ChatTemplate(tok).render_conversation(strings) == text
     (sample,) = samples_of(Row(ANSWERED, "rows.jsonl:1"), tok)
     assert tok.decode(sample.ids) == text
     assert trained(sample, tok)[0].strip().startswith("A rose.<")

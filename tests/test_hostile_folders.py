@@ -9,12 +9,12 @@ from pathlib import Path
 import hostile_folders as hostile
 import pytest
 from hostile_tokenizers import templates, tokenizers
+from record_files import run_data, write_rows
 from tiny_models import tiny_model
 
 from sft_play.config.schema import Config
-from sft_play.data import limits
-from sft_play.data.render import Renderer
-from sft_play.data.rows import Message, Row
+from sft_play.data import chunk_tokenizer
+from sft_play.data.limits import refuse_endless
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_errors_in_words
 from sft_play.models.expert_adapters import load_adapter
@@ -23,11 +23,17 @@ from sft_play.plan.model_shape import load_positions, load_shape
 from sft_play.runs.model_folder import find_model, read_adapter_config
 
 FOLDERS = hostile.configs() | hostile.files() | hostile.headers() | hostile.indexes()
-ROW = Row((Message("user", "a" * 40 + "!"), Message("assistant", "b c")), "row 1")
+ROW = {"question": "a" * 40 + "!", "answer": "b c"}
 SECONDS, GIB = 10, 1.0  # of computing, whatever else the machine does
 # that end with an error, or with a limit; the others may be read
 STOPPED = ("recursion", "caller", "times", "center", "format", "indent", "power", "tojson", "loops")
 FAILING = ("split-catastrophic", "explode-30", "wordpiece")
+
+
+def of_seconds(monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+    """Give templates, patterns and rows little time."""
+    monkeypatch.setattr(chunk_tokenizer, "CPU_SECONDS", seconds)
+    monkeypatch.setattr(refuse_endless, "__defaults__", (seconds, refuse_endless.__defaults__[1]))
 
 
 def config_of(folder: Path) -> Config:
@@ -72,27 +78,28 @@ def test_a_folder_is_read_or_refused_in_words(name, tmp_path):
         assert str(folder) in str(error)
 
 
-def count(folder: Path) -> None:
+def tokenize(folder: Path) -> None:
     require_base(config_of(folder), {})
-    Renderer(load_tokenizer(config_of(folder))).render([ROW])
+    rows = write_rows(folder.parent / "rows.jsonl", ROW)
+    run_data(rows, load_tokenizer(config_of(folder)), val_path=str(rows))
 
 
 @pytest.mark.parametrize("name", [name for name in templates() if name.startswith(STOPPED)])
 def test_a_template_is_stopped_in_words(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.1)
+    of_seconds(monkeypatch, 0)
     folder = hostile.copied(tmp_path / "model")
     templates()[name](folder)
-    said = said_in_child(lambda: count(folder), tmp_path / "said")
+    said = said_in_child(lambda: tokenize(folder), tmp_path / "said")
     if name not in ("center-9", "recursive-loop", "power-string"):
         assert "the chat template" in said or said == ""
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_a_tokenizer_that_does_not_end_is_left_in_words(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.1)
+    of_seconds(monkeypatch, 0)
     folder = hostile.copied(tmp_path / "model")
     tokenizers()[name](folder)
-    said = said_in_child(lambda: count(folder), tmp_path / "said")
+    said = said_in_child(lambda: tokenize(folder), tmp_path / "said")
     assert "get the model again" in said
 
 
@@ -120,7 +127,7 @@ def test_an_adapter_that_is_a_pickle_is_refused(tmp_path):
 
 
 def test_a_pattern_of_layers_that_never_ends_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CPU_SECONDS", 0.6)
+    of_seconds(monkeypatch, 1)
     config = {"peft_type": "LORA", "r": 4, "target_modules": "((?:[a-z_0-9.]+)+)+!"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"has not ended after 1 s; write the names of the layers"):

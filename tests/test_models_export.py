@@ -197,8 +197,8 @@ def test_a_template_that_writes_eos_writes_the_same_after_eos_is_another_token()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     changed = with_eos(tok, tok.convert_tokens_to_ids("<|im_end|>"))
     assert (tok.eos_token, changed.eos_token) == ("<eos>", "<|im_end|>")
-    text = ChatTemplate(tok).render_conversation(messages).text
-    assert "a<eos>" in text and ChatTemplate(changed).render_conversation(messages).text == text
+    text = ChatTemplate(tok).render_conversation(messages)
+    assert "a<eos>" in text and ChatTemplate(changed).render_conversation(messages) == text
     assert changed.apply_chat_template(messages, tokenize=False) == text
 
 

@@ -10,7 +10,7 @@ from sft_play.config import loader
 from sft_play.data.messages import MAX_WEIGHT, parse_weight
 from sft_play.data.rows import InvalidRowError
 from sft_play.data.tables import read_sheet
-from sft_play.data.templates import compile_template
+from sft_play.data.templates import render_template
 from sft_play.errors import ConfigError, DataError, EnvironmentFault
 from sft_play.plan.model_shape import load_shape
 from sft_play.runs import lock, metrics
@@ -43,7 +43,7 @@ def test_a_weight_has_a_range(weight: object) -> None:
 @pytest.mark.parametrize("jinja", ["{{ (10**1000000)|string }}", "{{ 2 ** messages }}"])
 def test_a_power_in_a_template_is_refused_before_it_is_compiled(jinja: str) -> None:
     with pytest.raises(DataError, match=r"\*\*"):
-        compile_template(jinja, {})
+        render_template(jinja, [], {})
 
 
 @pytest.mark.parametrize(

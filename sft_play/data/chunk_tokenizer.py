@@ -9,7 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,17 @@ from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
 from sft_play.data.images import State
 from sft_play.data.ledger import Tally
+from sft_play.data.limits import (
+    CHARACTER_BYTES,
+    CHARACTER_SECONDS,
+    CPU_SECONDS,
+    GROWN_BYTES,
+    TEMPLATE_REMEDY,
+    TOKENIZER_REMEDY,
+    find_excess,
+    limited,
+    refuse_endless,
+)
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat
@@ -163,7 +174,9 @@ class ChunkTokenizer:
         _key.cache_clear()
         records = self._parse(task, done)
         done.image_states = dict(states)
-        rendered = iter(self._renderer.render([row for rows in records.values() for row in rows]))
+        parsed = [row for rows in records.values() for row in rows]
+        with limited(*_limits(task.chunk)):
+            rendered = iter(self._renderer.render(parsed))
         stored: list[StoredSample] = []
         for number, rows in records.items():
             samples: list[RenderedSample] = []
@@ -211,6 +224,21 @@ class ChunkTokenizer:
         tally.trained_tokens = int(done.samples.trained.sum())
         tally.check()
         return done
+
+    def refuse_endless_row(self, task: ChunkTask) -> None:
+        """Raise DataError for the first row for which the model's files take more than they may."""
+        records = self._parse(task, TokenizedChunk(task.file, 0, Tally()))
+        rows = [row for rows in records.values() for row in rows]
+        if not find_excess(partial(self._renderer.render, rows), *_limits(task.chunk)):
+            return
+        steps = (
+            ("the chat template", TEMPLATE_REMEDY, self._renderer.write_texts),
+            ("the tokenizer", TOKENIZER_REMEDY, self._renderer.render),
+        )
+        for row in rows:
+            for what, remedy, step in steps:
+                call = partial(step, [row])
+                refuse_endless(call, f"{row.origin}: {what}", remedy, CPU_SECONDS, GROWN_BYTES)
 
     def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""
@@ -262,6 +290,18 @@ class ChunkTokenizer:
             tally.dropped["all_excluded"] += 1
         else:
             tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
+
+
+def _limits(chunk: Chunk) -> tuple[float, int]:
+    """Return the seconds and the bytes of memory that rendering a chunk may take."""
+    records = chunk.records
+    if not isinstance(records, list):
+        size = records.nbytes
+    elif records and isinstance(records[0], bytes):
+        size = sum(map(len, records))
+    else:
+        size = len(str(records))
+    return CPU_SECONDS + size * CHARACTER_SECONDS, GROWN_BYTES + size * CHARACTER_BYTES
 
 
 def hash_rows(rows: Sequence[Row]) -> RowHashes:

@@ -13,9 +13,8 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from sft_play.data.limits import allocating_little, encode
 from sft_play.data.rows import ImageFile, Json, Message, Notes, PromptIds, Row, Segment
-from sft_play.data.special_text import TokensInText, match_any, special_text
+from sft_play.data.special_text import TokensInText, encode, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
@@ -24,8 +23,6 @@ from sft_play.data.training_text import (
     TrainingText,
     TrainingTextBuilder,
     TrainOn,
-    check_generation_marks,
-    marks_equal_answers,
 )
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
@@ -88,7 +85,7 @@ class Renderer:
         self._added_token = match_any(self._added_tokens)
         (with_special,) = encode(self._tokenizer, ["a"], add_special_tokens=True)
         (without,) = encode(self._tokenizer, ["a"])
-        adds_bos = with_special.ids[:1] == [self._bos] != without.ids[:1]
+        adds_bos = with_special[:1] == [self._bos] != without[:1]
         self._text_prefix = [self._bos] if adds_bos else []
 
     def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
@@ -101,8 +98,7 @@ class Renderer:
         tokenized one by one, and bring their special tokens. A row that trains nothing has no
         sample.
         """
-        with allocating_little():
-            prepared = [self._prepare(row) for row in rows]
+        prepared = self.write_texts(rows)
         texts: list[TrainingText] = []
         for row in prepared:
             if not isinstance(row, RenderError):
@@ -117,6 +113,10 @@ class Renderer:
         return [
             row if isinstance(row, RenderError) else self._label(row, tails) for row in prepared
         ]
+
+    def write_texts(self, rows: Sequence[Row]) -> list["_PreparedRow | RenderError"]:
+        """Return the texts of each row, or why what they train cannot be proven."""
+        return [self._prepare(row) for row in rows]
 
     def _prepare(self, given: Row) -> _PreparedRow | RenderError:
         try:
@@ -136,7 +136,7 @@ class Renderer:
             return RenderError(self._special.plain(f"{given.origin}: {error}"))
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._special.encode(texts)]
+        return self._special.encode(texts)
 
     def _prompt_tail(self, text: TrainingText, prompt_end: int) -> PromptTail:
         """Return the tail of a prompt, from its last added token, such as `<|im_start|>`.
@@ -214,7 +214,6 @@ class Renderer:
         spans: list[Span] = []
         span_weights: list[float] = []
         apart: list[RenderedSample] = []
-        checks_marks = text.generated is not None and not marks_equal_answers(text)
         for answer, tail in zip(text.answers, text.tails, strict=True):
             weight = messages[answer.message].weight
             before = images_of(messages[: answer.message])
@@ -223,8 +222,6 @@ class Renderer:
                 span_weights.append(weight)
                 images = before
             except _JoinedLineBreaks:
-                if checks_marks:
-                    raise
                 sample = self._label_apart(text.text, answer, weight)
                 apart.append(replace(sample, images=before))
         if not spans:
@@ -234,9 +231,6 @@ class Renderer:
         labels = [IGNORE_INDEX] * len(ids)
         for start, end in spans:
             labels[start:end] = ids[start:end]
-        if checks_marks:
-            (encoding,) = self._special.encode([text.text], with_offsets=True)
-            check_generation_marks(text, spans, encoding)
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
         of_tokens = None
         if set(span_weights) != {1.0}:
@@ -379,4 +373,4 @@ def render_prompt(
     asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
     row = special.escape(asked)
     text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
-    return PromptIds(special.encode([text])[0].ids, images_of(messages))
+    return PromptIds(special.encode([text])[0], images_of(messages))

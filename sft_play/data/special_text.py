@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
-from sft_play.data.limits import encode
+from sft_play.data.limits import TOKENIZER_REMEDY, panics_as_errors
 from sft_play.data.rows import Row
 from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings
-from sft_play.errors import first_line
+from sft_play.errors import DataError, first_line
 
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
 SETTING = "DATA_SPECIAL_TOKENS_IN_TEXT"
@@ -100,20 +100,13 @@ class SpecialText:
     def _exchange(self, pattern: re.Pattern[str], text: str) -> str:
         return pattern.sub(lambda found: self._exchanged[found[0]], text)
 
-    def encode(self, texts: list[str], with_offsets: bool = False) -> list[Any]:
-        """Return the encodings of rendered texts; placeholders are read as plain text."""
-        exchanged = [bool(self._placeholder.search(text)) for text in texts]
-        if not any(exchanged):
-            return encode(self._backend, texts, with_offsets)
-        plain, named = [], []
-        for text, is_exchanged in zip(texts, exchanged, strict=True):
-            if is_exchanged:
-                named.append(self._exchange(self._either, text))
-            else:
-                plain.append(text)
-        plain = iter(encode(self._backend, plain, with_offsets))
-        named = iter(encode(self._renamed, named, with_offsets))
-        return [next(named if is_exchanged else plain) for is_exchanged in exchanged]
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of rendered texts; placeholders are read as plain text."""
+        found = encode(self._backend, texts)
+        for place, text in enumerate(texts):
+            if self._placeholder.search(text):
+                (found[place],) = encode(self._renamed, [self._exchange(self._either, text)])
+        return found
 
     @cached_property
     def _renamed(self) -> Any:
@@ -135,11 +128,10 @@ class SpecialText:
         if model.get("unk_token"):
             model["unk_token"] = rename(model["unk_token"])
         try:
-            renamed = Tokenizer.from_str(json.dumps(facts))
+            with panics_as_errors():
+                renamed = Tokenizer.from_str(json.dumps(facts))
         except Exception as error:  # the library raises no other class
             raise RenderError(UNREADABLE.format(f"its tokens ({first_line(error)})")) from error
-        renamed.no_truncation()
-        renamed.no_padding()
         for token, name in names.items():
             if renamed.token_to_id(name) != self._backend.token_to_id(token):
                 raise RenderError(UNREADABLE.format(token))
@@ -185,6 +177,20 @@ def special_notes(as_text: Mapping[str, int], source: str) -> list[str]:
     ]
 
 
+def encode(
+    tokenizer: Any, texts: Sequence[str], add_special_tokens: bool = False
+) -> list[list[int]]:
+    """Return the ids of texts by a tokenizer of the library `tokenizers`. Raises DataError."""
+    tokenizer.no_truncation()  # earlier code, or its file, may have set these two
+    tokenizer.no_padding()
+    try:
+        with panics_as_errors():
+            found = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    except Exception as error:  # the library raises no other class
+        raise DataError(f"the tokenizer fails ({first_line(error)}); {TOKENIZER_REMEDY}") from error
+    return [encoding.ids for encoding in found]
+
+
 def match_any(words: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds each of the words, the longest that fits."""
     longest_first = sorted(words, key=len, reverse=True)
@@ -196,7 +202,7 @@ def between_turns(tokenizer: Any) -> str:
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": word} for role, word in zip(roles, PROBES, strict=True)]
     try:
-        text = ChatTemplate(tokenizer).render_conversation(messages).text
+        text = ChatTemplate(tokenizer).render_conversation(messages)
     except RenderError:
         return ""
     parts = re.split("|".join(PROBES), text)

@@ -16,7 +16,8 @@ from typing import Any
 
 from sft_play import reading
 from sft_play.config.sections.model import NAMED_TEMPLATE, ModelSection
-from sft_play.data.templates import DEFAULT_TEMPLATE, compile_template
+from sft_play.data.limits import TEMPLATE_REMEDY, refuse_endless
+from sft_play.data.templates import DEFAULT_TEMPLATE, RenderError, render_template
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.model_folder import read_object
 
@@ -108,10 +109,13 @@ def find_template(
     """Return the chat template that a run uses and saves, or several by name with a `default`.
 
     `own` is what the tokenizer has: a text, several by name, a list of such, or None.
-    Raises: ConfigError for settings, EnvironmentFault for a damaged file.
+    Raises: ConfigError for settings, EnvironmentFault for a damaged file, DataError for a template
+    that does not end.
     """
     template = _chosen(own, find, model)
-    return with_variables(_taking_strings(template, special_tokens), model)
+    take_strings = functools.partial(_taking_strings, template, special_tokens)
+    refuse_endless(take_strings, "the chat template", TEMPLATE_REMEDY)
+    return with_variables(take_strings(), model)
 
 
 def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
@@ -193,7 +197,10 @@ def _taking_strings(template: Template, special_tokens: Mapping[str, str]) -> Te
             forms.append(AS_PARTS % (roles,) + template if roles else template)
     for messages in TRIED:
         for form in forms:
-            text = compile_template(form, special_tokens)(messages)
-            if text and all(message["content"] in text for message in messages):
+            try:
+                text = render_template(form, messages, special_tokens)
+            except RenderError:  # of one that cannot be compiled, the run names the line and stops
+                continue
+            if all(message["content"] in text for message in messages):
                 return form
     return template

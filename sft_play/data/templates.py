@@ -1,6 +1,6 @@
 """What a tokenizer's chat template writes, and which tokens end an answer.
 
-Templates are also compiled here without transformers, whose import takes seconds. Loads no torch;
+Templates are compiled here, without transformers, as transformers compiles them. Loads no torch;
 tokenizes nothing.
 """
 
@@ -8,13 +8,12 @@ import copy
 import functools
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.calls import with_short_ids
-from sft_play.data.limits import REMEDY, limited
+from sft_play.data.limits import TEMPLATE_REMEDY
 from sft_play.data.rows import ImageFile, Json, Message
 from sft_play.errors import DataError
 
@@ -48,13 +47,9 @@ DEFAULT_TEMPLATE = (
 CLOCK = datetime(2024, 7, 26)
 # What a template says that wants ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
-# transformers' marks of what an assistant generates, which plain Jinja does not know
-MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
-MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 # What transformers gives every template, besides the special tokens and Jinja's own functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
-Render = Callable[..., str | None]
 
 
 class RenderError(DataError):
@@ -68,21 +63,6 @@ class Span(NamedTuple):
     end: int
 
 
-class TemplateText(NamedTuple):
-    """What a template writes for a conversation.
-
-    `generated` is what `{% generation %}` marks, None if the template has no such marks.
-    """
-
-    text: str
-    generated: list[Span] | None
-
-
-@functools.cache
-def _has_marks(jinja: str) -> bool:
-    return MARK_START.search(jinja) is not None
-
-
 @functools.cache
 def _names_read(jinja: str) -> frozenset[str]:
     """Return the names that a template reads and nothing in it sets first."""
@@ -90,7 +70,7 @@ def _names_read(jinja: str) -> frozenset[str]:
 
     environment = _environment()
     try:
-        tree = environment.parse(_without_marks(jinja))
+        tree = environment.parse(jinja)
     except (TemplateError, RecursionError):  # rendering says what is wrong
         return frozenset()
     read: set[str] = set()
@@ -170,61 +150,35 @@ class ChatTemplate:
 
     def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""
-        return self._render(messages, tools, add_generation_prompt=True).text
+        return self._render(messages, tools, is_prompt=True)
 
-    def render_conversation(self, messages: list[Json], tools: Sequence[Json] = ()) -> TemplateText:
-        """Return the text of a conversation with its generation marks. Raises RenderError."""
-        return self._render(messages, tools, add_generation_prompt=False)
+    def render_conversation(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
+        """Return the text of a conversation. Raises RenderError."""
+        return self._render(messages, tools, is_prompt=False)
 
     def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
         """Return the prompt that the last message answers, and the text with it."""
         prompt = self.render_prompt(messages[:-1], tools)
-        return prompt, self.render_conversation(messages, tools).text
+        return prompt, self.render_conversation(messages, tools)
 
-    def _render(
-        self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
-    ) -> TemplateText:
+    def _render(self, messages: list[Json], tools: Sequence[Json], is_prompt: bool) -> str:
+        jinja = self._with_tools if tools else self.jinja
         try:
-            return self._run(messages, tools, add_generation_prompt)
+            text = render_template(jinja, messages, self._variables, tools, is_prompt)
         except RenderError as error:
             if not any("tool_calls" in message for message in messages):
                 raise
-            if isinstance(
-                error.__cause__, TypeError
-            ):  # DeepSeek's concatenates arguments with text
+            if isinstance(error.__cause__, TypeError):  # DeepSeek's adds text to arguments
                 messages = [_with_json_arguments(message) for message in messages]
             elif WANTS_IDS.search(str(error)):  # as Mistral's does
                 messages = with_short_ids(messages)
             else:
                 raise
-        return self._run(messages, tools, add_generation_prompt)
-
-    def _run(
-        self, messages: list[Json], tools: Sequence[Json], add_generation_prompt: bool
-    ) -> TemplateText:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        jinja = self._with_tools if tools else self.jinja
-        has_marks = _has_marks(jinja) and not add_generation_prompt
-        with limited():
-            try:
-                pin_clock(jinja)
-                texts, marks = render_jinja_template(
-                    conversations=[messages],
-                    tools=list(tools) or None,
-                    chat_template=jinja,
-                    return_assistant_tokens_mask=has_marks,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._variables,
-                )
-            except _template_errors() as error:
-                refused = f"the chat template refuses the conversation: {error}"
-                raise RenderError(refused[:MAX_REFUSED]) from error
-        spans = [Span(*span) for span in marks[0]] if has_marks else None
-        return write_images(TemplateText(texts[0], spans), messages)
+            text = render_template(jinja, messages, self._variables, tools, is_prompt)
+        return write_images(text, messages)
 
 
-def write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateText:
+def write_images(written: str, messages: Sequence[Json]) -> str:
     """Return what a template wrote with the text of each image in place of its token.
 
     Raises: RenderError where the template leaves images out.
@@ -235,34 +189,15 @@ def write_images(written: TemplateText, messages: Sequence[Json]) -> TemplateTex
             images += (part["image"] for part in message["content"] if part["type"] == "image")
     if not images or not images[0].token:  # the second: an estimate without the model's processor
         return written
-    pieces = written.text.split(images[0].token)
-    if len(pieces) != len(images) + 1:
+    text, *pieces = written.split(images[0].token)
+    if len(pieces) != len(images):
         raise RenderError(
-            f"the chat template writes {images[0].token} {len(pieces) - 1} times for {len(images)} "
+            f"the chat template writes {images[0].token} {len(pieces)} times for {len(images)} "
             "images; set MODEL_CHAT_TEMPLATE to the one of the model's processor"
         )
-    text = pieces[0]
-    places: list[int] = []  # where each token ends in what was written
-    grown = [0]  # characters that are added before it, and before each of the next
-    end = len(text)
-    for image, piece in zip(images, pieces[1:], strict=True):
-        end += len(image.token)
-        places.append(end)
-        grown.append(grown[-1] + len(image.text) - len(image.token))
-        end += len(piece)
+    for image, piece in zip(images, pieces, strict=True):
         text += image.text + piece
-    spans = written.generated
-    if spans is not None:
-        moved = [[at + grown[bisect_right(places, at)] for at in span] for span in spans]
-        spans = [Span(*span) for span in moved]
-    return TemplateText(text, spans)
-
-
-def pin_clock(jinja: str) -> None:
-    """Fix the clock of a template of transformers. Newer versions take no function as variable."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    _compile_jinja_template(jinja).environment.globals["strftime_now"] = CLOCK.strftime
+    return text
 
 
 def template_text(tokenizer: Any) -> str:
@@ -327,65 +262,101 @@ def _with_json_arguments(message: Json) -> Json:
     return {**message, "tool_calls": calls}
 
 
-def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
-    """Return a function of messages and tools: the text of a conversation, None if refused."""
+def render_template(
+    source: str,
+    messages: Sequence[Json],
+    variables: Mapping[str, Any],
+    tools: Sequence[Json] = (),
+    is_prompt: bool = False,
+) -> str:
+    """Return what a template writes for messages; `variables` have the special tokens, too.
+
+    Raises: RenderError where it refuses them, DataError for a template that may never end.
+    """
+    try:
+        return _compile(source).render(
+            messages=messages,
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=is_prompt,
+            **variables,
+        )
+    except DataError:  # which is a ValueError
+        raise
+    except _template_errors() as error:
+        refused = f"the chat template refuses the conversation: {error}"
+        raise RenderError(refused[:MAX_REFUSED]) from error
+    except (RecursionError, SyntaxError) as error:  # Python compiles no blocks that deep
+        raise _nested_too_deeply(error) from None
+
+
+def _nested_too_deeply(error: Exception) -> DataError:
+    return DataError(
+        f"the chat template is nested too deeply, or calls itself ({error}); {TEMPLATE_REMEDY}"
+    )
+
+
+@functools.cache
+def _compile(source: str) -> Any:
     from jinja2 import nodes
 
-    environment = _environment()
     if len(source) > MAX_CHARACTERS:
         raise DataError(
-            f"the chat template has {len(source)} characters, more than {MAX_CHARACTERS}; {REMEDY}"
+            f"the chat template has {len(source)} characters, more than {MAX_CHARACTERS}; "
+            f"{TEMPLATE_REMEDY}"
         )
-    with limited():
-        try:
-            tree = environment.parse(_without_marks(source))
-            has_power = next(tree.find_all(nodes.Pow), None) is not None
-            compiled = None if has_power else environment.from_string(tree)  # computes constants
-        except _template_errors():  # the run names the line and stops
-            return lambda messages, tools=(): None
-    if has_power:
-        raise DataError(f"the chat template has a power (**), which may not end; {REMEDY}")
-
-    def render(messages: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
-        """Return the text of a conversation, None if the template refuses it."""
-        with limited():
-            try:
-                return compiled.render(
-                    messages=messages,
-                    tools=list(tools) or None,
-                    documents=None,
-                    add_generation_prompt=False,
-                    **special_tokens,
-                )
-            except _template_errors():
-                return None
-
-    return render
+    environment = _environment()
+    tree = environment.parse(source)
+    if next(tree.find_all(nodes.Pow), None) is not None:  # compiling computes constants
+        raise DataError(f"the chat template has a power (**), which may not end; {TEMPLATE_REMEDY}")
+    compiled = environment.from_string(tree)
+    compiled.globals = dict(compiled.globals)  # Jinja's chain of dicts is slow to copy
+    return compiled
 
 
-def _without_marks(jinja: str) -> str:
-    """Return a template as plain Jinja reads it."""
-    return MARK_END.sub(r"{%\1 endif \2%}", MARK_START.sub(r"{%\1 if true \2%}", jinja))
-
-
+@functools.cache
 def _environment() -> Any:
-    """Return an environment of Jinja, as transformers' own."""
-    from jinja2 import TemplateError
+    """Return an environment of Jinja, as transformers' own, with a fixed clock."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Marks(Extension):
+        """transformers' `{% generation %}`, which marks what an assistant says; it is not read."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja has it
+
+        def parse(self, parser: Any) -> Any:
+            """Return what is between the marks, as a scope of its own."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def raise_exception(message: str) -> None:
         """Refuse a conversation, as a template asks."""
         raise TemplateError(message)
 
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Return a value as JSON, without HTML's escapes."""
+        form = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Marks, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = CLOCK.strftime
     return environment
 
 
+@functools.cache
 def _template_errors() -> tuple[type[Exception], ...]:
     """Return the ways in which a template may fail."""
     from jinja2 import TemplateError

@@ -196,7 +196,7 @@ class ThoughtPolicy:
         try:
             prompt = self._template.render_prompt([QUESTION])
             plain, within, text = (
-                self._template.render_conversation([QUESTION, {"role": "assistant", **answer}]).text
+                self._template.render_conversation([QUESTION, {"role": "assistant", **answer}])
                 for answer in answers
             )
         except RenderError:

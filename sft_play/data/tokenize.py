@@ -238,7 +238,7 @@ def find_images(source: Source, config: Config) -> bool:
 
 
 def count_processes(file_bytes: int, shows_images: bool = False) -> int:
-    """Return how many processes tokenize files of this size; 1 means this process alone."""
+    """Return how many processes tokenize files of this size."""
     if file_bytes < MIN_PARALLEL_BYTES and not shows_images:
         return 1
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
@@ -284,23 +284,27 @@ def _run_task(task: ChunkTask) -> TokenizedChunk:
 def tokenize_tasks(
     tasks: Iterator[ChunkTask], chunk_tokenizer: ChunkTokenizer, processes: int
 ) -> Iterator[TokenizedChunk]:
-    """Yield the samples of each task, in the order of the tasks."""
-    if processes == 1:
-        yield from map(chunk_tokenizer, tasks)
-        return
+    """Yield the samples of each task, in the order of the tasks.
+
+    Raises: DataError for a row that takes more time or memory than any, OutOfMemory.
+    """
     # by fork: a process starts with the tokenizer and its libraries loaded, and shares their memory
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, context, _begin_worker, (chunk_tokenizer,)) as pool:
-        in_flight: deque[Future[TokenizedChunk]] = deque()
+        in_flight: deque[tuple[ChunkTask, Future[TokenizedChunk]]] = deque()
         try:
             for task in tasks:
                 with stops.held():  # the first one starts the processes
-                    in_flight.append(pool.submit(_run_task, task))
+                    in_flight.append((task, pool.submit(_run_task, task)))
                 if len(in_flight) > CHUNKS_IN_FLIGHT * processes:
-                    yield in_flight.popleft().result()
+                    yield in_flight[0][1].result()
+                    in_flight.popleft()
             while in_flight:
-                yield in_flight.popleft().result()
-        except BrokenProcessPool:
+                yield in_flight[0][1].result()
+                in_flight.popleft()
+        except (BrokenProcessPool, MemoryError):
+            for task, _ in in_flight:
+                chunk_tokenizer.refuse_endless_row(task)
             raise OutOfMemory(
                 "a process that tokenised rows was killed, most likely for memory; "
                 "free some, or split the file"

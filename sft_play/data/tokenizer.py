@@ -17,8 +17,16 @@ from transformers.utils import cached_file
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
-from sft_play.data.limits import load_limited
-from sft_play.data.special_text import between_turns
+from sft_play.data.limits import (
+    LOAD_BYTES,
+    LOAD_SECONDS,
+    TOKENIZER_REMEDY,
+    find_excess,
+    panics_as_errors,
+    refuse_endless,
+)
+from sft_play.data.rows import shorten
+from sft_play.data.special_text import between_turns, encode
 from sft_play.data.template_sources import FindFile, find_template
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
@@ -34,6 +42,8 @@ NO_VOCABULARY = f"it has none of {', '.join(FILES)}; copy those of its base into
 # A file by this name may be of either package
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token, and its rank
 SENTENCEPIECE_START = b"\n"  # tag of a protobuf's first field
+WORD = "a"  # that every tokenizer reads at once
+MAX_TOKEN_CHARACTERS = 4096  # of an added token; every text is searched for it
 logger = logging.getLogger(__name__)
 # The special tokens of a converted tekken.json, which does not say what they are for
 TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -145,7 +155,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> No
 
 
 def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
-    """Return transformers' tokenizer. Raises: EnvironmentFault."""
+    """Return transformers' tokenizer. Raises: EnvironmentFault, DataError if it reads no word."""
     try:
         load = functools.partial(
             AutoTokenizer.from_pretrained,
@@ -156,7 +166,12 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             # that has no offsets
             mistral_format=False,
         )
-        tokenizer = load_limited(load)
+        excess = find_excess(load, LOAD_SECONDS, LOAD_BYTES)
+        if excess:
+            raise ValueError(excess)
+        with panics_as_errors():
+            tokenizer = load()
+        _refuse_long_tokens(tokenizer)
     # The tokenizers library raises plain Exceptions, and transformers many kinds of them
     except Exception as error:
         known = of_os_error(error) if isinstance(error, OSError) else None
@@ -176,7 +191,18 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
         raise EnvironmentFault(
             f"model.name={model.name}: no tokenizer could be loaded: {NO_VOCABULARY}"
         )
+    read_word = functools.partial(encode, tokenizer.backend_tokenizer, [WORD])
+    refuse_endless(read_word, "the tokenizer", TOKENIZER_REMEDY)
     return tokenizer
+
+
+def _refuse_long_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    longest = max(tokenizer.added_tokens_encoder, key=len, default="")
+    if len(longest) > MAX_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"the added token {shorten(longest)!r} has {len(longest):,} characters, more than "
+            f"{MAX_TOKEN_CHARACTERS:,}"
+        )
 
 
 def fetch_file(model: ModelSection, file: str) -> Path | None:

@@ -5,7 +5,7 @@ including it: first the prompt that the model is given at use, then what it is t
 write some answers differently once the conversation continues: Qwen 3 and DeepSeek R1 leave the
 reasoning out of the history, gpt-oss ends the last answer with a token of its own. So one row may
 give several texts. Each answer is trained in a text that begins with its generation view, up to
-its stop token. Where a template has `{% generation %}` marks, they must agree with the answers.
+its stop token. `{% generation %}` marks of a template are not read.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ from sft_play.data.template_checks import (
 from sft_play.data.templates import (
     ChatTemplate,
     RenderError,
-    Span,
     iterate_strings,
     stop_ids,
     template_messages,
@@ -71,8 +70,6 @@ class TrainingText:
 
     text: str
     answers: list[AnswerSpan] = field(default_factory=list)
-    generated: list[Span] | None = None  # marked by `{% generation %}`; None: no marks
-    trains_all: bool = False  # every answer of the text is trained in it
     ids: list[int] = field(default_factory=list)  # once the text is tokenized
     tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
     notes: Notes = ()
@@ -160,8 +157,6 @@ class TrainingTextBuilder:
             else:
                 texts.append(view)
         for text in texts:
-            last = text.answers[-1].message
-            text.trains_all = len(text.answers) == sum(index <= last for index in answers)
             text.notes += notes
         return texts[::-1]
 
@@ -196,7 +191,7 @@ class TrainingTextBuilder:
                     "so what stands behind it would not be learned"
                 )
         prompt = self._template.render_prompt(messages[:index], row.tools)
-        text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
+        text = self._template.render_conversation(messages[: index + 1], row.tools)
         notes: Notes = ()
         if message.reasoning or not text.startswith(prompt):
             asked = AskedAnswer(row, messages, index, prompt, text)
@@ -204,17 +199,16 @@ class TrainingTextBuilder:
                 behind = self.thoughts.write_text(asked)
                 if behind is None:
                     raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
-                text, generated = behind, None
+                text = behind
             elif lost := self.thoughts.write_lost(asked):
                 text, notes = lost
-                generated = None
         check_prompt(row.messages[:index], prompt)
         found = self._stop.search(text, len(prompt))
         stop, end = found.span() if found else (len(text), len(text))
         restored = restore_beginning(message, len(prompt), text[:stop])
         if len(restored) > stop:
             end += len(restored) - stop
-            text, stop, generated = restored + text[stop:], len(restored), None
+            text, stop = restored + text[stop:], len(restored)
         if is_trimmed(row.messages[: index + 1], text):
             notes = (*notes, TRIMMED)
         after = text[end:]
@@ -230,10 +224,8 @@ class TrainingTextBuilder:
         if not found:
             text += self._eos
             end = len(text)
-            if generated:
-                generated = [*generated, Span(stop, end)]
         answer = AnswerSpan(index, len(prompt), stop, end)
-        return TrainingText(text, [answer], generated, notes=notes)
+        return TrainingText(text, [answer], notes=notes)
 
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
         """Raise RenderError unless the template writes every message, and the last answer once.
@@ -317,72 +309,3 @@ def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: 
         f"where the conversation has {quote(text[same:])}; MODEL_CHAT_TEMPLATE=mine.jinja takes a "
         "template that writes both alike"
     )
-
-
-def marks_equal_answers(text: TrainingText) -> bool:
-    """Return whether the marks are exactly the answers, apart from whitespace after them.
-
-    If so, the tokens agree too.
-    """
-    spans: list[Span] = []  # those that are adjacent as one
-    for start, end in text.generated or []:
-        if spans and spans[-1].end == start:
-            start = spans.pop().start
-        spans.append(Span(start, end))
-    if not text.trains_all or len(spans) != len(text.answers):
-        return False
-    for span, answer in zip(spans, text.answers, strict=True):
-        if span.start != answer.start or span.end < answer.end:
-            return False
-        if text.text[answer.end : span.end].strip():
-            return False
-    return True
-
-
-def check_generation_marks(text: TrainingText, answers: Sequence[Span], encoding: Any) -> None:
-    """Raise RenderError unless the marks cover exactly the answers' tokens.
-
-    Whitespace after a stop token may be marked. Tokens are marked as transformers marks them for a
-    mask of the assistant's tokens.
-    """
-    marked = _marked_tokens(text, encoding)
-    for answer, (start, end) in zip(text.answers, answers, strict=True):
-        where = f"messages[{answer.message}]"
-        if not marked[end - 1]:
-            raise RenderError(
-                f"the template's generation marks leave out the stop token of {where}"
-            )
-        if 0 in marked[start:end]:
-            raise RenderError(f"the template's generation marks leave out a part of {where}")
-        if start and marked[start - 1]:
-            raise RenderError(
-                f"the template's generation marks begin before {where}, in its prompt; "
-                "MODEL_CHAT_TEMPLATE=mine.jinja takes one without the marks"
-            )
-        marks_end = marked.find(0, end) if 0 in marked[end:] else len(marked)
-        if marks_end > end:
-            last_character = encoding.token_to_chars(marks_end - 1)[1]
-            if text.text[answer.end : last_character].strip():
-                raise RenderError(
-                    f"the template's generation marks go on behind the stop token of {where}"
-                )
-        marked[start:marks_end] = bytes(marks_end - start)
-    if text.trains_all and 1 in marked:
-        start, end = encoding.token_to_chars(marked.find(1))
-        raise RenderError(
-            f"the template's generation marks hold {text.text[start:end]!r}, which no answer holds"
-        )
-
-
-def _marked_tokens(text: TrainingText, encoding: Any) -> bytearray:
-    """Return 1 for each token that the marks cover, else 0."""
-    assert text.generated is not None, "the template has marks"
-    marked = bytearray(len(encoding))
-    for start, end in text.generated:
-        first = encoding.char_to_token(start)
-        last = encoding.char_to_token(end - 1)
-        if first is None:
-            break
-        stop = last + 1 if last else len(marked)
-        marked[first:stop] = b"\1" * (stop - first)
-    return marked

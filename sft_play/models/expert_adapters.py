@@ -2,10 +2,8 @@
 
 PEFT's "all-linear" is not used for them: for some model types it leaves the experts out, for others
 it doubles the rank of gate_up_proj and adapts the router, and it takes the names of shared experts
-for those of the experts. What is adapted is decided here, by shape. PEFT wraps it, and loads it
-again by the `target_modules` and `target_parameters` of adapter_config.json.
-
-The same holds for models with linear layers that PEFT cannot adapt: all-linear leaves those out.
+for those of the experts. What is adapted is decided here, by shape, also if PEFT cannot adapt a
+linear layer. PEFT wraps it, and loads it again by the targets of adapter_config.json.
 """
 
 import logging
@@ -29,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
-from sft_play.data.limits import limited
+from sft_play.data.limits import refuse_endless
 from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, load_published, why_not_fitting
 from sft_play.models.architecture import towers_of
@@ -176,10 +174,11 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 def _refuse_endless(pattern: str, base: PreTrainedModel) -> None:
     """Raise DataError for a pattern of layers that backtracks without end on a model's names."""
+    what = f"target_modules={pattern[:100]} of adapter_config.json"
     remedy = "write the names of the layers there, as a list"
-    with limited(f"target_modules={pattern[:100]} of adapter_config.json", remedy):
-        for name, _ in base.named_modules():
-            re.fullmatch(pattern, name)
+    refuse_endless(
+        lambda: [re.fullmatch(pattern, name) for name, _ in base.named_modules()], what, remedy
+    )
 
 
 def load_weights(adapted: PeftModel, folder: str) -> None:

@@ -22,7 +22,7 @@ from hostile_tokenizers import (
 from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
 from faults.disks import command_line
 from faults.files import nothing
-from sft_play.data import limits
+from sft_play.data import tokenizer as tokenizer_files
 from sft_play.errors import ExitClass
 from sft_play.runs import seal
 
@@ -47,13 +47,18 @@ def of_command(
 
 
 def watch_closely() -> None:
-    """Give a tokenizer a tenth of a second to be loaded."""
-    limits.LOAD_SECONDS = 0.1
+    """Give a tokenizer a second to be loaded."""
+    tokenizer_files.LOAD_SECONDS = 0
 
 
 def unbounded(one: Any, texts: list[str]) -> list[Any]:
     """Encode texts however long it takes."""
-    return one.encode_batch(texts)
+    return [encoding.ids for encoding in one.encode_batch(texts)]
+
+
+def as_it_is(error: Exception) -> Exception:
+    """Return an error without words of ours."""
+    return error
 
 
 class Pickled:
@@ -150,7 +155,7 @@ ROWS = (
         "hostile-recursion",
         "a macro of the chat template calls itself",
         RECURSION,
-        Guard("sft_play.data.templates:limited", contextlib.nullcontext),
+        Guard("sft_play.data.templates:_nested_too_deeply", as_it_is),
         "or calls itself",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
@@ -158,7 +163,7 @@ ROWS = (
         "hostile-memory",
         "one call of the chat template asks for 600 MB",
         template("{{ 'a'|center(600000000) }}"),
-        Guard("sft_play.data.limits:_most_data", lambda allowed: allowed),
+        Guard("sft_play.data.template_sources:refuse_endless", nothing),
         "asks for 512 MiB of memory or more",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
@@ -182,7 +187,7 @@ ROWS = (
         "hostile-template",
         "the chat template is nested 250 deep",
         template("{{ " + "(" * 250 + "1" + ")" * 250 + " }}"),
-        Guard("sft_play.data.templates:limited", contextlib.nullcontext),
+        Guard("sft_play.data.templates:_nested_too_deeply", as_it_is),
         "is nested too deeply, or calls itself",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
@@ -190,24 +195,24 @@ ROWS = (
         "hostile-same-ids",
         "all tokens have one id, on which the library of tokenizers panics",
         same_ids,
-        Guard("sft_play.data.tokenizer:load_limited", lambda load: load()),
+        Guard("sft_play.data.tokenizer:panics_as_errors", contextlib.nullcontext),
         "no tokenizer could be loaded: ",
         "get the model again",
         command="preview",
     ),
     folder(
         "hostile-slow-tokenizer",
-        "a tokenizer takes longer to load than any does (100,000 pieces; a tenth of a second)",
-        with_post_processor(100_000),
-        Guard("sft_play.data.tokenizer:load_limited", lambda load: load()),
+        "a tokenizer takes longer to load than any does (1,000,000 pieces; a second)",
+        with_post_processor(1_000_000),
+        Guard("sft_play.data.tokenizer:find_excess", nothing),
         "no tokenizer could be loaded: has not ended after",
         "get the model again",
-    )._replace(inject=of_command(with_post_processor(100_000), "preview", watch_closely)),
+    )._replace(inject=of_command(with_post_processor(1_000_000), "preview", watch_closely)),
     folder(
         "hostile-long-token",
         "an added token has 10,000 characters",
         tokenizer(added_tokens=[*TOKENS, *added(1, content="a" * 10_000)]),
-        Guard("sft_play.data.limits:MAX_TOKEN_CHARACTERS", 1 << 30),
+        Guard("sft_play.data.tokenizer:MAX_TOKEN_CHARACTERS", 1 << 30),
         "has 10,000 characters, more than 4,096",
         "get the model again",
         command="preview",
