@@ -4,14 +4,11 @@ Legend: T tokens of a sample.
 """
 
 import json
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
-from hashlib import blake2b
-from pathlib import Path
+from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from sft_play.config.schema import Config
@@ -30,23 +27,30 @@ from sft_play.data.limits import (
     refuse_endless,
 )
 from sft_play.data.processor import Processor
-from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
+from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError, get_images
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import (
     MAX_COLUMNS_CHARACTERS,
     MAX_LISTED_ROWS,
     BadRow,
-    ImageFile,
     InvalidRowError,
-    Message,
     Row,
     shorten,
 )
-from sft_play.data.store import RowHashes, SampleArrays, StoredSample, to_arrays
+from sft_play.data.store import (
+    SampleArrays,
+    StoredSample,
+    forget_images,
+    hash_piece,
+    hash_row,
+    hash_rows,
+    to_arrays,
+)
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenized import LongRow
+from sft_play.data.training_text import is_trained
 
 
 class FittedSample(NamedTuple):
@@ -119,7 +123,6 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     )
 
 
-HASHED = 64  # messages, each of which is hashed several times
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
@@ -171,7 +174,7 @@ class ChunkTokenizer:
         done = TokenizedChunk(task.file, task.chunk.bytes_read, tally)
         states = self._system_prompt.images.states
         states.clear()
-        _key.cache_clear()
+        forget_images()
         records = self._parse(task, done)
         done.image_states = dict(states)
         parsed = [row for rows in records.values() for row in rows]
@@ -179,42 +182,14 @@ class ChunkTokenizer:
             rendered = iter(self._renderer.render(parsed))
         stored: list[StoredSample] = []
         for number, rows in records.items():
-            samples: list[RenderedSample] = []
-            refused: RenderError | None = None
-            for row, result in zip(rows, rendered, strict=False):
-                try:
-                    if isinstance(result, RenderError):
-                        raise result
-                    for sample in result:
-                        self.processor.check(sample)
-                    samples += result
-                except RenderError as error:
-                    refused = refused or error
-                    continue
-                excluded = sum(not message.is_trained for message in row.messages)
-                if excluded > row.begins_with_answer:
-                    tally.untrained["excluded"] += excluded - row.begins_with_answer
-            if refused is not None:
-                done.drop(_bad_row(rows, str(refused)), "unproven")
+            samples = self._collect(rows, rendered, tally)
+            if isinstance(samples, RenderError):
+                done.drop(_bad_row(rows, str(samples)), "unproven")
                 continue
-            tally.as_text.update({name for sample in samples for name in sample.as_text})
-            tally.noted.update({note for sample in samples for note in sample.notes})
-            if any(sample.weights for sample in samples):
-                tally.noted[WEIGHTS] += 1
-            tokens = max((len(sample.ids) for sample in samples), default=0)
+            tokens = max([len(sample.ids) for sample in samples], default=0)
             if tokens > self._max_seq_len:
                 done.long_rows.append(LongRow(task.file, number, tokens))
-            hashes = hash_rows(rows)
-            is_text = rows[0].text is not None
-            fitted = list(self._fit(samples, tally, is_text))
-            for piece, (sample, cut_tokens) in enumerate(fitted):
-                own = hash_piece(hashes, piece) if is_text and piece else hashes
-                image_tokens = self.processor.count(sample.images)
-                facts = (task.file, number, own, cut_tokens, image_tokens)
-                stored.append(StoredSample(sample, *facts))
-            shown = {image for sample, _ in fitted for image in sample.images}
-            tally.image_rows += bool(shown)
-            tally.noted.update({n for image in shown for n in self.processor.describe_scale(image)})
+            stored += self._fit(task.file, number, rows, samples, tally)
         done.samples = to_arrays(stored)
         done.long_rows = longest_first(done.long_rows)
         tally.samples = len(stored)
@@ -224,6 +199,39 @@ class ChunkTokenizer:
         tally.trained_tokens = int(done.samples.trained.sum())
         tally.check()
         return done
+
+    def _collect(
+        self,
+        rows: Sequence[Row],
+        rendered: Iterator[tuple[RenderedSample, ...] | RenderError],
+        tally: Tally,
+    ) -> list[RenderedSample] | RenderError:
+        """Return the samples of a record's rows, or why one of them has none; count both."""
+        samples: list[RenderedSample] = []
+        refused: RenderError | None = None
+        for row in rows:
+            result = next(rendered)
+            try:
+                if isinstance(result, RenderError):
+                    raise result
+                for sample in result:
+                    self.processor.check(sample)
+            except RenderError as error:
+                refused = refused or error
+                continue
+            samples += result
+            excluded = list(map(is_trained, row.messages)).count(False)
+            if excluded and excluded > row.begins_with_answer:
+                tally.untrained["excluded"] += excluded - row.begins_with_answer
+        if refused is not None:
+            return refused
+        unusual = [one for one in samples if one.notes or one.as_text or one.weights]
+        if unusual:
+            tally.as_text.update({name for sample in unusual for name in sample.as_text})
+            tally.noted.update({note for sample in unusual for note in sample.notes})
+            if any(sample.weights for sample in unusual):
+                tally.noted[WEIGHTS] += 1
+        return samples
 
     def refuse_endless_row(self, task: ChunkTask) -> None:
         """Raise DataError for the first row for which the model's files take more than they may."""
@@ -256,7 +264,7 @@ class ChunkTokenizer:
                 done.drop(_bad_row(rows, str(error)), "bad_row")
                 continue
             for index, row in enumerate(rows):
-                if row.begins_with_answer:
+                if row.messages and row.messages[0].role != "user" and row.begins_with_answer:
                     rows[index] = fit_greeting(self._template, row)
                     is_kept = rows[index] is row
                     tally.untrained["greeting" if is_kept else "greeting_left_out"] += 1
@@ -266,30 +274,51 @@ class ChunkTokenizer:
         return records
 
     def _fit(
-        self, rendered: Sequence[RenderedSample], tally: Tally, is_text: bool
-    ) -> Iterator[tuple[RenderedSample, int]]:
-        """Yield a row's samples within the limit and the tokens that were cut; count the row."""
+        self,
+        file: int,
+        number: int,
+        rows: Sequence[Row],
+        rendered: Sequence[RenderedSample],
+        tally: Tally,
+    ) -> list[StoredSample]:
+        """Return a record's samples within the limit; count what becomes of it."""
+        is_text = rows[0].text is not None
         policy = self._too_long
         if policy == "auto":
             policy = "split" if is_text else "drop"
-        kept = 0
+        hashes = hash_row(rows[0]) if len(rows) == 1 else hash_rows(rows)
+        stored: list[StoredSample] = []
         reasons: list[str] = []
         for sample in rendered:
             fitted = fit_sample(sample, self._max_seq_len, policy, self._bos_id)
-            tally.lost_trained_tokens += fitted.lost_trained_tokens
             if fitted.reason:
                 reasons.append(fitted.reason)
+                tally.lost_trained_tokens += fitted.lost_trained_tokens
             for part in fitted.samples:
-                if part.trained_tokens:  # else the model learns nothing from it
-                    kept += 1
-                    yield part, fitted.cut_tokens
-        if kept:
+                if not part.trained_tokens:  # the model learns nothing from it
+                    continue
+                own = hash_piece(hashes, len(stored)) if is_text and stored else hashes
+                image_tokens = self.processor.count(part.images) if part.images else 0
+                facts = (file, number, own, fitted.cut_tokens, image_tokens)
+                stored.append(StoredSample(part, *facts))
+        if stored:
             tally.rows_used += 1
             tally.shortened.update(set(reasons))
+            if any(map(get_images, rendered)):
+                self._count_images(stored, tally)
         elif not rendered:
             tally.dropped["all_excluded"] += 1
         else:
             tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
+        return stored
+
+    def _count_images(self, stored: Sequence[StoredSample], tally: Tally) -> None:
+        """Count a row whose samples have images, and those that are resized."""
+        shown = set(chain.from_iterable(part.rendered.images for part in stored))
+        if shown:
+            tally.image_rows += 1
+            notes = (self.processor.describe_scale(image) for image in shown)
+            tally.noted.update(set(chain.from_iterable(notes)))
 
 
 def _limits(chunk: Chunk) -> tuple[float, int]:
@@ -302,79 +331,6 @@ def _limits(chunk: Chunk) -> tuple[float, int]:
     else:
         size = len(str(records))
     return CPU_SECONDS + size * CHARACTER_SECONDS, GROWN_BYTES + size * CHARACTER_BYTES
-
-
-def hash_rows(rows: Sequence[Row]) -> RowHashes:
-    """Return hashes of a record's rows, which are trained or evaluated on together."""
-    if len(rows) == 1:
-        return hash_row(rows[0])
-    found = []
-    for values in zip(*map(hash_row, rows), strict=True):
-        distinct = sorted(set(values))
-        found.append(distinct[0] if len(distinct) == 1 else _hash(repr(distinct)))
-    return RowHashes(*found)
-
-
-def hash_piece(hashes: RowHashes, piece: int) -> RowHashes:
-    """Return hashes of a piece of a plain text, which is held out or trained by itself."""
-    names = ("exact", "normalized", "question")
-    return hashes._replace(**{name: _hash(f"{getattr(hashes, name)} {piece}") for name in names})
-
-
-def hash_row(row: Row) -> RowHashes:
-    """Return hashes of a row without its system message."""
-    exact = content = row.plain_text
-    asked = 0  # messages before the last trained answer
-    messages = [message for message in row.messages if message.role != "system"]
-    if row.messages:
-        content = "\n".join(map(_content, messages))
-        exact = repr(
-            [
-                (
-                    m.role,
-                    m.content,
-                    m.reasoning,
-                    m.tool_calls,
-                    m.name,
-                    m.tool_call_id,
-                    _key(m.images),
-                )
-                for m in row.messages
-            ]
-            + ([row.variables] if row.variables else [])
-        )
-        answers = (n for n, m in enumerate(messages) if m.role == "assistant" and m.is_trained)
-        asked = max(answers, default=len(messages))
-    question = "\n".join(map(_content, messages[:asked]))
-    asked_words = _words(question)
-    # a text may have no words
-    words = f"{asked_words} {_words(content[len(question) :])}".strip() or content
-    group = _hash(row.group) if row.group else 0
-    return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
-
-
-@lru_cache(HASHED)
-def _key(images: tuple[ImageFile, ...]) -> str:
-    """Return what tells the images of a message from others: a hash of their bytes."""
-    data = (image.data or Path(image.path).read_bytes() for image in images)
-    return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
-
-
-def _content(message: Message) -> str:
-    return f"{message.content} {_key(message.images)}" if message.images else message.content
-
-
-def _words(text: str) -> str:
-    if text.isascii():
-        return " ".join(re.findall(r"\w+", text.lower()))
-    composed = unicodedata.normalize("NFC", text)
-    words = " ".join(re.findall(r"\w+", composed.casefold()))
-    return unicodedata.normalize("NFKC", words)  # at once, punctuation would cost thrice the time
-
-
-def _hash(text: str) -> int:
-    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _bad_row(rows: Sequence[Row], reason: str) -> BadRow:

@@ -17,7 +17,7 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
 from sft_play.data import cache
 from sft_play.data.images import image_limits
-from sft_play.data.render import IGNORE_INDEX, RenderedSample
+from sft_play.data.render import IGNORE_INDEX, RenderedSample, get_images
 from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
 from sft_play.data.templates import RenderError
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
@@ -61,7 +61,7 @@ class Processor:
         Raises: InvalidRowError for an image that the processor does not take, and where the model
         reads none; EnvironmentFault where its processor cannot be loaded.
         """
-        if not any(message.images for message in row.messages):
+        if not any(map(get_images, row.messages)):
             return row
         messages = []
         for message in row.messages:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from sft_play.data.training_text import (
     TrainOn,
 )
 
+get_images = attrgetter("images")
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
 MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
@@ -48,13 +50,13 @@ class RenderedSample:
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
-class _PreparedRow(NamedTuple):
-    """A row, the same with placeholders for special tokens in its messages, and its texts."""
+class _WrittenRow(NamedTuple):
+    """A row with placeholders for special tokens in its messages, and the texts that train it."""
 
-    given: Row
     row: Row
     texts: list[TrainingText]
     notes: Notes = ()
+    as_text: tuple[str, ...] = ()  # the special tokens that placeholders stand for
 
 
 class _JoinedLineBreaks(RenderError):
@@ -74,6 +76,7 @@ class Renderer:
         self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
         self._tokenizer = tokenizer.backend_tokenizer
         self._special = special_text(tokenizer, tokens_in_text)
+        self._unusual = self._special.unusual
         self._stop_ids = stop_ids(tokenizer)
         self._bos = tokenizer.bos_token_id
         self._eos = tokenizer.eos_token_id
@@ -98,45 +101,55 @@ class Renderer:
         tokenized one by one, and bring their special tokens. A row that trains nothing has no
         sample.
         """
-        prepared = self.write_texts(rows)
+        written = self.write_texts(rows)
         texts: list[TrainingText] = []
-        for row in prepared:
+        for row in written:
             if not isinstance(row, RenderError):
                 texts += row.texts
         tails: dict[str, list[int]] = {}
-        for text, ids in zip(texts, self._tokenize([text.text for text in texts]), strict=True):
+        for text, ids in zip(
+            texts, self._special.encode([text.text for text in texts]), strict=True
+        ):
             text.ids = ids
             for answer in text.answers:
-                text.tails.append(self._prompt_tail(text, answer.start))
-                tails[text.tails[-1].text] = []
-        tails = dict(zip(tails, self._tokenize(list(tails)), strict=True))
-        return [
-            row if isinstance(row, RenderError) else self._label(row, tails) for row in prepared
-        ]
+                tail = self._prompt_tail(text, answer.start)
+                text.tails.append(tail)
+                tails[tail.text] = []
+        tails = dict(zip(tails, self._special.encode(list(tails)), strict=True))
+        return [row if isinstance(row, RenderError) else self._label(row, tails) for row in written]
 
-    def write_texts(self, rows: Sequence[Row]) -> list["_PreparedRow | RenderError"]:
+    def write_texts(self, rows: Sequence[Row]) -> list[_WrittenRow | RenderError]:
         """Return the texts of each row, or why what they train cannot be proven."""
-        return [self._prepare(row) for row in rows]
+        return [self._write(row) for row in rows]
 
-    def _prepare(self, given: Row) -> _PreparedRow | RenderError:
+    def _write(self, given: Row) -> _WrittenRow | RenderError:
+        if given.segments:
+            return _WrittenRow(given, [TrainingText(segment.text) for segment in given.segments])
+        if given.text is not None:
+            return _WrittenRow(given, [TrainingText(given.text)])
         try:
+            if self._is_plain(given):
+                return _WrittenRow(given, self._texts.build(given))
             builder = self._texts.for_row(given)
-            given, notes = builder.thoughts.apply(given)
-            row = self._special.escape(given)
-            if row.text is not None:
-                return _PreparedRow(given, row, [TrainingText(row.text)])
-            texts = [TrainingText(segment.text) for segment in row.segments]
-            if not texts:
-                texts = builder.for_row(row).build(row)
-                notes += builder.describe_unread(given)
-                notes += tuple(note for text in texts for note in text.notes)
-                notes = tuple(dict.fromkeys(notes))
-            return _PreparedRow(given, row, texts, notes)
+            arranged, notes = builder.thoughts.apply(given)
+            row = self._special.escape(arranged)
+            texts = builder.for_row(row).build(row)
+            notes += builder.describe_unread(arranged)
         except RenderError as error:
             return RenderError(self._special.plain(f"{given.origin}: {error}"))
+        as_text = () if row is arranged else self._special.find_tokens(row)
+        return _WrittenRow(row, texts, notes, as_text)
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self._special.encode(texts)
+    def _is_plain(self, row: Row) -> bool:
+        """Return whether a conversation has contents alone, with nothing that could be a mark."""
+        if row.tools or row.variables:
+            return False
+        for message in row.messages:
+            if message.reasoning is not None or message.tool_calls:
+                return False
+            if self._unusual.search(message.content) or message.name or message.tool_call_id:
+                return False
+        return True
 
     def _prompt_tail(self, text: TrainingText, prompt_end: int) -> PromptTail:
         """Return the tail of a prompt, from its last added token, such as `<|im_start|>`.
@@ -165,33 +178,39 @@ class Renderer:
         return PromptTail(token, written[found.start() : prompt_end])
 
     def _label(
-        self, prepared: _PreparedRow, tails: Mapping[str, list[int]]
+        self, written: _WrittenRow, tails: Mapping[str, list[int]]
     ) -> tuple[RenderedSample, ...] | RenderError:
-        row = prepared.row
+        row = written.row
         if row.segments:
-            return (_join_segments(row.segments, prepared.texts),)
+            return (_join_segments(row.segments, written.texts),)
         samples: list[RenderedSample] = []
         try:
-            for text in prepared.texts if row.weight else ():
+            for text in written.texts:
                 if row.text is None:
                     samples += self._label_answers(text, tails, row.messages)
-                    continue
-                ids = text.ids
-                if ids[:1] != self._text_prefix:
-                    ids = [*self._text_prefix, *ids]
-                if not self._has_end(text):
-                    ids = [*ids, self._eos]
-                self._refuse_second_bos(ids)
-                weights = None if row.weight == 1 else [row.weight] * len(ids)
-                samples.append(RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights))
+                elif row.weight:
+                    samples.append(self._label_text(text, row.weight))
         except RenderError as error:
             return RenderError(self._special.plain(f"{row.origin}: {error}"))
-        if row is not prepared.given:
-            as_text = self._special.find_tokens(row)
-            samples = [replace(sample, as_text=as_text) for sample in samples]
-        if prepared.notes:
-            samples = [replace(sample, notes=prepared.notes) for sample in samples]
+        notes = written.notes
+        for text in written.texts:
+            notes += text.notes
+        if notes or written.as_text:
+            notes = tuple(dict.fromkeys(notes))
+            more = {"notes": notes, "as_text": written.as_text}
+            samples = [replace(sample, **more) for sample in samples]
         return tuple(samples)
+
+    def _label_text(self, text: TrainingText, weight: float) -> RenderedSample:
+        """Return the sample of a plain text."""
+        ids = text.ids
+        if ids[:1] != self._text_prefix:
+            ids = [*self._text_prefix, *ids]
+        if not self._has_end(text):
+            ids = [*ids, self._eos]
+        self._refuse_second_bos(ids)
+        weights = None if weight == 1 else [weight] * len(ids)
+        return RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights)
 
     def _has_end(self, text: TrainingText) -> bool:
         """Return whether a plain text ends with a token that ends answers, as rendered ones do."""
@@ -212,14 +231,16 @@ class Renderer:
         ids = text.ids
         self._refuse_second_bos(ids)
         spans: list[Span] = []
-        span_weights: list[float] = []
+        weights: list[float] = []
         apart: list[RenderedSample] = []
+        has_images = any(map(get_images, messages))
+        images: tuple[ImageFile, ...] = ()  # before the last answer
         for answer, tail in zip(text.answers, text.tails, strict=True):
             weight = messages[answer.message].weight
-            before = images_of(messages[: answer.message])
+            before = images_of(messages[: answer.message]) if has_images else ()
             try:
                 spans.append(self._find_answer(text, answer, tail.first_token, tails[tail.text]))
-                span_weights.append(weight)
+                weights.append(weight)
                 images = before
             except _JoinedLineBreaks:
                 sample = self._label_apart(text.text, answer, weight)
@@ -233,9 +254,9 @@ class Renderer:
             labels[start:end] = ids[start:end]
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
         of_tokens = None
-        if set(span_weights) != {1.0}:
+        if weights.count(1.0) < len(weights):
             of_tokens = [1.0] * len(ids)
-            for (start, end), weight in zip(spans, span_weights, strict=True):
+            for (start, end), weight in zip(spans, weights, strict=True):
                 of_tokens[start:end] = [weight] * (end - start)
         start = spans[-1].start
         return [*apart, RenderedSample(ids, labels, start, weights=of_tokens, images=images)]
@@ -243,7 +264,7 @@ class Renderer:
     def _label_apart(self, text: str, answer: AnswerSpan, weight: float) -> RenderedSample:
         """Return the sample of one answer, its tokens after those of the prompt."""
         written = text[answer.start : answer.end]
-        prompt, ids = self._tokenize([text[: answer.start], written])
+        prompt, ids = self._special.encode([text[: answer.start], written])
         if self._decode(ids) != self._special.plain(written) or ids[-1] not in self._stop_ids:
             raise RenderError(
                 f"the tokenizer does not read messages[{answer.message}] by itself as the answer"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from sft_play.data.limits import TOKENIZER_REMEDY, panics_as_errors
 from sft_play.data.rows import Row
 from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings
+from sft_play.data.thoughts import CLOSED
 from sft_play.errors import DataError, first_line
 
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
@@ -58,6 +59,8 @@ class SpecialText:
         self._placeholder = match_any(names)
         words = match_any((*(token.content for token in added), *THOUGHT_MARKS)).split(between)
         self._turn_words = _turn_words(words)
+        # a text without these is read as it is
+        self.unusual = match_any((*tokens, *self._turn_words, *CLOSED))
 
     def escape(self, row: Row) -> Row:
         """Return a conversation with placeholders for the special tokens in its messages.

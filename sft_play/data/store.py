@@ -6,19 +6,23 @@ Legend: N samples, T tokens of one.
 """
 
 import contextlib
+import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from sft_play.data.files import format_origin
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.rows import ImageFile, PromptIds
+from sft_play.data.rows import ImageFile, PromptIds, Row
 
+HASHED = 64  # messages, each of which is hashed several times
 IDS = "ids.bin"
 TRAINED = "trained.bin"
 WEIGHTS = "weights.bin"
@@ -319,3 +323,69 @@ def _map_array(path: Path, dtype: np.dtype) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+def hash_rows(rows: Sequence[Row]) -> RowHashes:
+    """Return hashes of a record's rows, which are trained or evaluated on together."""
+    found = []
+    for values in zip(*map(hash_row, rows), strict=True):
+        distinct = sorted(set(values))
+        found.append(distinct[0] if len(distinct) == 1 else _hash(repr(distinct)))
+    return RowHashes(*found)
+
+
+def hash_piece(hashes: RowHashes, piece: int) -> RowHashes:
+    """Return hashes of a piece of a plain text, which is held out or trained by itself."""
+    names = ("exact", "normalized", "question")
+    return hashes._replace(**{name: _hash(f"{getattr(hashes, name)} {piece}") for name in names})
+
+
+def hash_row(row: Row) -> RowHashes:
+    """Return hashes of a row without its system message."""
+    exact = content = row.plain_text
+    asked: int | None = None  # messages before the last trained answer
+    contents: list[str] = []
+    facts: list[Any] = []
+    for m in row.messages:
+        images = _key(m.images)
+        calls = (m.reasoning, m.tool_calls, m.name, m.tool_call_id)
+        facts.append((m.role, m.content, *calls, images))
+        if m.role == "system":
+            continue
+        if m.role == "assistant" and m.is_trained:
+            asked = len(contents)
+        contents.append(f"{m.content} {images}" if images else m.content)
+    if row.messages:
+        content = "\n".join(contents)
+        exact = repr(facts + ([row.variables] if row.variables else []))
+    question = "\n".join(contents[:asked])
+    asked_words = _words(question)
+    # a text may have no words
+    words = f"{asked_words} {_words(content[len(question) :])}".strip() or content
+    group = _hash(row.group) if row.group else 0
+    return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
+
+
+def forget_images() -> None:
+    """Read the files of images again: another chunk may be read much later."""
+    _key.cache_clear()
+
+
+@lru_cache(HASHED)
+def _key(images: tuple[ImageFile, ...]) -> str:
+    """Return what tells the images of a message from others: a hash of their bytes."""
+    data = (image.data or Path(image.path).read_bytes() for image in images)
+    return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
+
+
+def _words(text: str) -> str:
+    if text.isascii():
+        return " ".join(re.findall(r"\w+", text.lower()))
+    composed = unicodedata.normalize("NFC", text)
+    words = " ".join(re.findall(r"\w+", composed.casefold()))
+    return unicodedata.normalize("NFKC", words)  # at once, punctuation would cost thrice the time
+
+
+def _hash(text: str) -> int:
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

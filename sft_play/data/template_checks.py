@@ -98,18 +98,33 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
         # Messages must be found in order, so that a question asked twice is written twice. But
         # Mistral's template puts the system message into the last question.
         start = 0 if message.role == "system" else position
-        for text in message.texts:
-            forms = _accepted_forms(replace(message, content=text, images=()))
-            places = [(prompt.find(form, start), form) for form in forms]
-            ends = [place + len(form) for place, form in places if place >= 0]
-            if not ends:
+        for text in message.texts if message.images else (message.content,):
+            form = text.strip()
+            place = prompt.find(form, start)
+            if place < 0 or message.tool_calls:
+                form, place = _find_other_form(message, text, prompt, start)
+            if place < 0:
                 raise RenderError(
                     f"the chat template leaves out or changes messages[{index}], "
-                    f"of the role {message.role}: {quote(text.strip())}"
+                    f"of the role {message.role}: {quote(form)}"
                 )
-            start = ends[0]
+            start = place + len(form)
         if message.role != "system":
             position = start
+
+
+def _find_other_form(message: Message, text: str, prompt: str, start: int) -> tuple[str, int]:
+    """Return how else a prompt has a text of a message, and where, -1 if it does not."""
+    content = text.strip()
+    form = content
+    if message.role == "assistant" and message.tool_calls:
+        form = ""
+    elif message.role == "assistant":
+        form = split_reasoning(replace(message, content=text, images=())).answer.strip()
+    elif message.role == "tool":  # Llama 3 and gpt-oss write it as JSON
+        form = json_characters(content)
+    place = prompt.find(form, start)
+    return (content if place < 0 else form), place
 
 
 def check_answer(
@@ -158,17 +173,6 @@ def quote(text: str) -> str:
     if len(text) > MAX_QUOTED_CHARACTERS:
         text = text[:MAX_QUOTED_CHARACTERS] + "..."
     return repr(text)
-
-
-def _accepted_forms(message: Message) -> list[str]:
-    content = message.content.strip()
-    if message.role == "assistant" and message.tool_calls:
-        return [""]
-    if message.role == "assistant":
-        return [content, split_reasoning(message).answer.strip()]
-    if message.role == "tool":  # Llama 3 and gpt-oss write it as JSON
-        return [content, json_characters(content)]
-    return [content]
 
 
 def _check_words_of_calls(text: str, message: Message, where: str) -> None:

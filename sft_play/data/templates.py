@@ -47,6 +47,7 @@ DEFAULT_TEMPLATE = (
 CLOCK = datetime(2024, 7, 26)
 # What a template says that wants ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GLM, gpt-oss, Solar
 # What transformers gives every template, besides the special tokens and Jinja's own functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
@@ -150,18 +151,12 @@ class ChatTemplate:
 
     def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""
-        return self._render(messages, tools, is_prompt=True)
+        return self.render_conversation(messages, tools, is_prompt=True)
 
-    def render_conversation(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
-        """Return the text of a conversation. Raises RenderError."""
-        return self._render(messages, tools, is_prompt=False)
-
-    def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
-        """Return the prompt that the last message answers, and the text with it."""
-        prompt = self.render_prompt(messages[:-1], tools)
-        return prompt, self.render_conversation(messages, tools)
-
-    def _render(self, messages: list[Json], tools: Sequence[Json], is_prompt: bool) -> str:
+    def render_conversation(
+        self, messages: list[Json], tools: Sequence[Json] = (), is_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation, or of the prompt after it. Raises RenderError."""
         jinja = self._with_tools if tools else self.jinja
         try:
             text = render_template(jinja, messages, self._variables, tools, is_prompt)
@@ -176,6 +171,11 @@ class ChatTemplate:
                 raise
             text = render_template(jinja, messages, self._variables, tools, is_prompt)
         return write_images(text, messages)
+
+    def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
+        """Return the prompt that the last message answers, and the text with it."""
+        prompt = self.render_conversation(messages[:-1], tools, is_prompt=True)
+        return prompt, self.render_conversation(messages, tools)
 
 
 def write_images(written: str, messages: Sequence[Json]) -> str:
@@ -210,17 +210,18 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
     """Return messages as transformers' templates read them; absent fields have no key."""
     read: list[Json] = []
     for message in messages:
-        optional = {
-            "reasoning_content": message.reasoning,  # Qwen, GLM
-            "thinking": message.reasoning,  # gpt-oss
-            "reasoning": message.reasoning,  # Solar
-            "tool_calls": list(message.tool_calls) or None,
-            "name": message.name,
-            "tool_call_id": message.tool_call_id,
-        }
-        given = {name: value for name, value in optional.items() if value is not None}
         content = message.parts if message.images else message.content
-        read.append({"role": message.role, "content": content, **given})
+        given: Json = {"role": message.role, "content": content}
+        if message.reasoning is not None:
+            for name in REASONING_FIELDS:
+                given[name] = message.reasoning
+        if message.tool_calls:
+            given["tool_calls"] = list(message.tool_calls)
+        if message.name is not None:
+            given["name"] = message.name
+        if message.tool_call_id is not None:
+            given["tool_call_id"] = message.tool_call_id
+        read.append(given)
     return read
 
 

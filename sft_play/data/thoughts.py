@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from sft_play.data.rows import Json, Message, Notes, Row
-from sft_play.data.templates import ChatTemplate, RenderError
+from sft_play.data.templates import REASONING_FIELDS, ChatTemplate, RenderError
 
 Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
 THOUGHT_END = "</think>"
@@ -189,7 +189,7 @@ class ThoughtPolicy:
     @cached_property
     def _form(self) -> _Form:
         """How the template takes reasoning, asked with words of our own."""
-        fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), PROBE)
+        fields = dict.fromkeys(REASONING_FIELDS, PROBE)
         inside = THINK.write(PROBE) + PROBE_ANSWER
         contents: list[Json] = [{"content": PROBE_ANSWER}, {"content": inside}]
         answers = [*contents, {**contents[0], **fields}]

@@ -13,6 +13,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, Self
 
@@ -40,6 +41,8 @@ TrainOn = Literal["all", "last"]  # data.train_on
 # as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
+get_calls = attrgetter("tool_calls")
+is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # one blank is none
 MAX_VARIANTS = 64  # values of a template's variables whose checks are kept
 TRIMMED = (
@@ -139,13 +142,15 @@ class TrainingTextBuilder:
         if not answers:
             raise RenderError("no message is the assistant's, so there is nothing to train")
         trained = answers if self._train_on == "all" else answers[-1:]
-        trained = [index for index in trained if row.messages[index].is_trained]
+        if not all(map(is_trained, row.messages)):
+            trained = [index for index in trained if row.messages[index].is_trained]
         messages = template_messages(row.messages)
         try:
             views = [self._generation_view(row, messages, index) for index in trained]
         except RenderError as error:
             raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
-        notes = describe_losses(self._template, row, trained)
+        has_tools = row.tools or any(map(get_calls, row.messages))
+        notes = describe_losses(self._template, row, trained) if has_tools else ()
         texts: list[TrainingText] = []
         for view in reversed(views):
             (answer,) = view.answers
@@ -183,49 +188,59 @@ class TrainingTextBuilder:
         so in a longer conversation such an answer has a text of its own.
         """
         message = row.messages[index]
-        for text in (message.content, message.reasoning, *iterate_strings(message.tool_calls)):
-            found = self._stop.search(text or "")
-            if found:
-                raise RenderError(
-                    f"messages[{index}] holds {found[0]}, which ends an answer, "
-                    "so what stands behind it would not be learned"
-                )
+        where = f"messages[{index}]"
+        self._refuse_stop(message, where)
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text = self._template.render_conversation(messages[: index + 1], row.tools)
         notes: Notes = ()
         if message.reasoning or not text.startswith(prompt):
-            asked = AskedAnswer(row, messages, index, prompt, text)
-            if not text.startswith(prompt):
-                behind = self.thoughts.write_text(asked)
-                if behind is None:
-                    raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
-                text = behind
-            elif lost := self.thoughts.write_lost(asked):
-                text, notes = lost
+            text, notes = self._write_thought(AskedAnswer(row, messages, index, prompt, text))
         check_prompt(row.messages[:index], prompt)
-        found = self._stop.search(text, len(prompt))
+        start = len(prompt)
+        found = self._stop.search(text, start)
         stop, end = found.span() if found else (len(text), len(text))
-        restored = restore_beginning(message, len(prompt), text[:stop])
-        if len(restored) > stop:
-            end += len(restored) - stop
-            text, stop = restored + text[stop:], len(restored)
+        if message.reasoning is not None or message.content[:1].isspace():
+            restored = restore_beginning(message, start, text[:stop])
+            text, end = restored + text[stop:], end + len(restored) - stop
+            stop = len(restored)
         if is_trimmed(row.messages[: index + 1], text):
             notes = (*notes, TRIMMED)
         after = text[end:]
-        ending = self._ending if found else WHITESPACE
-        check_answer(message, f"messages[{index}]", text[len(prompt) : stop], after, ending)
-        check_calls(self._template, message, f"messages[{index}]")
+        check_answer(message, where, text[start:stop], after, self._ending if found else WHITESPACE)
+        if message.tool_calls:
+            check_calls(self._template, message, where)
         if not self._whitespace_or_special.fullmatch(after):
             raise RenderError(
-                f"the chat template writes {quote(after.strip())} "
-                f"behind the stop token of messages[{index}]"
+                f"the chat template writes {quote(after.strip())} behind the stop token of {where}"
             )
         self._check_places(messages[: index + 1], row.tools)
         if not found:
             text += self._eos
             end = len(text)
-        answer = AnswerSpan(index, len(prompt), stop, end)
-        return TrainingText(text, [answer], notes=notes)
+        return TrainingText(text, [AnswerSpan(index, start, stop, end)], notes=notes)
+
+    def _refuse_stop(self, message: Message, where: str) -> None:
+        """Raise RenderError for an answer that holds a stop token."""
+        texts = [message.content]
+        if message.reasoning or message.tool_calls:
+            texts += (message.reasoning or "", *iterate_strings(message.tool_calls))
+        for text in texts:
+            found = self._stop.search(text)
+            if found:
+                raise RenderError(
+                    f"{where} holds {found[0]}, which ends an answer, "
+                    "so what stands behind it would not be learned"
+                )
+
+    def _write_thought(self, asked: AskedAnswer) -> tuple[str, Notes]:
+        """Return the text of an answer after its prompt, also if the template writes another."""
+        if asked.text.startswith(asked.prompt):
+            return self.thoughts.write_lost(asked) or (asked.text, ())
+        behind = self.thoughts.write_text(asked)
+        if behind is None:
+            reason = _why_not_prefix(asked.row.messages, asked.index, asked.prompt, asked.text)
+            raise RenderError(reason)
+        return behind, ()
 
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
         """Raise RenderError unless the template writes every message, and the last answer once.
@@ -233,8 +248,8 @@ class TrainingTextBuilder:
         It renders words that no template writes by itself: a content as short as "a" is in many
         places by chance.
         """
-        structure = tuple((message["role"], "tool_calls" in message) for message in messages)
-        if len(messages) > MAX_CHECKED_MESSAGES or structure in self._checked:
+        structure = tuple([(message["role"], "tool_calls" in message) for message in messages])
+        if structure in self._checked or len(messages) > MAX_CHECKED_MESSAGES:
             return
         last = len(messages) - 1
         words: dict[int, str] = {}
@@ -285,13 +300,13 @@ def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
 
 def is_trimmed(messages: Sequence[Message], text: str) -> bool:
     """Return whether a text has a message without the blanks around it."""
-    return any(
-        content != content.strip()
-        and content not in text
-        and json_characters(content) not in text  # as Llama 3 writes a tool's answer
-        for message in messages
-        for content in message.texts
-    )
+    for message in messages:
+        for content in message.texts if message.images else (message.content,):
+            if content == content.strip() or content in text:
+                continue
+            if json_characters(content) not in text:  # as Llama 3 writes a tool's answer
+                return True
+    return False
 
 
 def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: str) -> str:
