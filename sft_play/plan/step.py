@@ -175,10 +175,9 @@ class AdapterOptions:
         text = ""
         if self.layers is not None:
             text += f", layers {', '.join(map(str, self.layers))}"
-        if self.experts == "shared":
-            text += ", one adapter for all experts of a layer"
-        elif self.experts == "none":
-            text += ", none on experts"
+        on_experts = {"shared": "one adapter for all experts of a layer", "none": "none on experts"}
+        if self.experts in on_experts:
+            text += f", {on_experts[self.experts]}"
         if self.use_dora:
             text += ", DoRA"
         if self.saved_modules:
@@ -268,9 +267,8 @@ class StepSpec:
         """Return how many checkpointed layers, the first ones, have their inputs on the host."""
         if not self.offload_activations:
             return 0
-        return min(
-            checkpointed_layers, self.model.layers if self.host_layers is None else self.host_layers
-        )
+        room = self.model.layers if self.host_layers is None else self.host_layers
+        return min(checkpointed_layers, room)
 
     def of_rank(self) -> "StepSpec":
         """Return the step with the experts of one rank as all that there are."""
@@ -293,8 +291,8 @@ class StepSpec:
     @property
     def casts_weights(self) -> bool:
         """Whether autocast computes with 16-bit copies of float32 weights, and keeps them."""
-        is_cast = self.is_full and self.weight_bytes == 4 and self.is_half
-        return is_cast and not self.zero_stage and not self.is_fsdp
+        is_autocast = self.is_half and not self.zero_stage and not self.is_fsdp
+        return is_autocast and self.is_full and self.weight_bytes == 4
 
     @property
     def is_quantised(self) -> bool:
@@ -326,18 +324,15 @@ class StepSpec:
     @property
     def linear_adapter_weights(self) -> int:
         """Weights of the adapters on linear layers and experts."""
-        return self._count_adapter_weights(is_active=False)
+        return self.adapter_options.adapter_weights(self.model, self.lora_rank, self.lora_targets)
 
     @property
     def active_adapter_weights(self) -> int | None:
         """Adapter weights that a token is routed to, None if every weight is trained."""
         if self.is_full:
             return None
-        return self._count_adapter_weights(is_active=True)
-
-    def _count_adapter_weights(self, is_active: bool) -> int:
         options = self.adapter_options
-        return options.adapter_weights(self.model, self.lora_rank, self.lora_targets, is_active)
+        return options.adapter_weights(self.model, self.lora_rank, self.lora_targets, True)
 
     @property
     def adapted_matrices(self) -> tuple[MatrixKind, ...]:
