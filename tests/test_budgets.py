@@ -32,7 +32,7 @@ TOKENS = {
     "commands": 20_430,
     "compat": 1_270,
     "config": 24_060,
-    "data": 71_360,
+    "data": 71_400,
     "evaluation": 13_100,
     "inference": 19_350,
     "models": 112_690,

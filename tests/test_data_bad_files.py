@@ -136,7 +136,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.arrow", STREAM[:-8], "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", STREAM[:LAST_BATCH], "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", ARROW_FILE[: len(ARROW_FILE) // 2], "", "no .arrow file, or a damaged one"),
-    ("a.doc", LINE, "", "a data file ends in .jsonl, .ndjson, .csv, .tsv, .json, .txt, .jsonl.gz"),
+    ("a.doc", LINE, "", "a data file ends in .jsonl, .ndjson, .csv, .tsv, .json, .txt, .md, .jsonl.gz"),
 ]  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import datasets
 import pytest
 from record_files import GOLDEN, read_rows, to_jsonl, without_origin
 
-from sft_play.config.schema import SourceSection
-from sft_play.data.sources import Source, find_source
+from sft_play.config.schema import Config, SourceSection
+from sft_play.data.sources import Source, find_source, find_sources
 from sft_play.errors import DataError
 
 
@@ -104,3 +104,24 @@ def test_a_path_that_is_not_there_is_named_with_the_nearest(path, words, tmp_pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=rf"data.train_path={path}: {words.replace('.*/', '')}"):
         found(path)
+
+
+def test_a_folder_of_markdown_alone_is_read_as_plain_texts_if_that_is_asked_for(tmp_path):
+    for name in ("a.md", "b.md"):
+        (tmp_path / name).write_text(f"# {name}\n\nA text.\n")
+    config = Config.model_validate({"data": {"train_path": str(tmp_path)}})
+    words = "holds no rows but 2 .md files, the first is .*a.md; DATA_FORMAT=text reads them"
+    with pytest.raises(DataError, match=words):
+        find_sources(config)
+    asked = {"train_path": str(tmp_path), "format": "text"}
+    (source,) = find_sources(Config.model_validate({"data": asked}))["train"]
+    assert [path.name for path in source.files] == ["a.md", "b.md"]
+    assert {each.name for each in source.formats} == {"text"}
+
+
+def test_markdown_beside_rows_is_no_row(tmp_path):
+    (tmp_path / "README.md").write_text("# Rows\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    config = Config.model_validate({"data": {"train_path": str(tmp_path)}})
+    (source,) = find_sources(config)["train"]
+    assert [path.name for path in source.files] == ["rows.jsonl"]

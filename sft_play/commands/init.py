@@ -177,7 +177,7 @@ def _rows(loaded: LoadedConfig, facts: RecipeFacts) -> str:
     data = loaded.config.data
     kinds = []
     for section in source_sections(data.train_path):
-        source = find_source(section, "data.train_path", data.columns)
+        source = find_source(section, "data.train_path", data)
         columns = source.recognized().formats[0].required
         kinds.append(f"the columns {' and '.join(columns)}")
     read = ", ".join(dict.fromkeys(kinds))

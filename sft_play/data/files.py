@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SHEET = ".xlsx"
-LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, ".txt", SHEET)  # records are named by line
-TEXT_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, ".json", ".txt")
+MARKDOWN = ".md"
+TEXTS = (".txt", MARKDOWN)
+LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, *TEXTS, SHEET)  # records are named by line
+TEXT_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, ".json", *TEXTS)
 COMPRESSIONS = (".gz", ".zst")
 COLUMNAR_FORMATS = (".parquet", ".arrow")
 FORMATS = (
@@ -150,7 +152,7 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Yield the records of a file in chunks of at most so many rows, and of about CHUNK_BYTES.
 
-    `line_by_line` makes each line of a .txt file a record.
+    `line_by_line` makes each line of a plain text a record.
 
     Raises: DataError for a file that is missing, damaged, or not what its name says.
     """
@@ -281,7 +283,7 @@ def _text_chunks(path: Path, rows_per_chunk: int, line_by_line: bool) -> Iterato
                 stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
             )
             records = read_table(path, text, DELIMITERS[suffix])
-        elif suffix == ".txt":
+        elif suffix in TEXTS:
             records = text_files.read_documents(path, stream, line_by_line)
         else:
             records = text_files.read_lines(path, stream)

@@ -9,11 +9,11 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
@@ -139,7 +139,7 @@ def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
             raise DataError(
                 f"{section.path} is not on this machine yet; make data-check fetches it"
             )
-        source = find_source(section, "data.train_path", config.data.columns)
+        source = find_source(section, "data.train_path", config.data)
         chunks = []
         bytes_read = 0
         for chunk in chain.from_iterable(map(read_chunks, source.files)):
@@ -222,28 +222,18 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
 
     The name digests its settings, and the path, size and time of every local file.
     """
-    model = ("revision", "add_tokens", "chat_template", "template_kwargs")
     base = Path(config.model.name)
     base = base.absolute() if base.is_dir() else base
-    facts = {
-        "data": config.data.model_dump(),
-        "model": config.model.model_dump(include={*model}),
-        "base": str(base),
-        "max_seq_len": max_seq_len,
-        "seed": config.train.order_seed,
-        "files": [
-            (str(file), file.stat().st_size, file.stat().st_mtime_ns)
-            for file in _local_files(base, config)
-        ],
-    }
+    paths = [base]
+    for name in SETTINGS.values():
+        paths += map(Path, sources.list_paths(getattr(config.data, name)))
+    model = {"revision", "add_tokens", "chat_template", "template_kwargs"}
+    facts: list[Any] = [config.data.model_dump(), config.model.model_dump(include=model), str(base)]
+    facts += [max_seq_len, config.train.order_seed]
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                state = file.stat()
+                facts.append([str(file), state.st_size, state.st_mtime_ns])
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(config) / "counts" / f"{key}.json"
-
-
-def _local_files(base: Path, config: Config) -> Iterator[Path]:
-    paths = [base]
-    for setting in SETTINGS.values():
-        paths += (Path(one.path) for one in source_sections(getattr(config.data, setting)))
-    for path in paths:
-        candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (file for file in candidates if file.is_file())

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from sft_play.config.schema import Config, SourceSection, env_name
+from sft_play.config.schema import Config, DataSection, SourceSection, env_name
 from sft_play.data import cache
 from sft_play.data.files import (
     FORMATS,
+    MARKDOWN,
+    TEXTS,
     base_format,
     file_format,
     suggest_path,
@@ -175,7 +177,7 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
         value = getattr(config.data, name)
         if value is not None:
             found[split] = tuple(
-                _recognize(find_source(section, f"data.{name}", config.data.columns), split)
+                _recognize(find_source(section, f"data.{name}", config.data), split)
                 for section in source_sections(value)
             )
     for source in found.get("train", ()):
@@ -212,12 +214,13 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
     return sections
 
 
-def find_source(section: SourceSection, setting: str, columns: Columns | None = None) -> Source:
-    """Return the files of a source; `columns` has where the section names none.
+def find_source(section: SourceSection, setting: str, data: DataSection | None = None) -> Source:
+    """Return the files of a source; `data` has the columns if the section names none.
 
     Raises: DataError where nothing of that name exists, EnvironmentFault where the hub cannot be
     reached.
     """
+    data = data or DataSection()
     path = Path(section.path)
     where = f"{setting}={section.path}"
     left: tuple[str, ...] = ()
@@ -238,14 +241,13 @@ def find_source(section: SourceSection, setting: str, columns: Columns | None = 
             split = next(s for s, name in SETTINGS.items() if setting == f"data.{name}")
         files = (path,)
         if path.is_dir():
-            files, left = _choose_split(path, where, split)
+            files, left = _choose_split(path, where, split, data.format)
     elif is_dataset_id(section.path):
         files = _fetch(section, where)
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
-    columns = section.columns or columns or {}
-    return Source(name_of(section), files, columns, section, left)
+    return Source(name_of(section), files, section.columns or data.columns, section, left)
 
 
 def name_of(section: SourceSection) -> str:
@@ -265,13 +267,13 @@ def digest_source(source: Source) -> str:
 
 
 def _choose_split(
-    folder: Path, where: str, wanted: str | None
+    folder: Path, where: str, wanted: str | None, read_as: str
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Return the data files of a folder, or of its wanted split, and the splits that are left.
 
     Raises: DataError where files are of splits, and others of none.
     """
-    files = _list_folder(folder, where)
+    files = _list_folder(folder, where, read_as)
     by_split: dict[str | None, list[Path]] = {}
     for file in files:
         parts = reversed(file.relative_to(folder).parts)  # a file's own name counts first
@@ -287,12 +289,14 @@ def _choose_split(
     return tuple(by_split[wanted]), tuple(sorted(by_split.keys() - {wanted}))
 
 
-def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
+def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
     """Return the data files in and below a folder, sorted, without names that begin with . or _."""
     files: list[Path] = []
     unsupported: list[Path] = []
     try:
         _collect(folder, files, unsupported)
+        notes = [path for path in files if base_format(path) == MARKDOWN]
+        files = [path for path in files if path not in notes or read_as == "text"]
     except OSError as error:
         raise DataError(f"{where}: {error.filename} cannot be read: {error.strerror}") from None
     if unsupported:
@@ -302,11 +306,16 @@ def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
             "move it away, or begin its name with _; "
             f"data files end in {', '.join(FORMATS)}"
         )
-    texts = [path for path in files if base_format(path) == ".txt"]
+    texts = [path for path in files if base_format(path) in TEXTS]
     if texts and len(texts) < len(files):  # perhaps a README.txt
         raise DataError(
             f"{where}: holds {texts[0]} beside files of rows; "
             "move it away, or begin its name with _"
+        )
+    if not files and notes:
+        raise DataError(
+            f"{where}: holds no rows but {len(notes)} .md files, the first is {min(notes)}; "
+            "DATA_FORMAT=text reads them as plain texts"
         )
     if not files:
         raise DataError(
@@ -347,14 +356,15 @@ def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
         if len(sections) != len(recorded):
             changed[setting] = [f"sources={len(sections)}, and it was trained with {len(recorded)}"]
             continue
-        found = [_find_difference(*pair, setting) for pair in zip(sections, recorded, strict=True)]
+        pairs = zip(sections, recorded, strict=True)
+        found = [_find_difference(*pair, setting, config.data) for pair in pairs]
         reasons = [reason for reason in found if reason is not None]
         if reasons:
             changed[setting] = reasons
     return changed
 
 
-def _find_difference(now: SourceSection, then: Json, setting: str) -> str | None:
+def _find_difference(now: SourceSection, then: Json, setting: str, data: DataSection) -> str | None:
     """Return in what a source is not the one that data.json has, None if it is."""
     name = name_of(now)
     if now.weight != then["weight"]:
@@ -368,7 +378,7 @@ def _find_difference(now: SourceSection, then: Json, setting: str) -> str | None
         return None
     if is_gone_or_of_hub and is_dataset_id(now.path):
         return f"{name} is another data set than {then['name']}, with which it was trained"
-    source = find_source(now, setting)
+    source = find_source(now, setting, data)
     has_other_size = then.get("file_bytes") not in (None, source.file_bytes)  # None: not recorded
     if has_other_size or digest_source(source) != then["digest"]:
         return f"{name} has other bytes than the files that it was trained with"

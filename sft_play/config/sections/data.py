@@ -103,6 +103,11 @@ class DataSection(Section):
         description="Rows for the scores before and after training, of several sources by name, "
         "too; null is the validation rows.",
     )
+    format: Literal["auto", "text"] = Field(
+        "auto",
+        description="How files of a folder are read: auto by the ends of their names, without .md "
+        "files; text reads its .md files, too, as plain texts like .txt.",
+    )
     columns: dict[str, str] = Field(
         {},
         json_schema_extra={
