@@ -12,14 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from families import family
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from record_files import write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.schema import Config
+from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer
 from sft_play.data.collate import labelled
+from sft_play.data.files import read_chunks
+from sft_play.data.sources import find_sources
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.fast.loss.head import fused_nll
@@ -49,6 +55,8 @@ FUNCTIONS = 4_105
 CALLS = 890
 CALLED_FUNCTIONS = 4_105
 CALLED_FILES = 354
+# functions of ours that run for a row, and calls a row
+CALLS_OF_ROWS = {"gsm8k": (40, 50), "desk": (43, 64), "with tools": (85, 160)}
 SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -145,3 +153,46 @@ def test_a_micro_batch_runs_little_python(model: torch.nn.Module) -> None:
     assert sum(calls.values()) <= CALLS
     assert len(calls) <= CALLED_FUNCTIONS
     assert len({file for file, _ in calls}) <= CALLED_FILES
+
+
+CALL = {"function": {"name": "find", "arguments": {"name": "rose"}}}
+FIND = {"name": "find", "description": "Find.", "parameters": {"type": "object", "properties": {}}}
+WITH_TOOLS = {
+    "tools": [{"type": "function", "function": FIND}],
+    "messages": [
+        {"role": "user", "content": "What is red?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "A rose is red.", "name": "find"},
+        {"role": "assistant", "content": "A rose."},
+    ],
+}
+
+
+def calls_of_rows(rows: Path, tokenizer: Any) -> Counter[tuple[str, str]]:
+    """Return the calls by which a process makes samples of the rows of a file."""
+    config = Config.model_validate(
+        {"model": {"max_seq_len": 1024}, "data": {"train_path": str(rows)}}
+    )
+    (source,) = find_sources(config)["train"]
+    task = ChunkTask(0, next(read_chunks(rows)), source.formats[0])
+    make_samples = ChunkTokenizer(config, tokenizer)
+    assert make_samples(task).tally.rows_used == len(task.chunk.records)
+    with counting_calls() as calls:
+        make_samples(task)
+    return Counter({name: count / len(task.chunk.records) for name, count in calls.items()})
+
+
+@pytest.mark.parametrize("name", CALLS_OF_ROWS)
+def test_a_row_passes_few_functions(name: str, tmp_path: Path) -> None:
+    rows = PACKAGE.parent / "data" / name / "train.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE.parent / "data" / "tiny_llama")
+    if name == "with tools":
+        rows, tokenizer = (
+            write_rows(tmp_path / "rows.jsonl", *[WITH_TOOLS] * 100),
+            family("default"),
+        )
+    calls = calls_of_rows(rows, tokenizer)
+    functions = sum(count >= 0.5 for count in calls.values())
+    most_functions, most_calls = CALLS_OF_ROWS[name]
+    assert functions <= most_functions, calls.most_common()
+    assert calls.total() <= most_calls, calls.most_common()

@@ -208,6 +208,7 @@ class ChunkTokenizer:
     ) -> list[RenderedSample] | RenderError:
         """Return the samples of a record's rows, or why one of them has none; count both."""
         samples: list[RenderedSample] = []
+        unusual: list[RenderedSample] = []
         refused: RenderError | None = None
         for row in rows:
             result = next(rendered)
@@ -216,6 +217,8 @@ class ChunkTokenizer:
                     raise result
                 for sample in result:
                     self.processor.check(sample)
+                    if sample.notes or sample.as_text or sample.weights:
+                        unusual.append(sample)
             except RenderError as error:
                 refused = refused or error
                 continue
@@ -225,7 +228,6 @@ class ChunkTokenizer:
                 tally.untrained["excluded"] += excluded - row.begins_with_answer
         if refused is not None:
             return refused
-        unusual = [one for one in samples if one.notes or one.as_text or one.weights]
         if unusual:
             tally.as_text.update({name for sample in unusual for name in sample.as_text})
             tally.noted.update({note for sample in unusual for note in sample.notes})

@@ -9,6 +9,7 @@ Legend: T tokens of one sample.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from os.path import commonprefix
@@ -29,6 +30,10 @@ from sft_play.data.training_text import (
 get_images = attrgetter("images")
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
+TWO_BOS = (
+    "the text begins with the beginning-of-text token twice: "
+    "the row brings one that is written anyway"
+)
 MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
 
 
@@ -78,7 +83,8 @@ class Renderer:
         self._special = special_text(tokenizer, tokens_in_text)
         self._unusual = self._special.unusual
         self._stop_ids = stop_ids(tokenizer)
-        self._bos = tokenizer.bos_token_id
+        self._two_bos = [tokenizer.bos_token_id] * 2
+        self._decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         self._eos = tokenizer.eos_token_id
         self._added_tokens = {
             token.content: token_id
@@ -88,8 +94,8 @@ class Renderer:
         self._added_token = match_any(self._added_tokens)
         (with_special,) = encode(self._tokenizer, ["a"], add_special_tokens=True)
         (without,) = encode(self._tokenizer, ["a"])
-        adds_bos = with_special[:1] == [self._bos] != without[:1]
-        self._text_prefix = [self._bos] if adds_bos else []
+        bos = self._two_bos[:1]
+        self._text_prefix = bos if with_special[:1] == bos != without[:1] else []
 
     def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
         """Return the samples of each row, or why what they train cannot be proven.
@@ -208,7 +214,8 @@ class Renderer:
             ids = [*self._text_prefix, *ids]
         if not self._has_end(text):
             ids = [*ids, self._eos]
-        self._refuse_second_bos(ids)
+        if ids[:2] == self._two_bos:
+            raise RenderError(TWO_BOS)
         weights = None if weight == 1 else [weight] * len(ids)
         return RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights)
 
@@ -229,7 +236,8 @@ class Renderer:
         Such an answer is tokenized apart, as it follows the prompt's tokens at use.
         """
         ids = text.ids
-        self._refuse_second_bos(ids)
+        if ids[:2] == self._two_bos:
+            raise RenderError(TWO_BOS)
         spans: list[Span] = []
         weights: list[float] = []
         apart: list[RenderedSample] = []
@@ -290,7 +298,10 @@ class Renderer:
             kind = _JoinedLineBreaks if is_line_breaks else RenderError
             raise kind(f"the token {token!r} straddles the end of the prompt of {where}")
         following = ids[start:]
-        stops = [following.index(stop) for stop in self._stop_ids if stop in following]
+        stops: list[int] = []
+        for stop in self._stop_ids:
+            if stop in following:
+                stops.append(following.index(stop))
         if not stops:
             raise RenderError(
                 f"the tokenizer does not read {text.text[answer.stop : answer.end]!r} "
@@ -306,9 +317,6 @@ class Renderer:
             )
         return Span(start, end)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
     def _normalize(self, text: str) -> str:
         """Return a text as the tokenizer reads it, without whitespace.
 
@@ -317,13 +325,6 @@ class Renderer:
         if self._tokenizer.normalizer:
             text = self._tokenizer.normalizer.normalize_str(text)
         return "".join(text.replace("\u2581", " ").split())
-
-    def _refuse_second_bos(self, ids: list[int]) -> None:
-        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
-            raise RenderError(
-                "the text begins with the beginning-of-text token twice: "
-                "the row brings one that is written anyway"
-            )
 
 
 def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...]:

@@ -9,14 +9,15 @@ two exchanged: it finds the tokens that the template wrote, and reads the user's
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 from typing import Any, Literal
 
 from sft_play.data.limits import TOKENIZER_REMEDY, panics_as_errors
 from sft_play.data.rows import Row
-from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings
+from sft_play.data.templates import ChatTemplate, RenderError, list_strings
 from sft_play.data.thoughts import CLOSED
 from sft_play.errors import DataError, first_line
 
@@ -31,6 +32,7 @@ FIRST_PLACEHOLDER = 0xF0000  # plane 15 of Unicode, of private use: 65,534 chara
 # Data that brings its reasoning within the answer has these, and templates look for them
 THOUGHT_MARKS = frozenset(("<think>", "</think>"))
 TEXTS = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # of a message
+get_texts = attrgetter(*TEXTS)
 NOTHING = r"(?!)"  # a pattern that matches nowhere
 PROBES = ("Question1Of2", "Answer1Of2", "Question2Of2")  # words that no template writes by itself
 
@@ -71,7 +73,9 @@ class SpecialText:
         if self._policy == "allow":
             return row
         has_tokens = False
-        for where, text in _iterate_texts(row):
+        for where, text in _list_texts(row):
+            if not self.unusual.search(text):
+                continue
             for words, pattern in self._turn_words.items():
                 # the first is quick, and mostly enough
                 if words in text and pattern.search(text):
@@ -92,23 +96,23 @@ class SpecialText:
     def find_tokens(self, row: Row) -> tuple[str, ...]:
         """Return the special tokens in an escaped row that are read as plain text, each once."""
         names: set[str] = set()
-        for _, text in _iterate_texts(row):
+        for _, text in _list_texts(row):
             names.update(self._placeholder.findall(text))
         return tuple(sorted(self._exchanged[name] for name in names))
 
     def plain(self, text: str) -> str:
         """Return a text with the special tokens in place of placeholders."""
-        return self._exchange(self._placeholder, text)
+        return self._placeholder.sub(self._exchange, text)
 
-    def _exchange(self, pattern: re.Pattern[str], text: str) -> str:
-        return pattern.sub(lambda found: self._exchanged[found[0]], text)
+    def _exchange(self, found: re.Match[str]) -> str:
+        return self._exchanged[found[0]]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of rendered texts; placeholders are read as plain text."""
         found = encode(self._backend, texts)
         for place, text in enumerate(texts):
             if self._placeholder.search(text):
-                (found[place],) = encode(self._renamed, [self._exchange(self._either, text)])
+                (found[place],) = encode(self._renamed, [self._either.sub(self._exchange, text)])
         return found
 
     @cached_property
@@ -141,7 +145,7 @@ class SpecialText:
         return renamed
 
     def _with_placeholders(self, row: Row) -> Row:
-        for where, text in _iterate_texts(row):
+        for where, text in _list_texts(row):
             found = self._placeholder.search(text)
             if found:
                 raise RenderError(
@@ -149,7 +153,7 @@ class SpecialText:
                     f"use, in a row with special tokens in its text; {SETTING}=allow reads both"
                 )
 
-        change = partial(self._exchange, self._token)
+        change = partial(self._token.sub, self._exchange)
 
         def escaped(owner: Any, names: Iterable[str]) -> Any:
             texts = {name: _map_strings(getattr(owner, name), change) for name in names}
@@ -228,17 +232,14 @@ def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
     return found
 
 
-def _iterate_texts(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield every text of a conversation that a template writes, with its place."""
-    for index, message in enumerate(row.messages):
-        where = f"messages[{index}]"
-        for other in filter(None, (getattr(message, name) for name in TEXTS)):
-            for text in iterate_strings(other):
-                yield where, text
-    for text in iterate_strings(row.tools) if row.tools else ():
-        yield "tools", text
-    for text in iterate_strings(row.variables) if row.variables else ():
-        yield "the variables of the template", text
+def _list_texts(row: Row) -> list[tuple[str, str]]:
+    """Return every text of a conversation that a template writes, with its place."""
+    parts = [(f"messages[{index}]", get_texts(each)) for index, each in enumerate(row.messages)]
+    parts += [("tools", row.tools), ("the variables of the template", row.variables)]
+    found: list[tuple[str, str]] = []
+    for where, part in parts:
+        found += [(where, text) for text in list_strings(part)]
+    return found
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

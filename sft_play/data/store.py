@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -216,8 +217,8 @@ class StoreWriter(contextlib.ExitStack):
 def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     """Return samples as arrays."""
     rendered = [sample.rendered for sample in samples]
-    ids = np.fromiter(chain.from_iterable(sample.ids for sample in rendered), dtype=ID)
-    labels = np.fromiter(chain.from_iterable(sample.labels for sample in rendered), dtype=np.int64)
+    ids = np.fromiter(chain.from_iterable(map(attrgetter("ids"), rendered)), dtype=ID)
+    labels = np.fromiter(chain.from_iterable(map(attrgetter("labels"), rendered)), dtype=np.int64)
     records = np.zeros(len(samples), dtype=RECORD)
     weights: list[float] = []
     images = [image for sample in rendered for image in sample.images]
@@ -342,7 +343,7 @@ def hash_piece(hashes: RowHashes, piece: int) -> RowHashes:
 
 def hash_row(row: Row) -> RowHashes:
     """Return hashes of a row without its system message."""
-    exact = content = row.plain_text
+    exact = content = "" if row.messages else row.plain_text
     asked: int | None = None  # messages before the last trained answer
     contents: list[str] = []
     facts: list[Any] = []

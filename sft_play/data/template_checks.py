@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from sft_play.data.rows import Message, Notes, Row
-from sft_play.data.templates import ChatTemplate, RenderError, iterate_strings, template_messages
+from sft_play.data.templates import ChatTemplate, RenderError, list_strings, template_messages
 from sft_play.data.thoughts import split_reasoning
 
 MAX_QUOTED_CHARACTERS = 24
@@ -148,8 +148,12 @@ def check_answer(
         _check_words_of_calls(text, message, where)
         if content in text:
             return
-    elif _ends_with(text, content, ending):
+    elif text.rstrip().endswith(content):
         return
+    else:
+        place = text.rfind(content)
+        if place >= 0 and ending.fullmatch(text, place + len(content)):
+            return
     if content in text:
         extra = text[text.rfind(content) + len(content) :].strip()
         raise RenderError(
@@ -179,9 +183,9 @@ def _check_words_of_calls(text: str, message: Message, where: str) -> None:
     """Raise RenderError unless a text has the names of the calls and all of their arguments."""
     for call in message.tool_calls:
         function = call["function"]
-        for word in (function["name"], *iterate_strings(function["arguments"])):
-            forms = (word, json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
-            if not any(form in text for form in forms):
+        for word in (function["name"], *list_strings(function["arguments"])):
+            in_ascii = json.dumps(word)[1:-1]
+            if word not in text and json_characters(word) not in text and in_ascii not in text:
                 raise RenderError(
                     f"the chat template leaves out or changes a tool call of {where}: "
                     f"{quote(word)}; {REMEDY}"
@@ -191,13 +195,6 @@ def _check_words_of_calls(text: str, message: Message, where: str) -> None:
 def json_characters(text: str) -> str:
     """Return a text as JSON has it between its quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _ends_with(text: str, content: str, ending: re.Pattern[str]) -> bool:
-    if text.rstrip().endswith(content):
-        return True
-    place = text.rfind(content)
-    return place >= 0 and ending.fullmatch(text, place + len(content)) is not None
 
 
 def fit_greeting(template: ChatTemplate, row: Row) -> Row:
@@ -228,7 +225,7 @@ def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) ->
         lost_keys = _lost_of_tools(template, row.messages[0].role == "system")
         if lost_keys is None:
             notes[NO_TOOLS] = None
-        elif places := ", ".join(sorted(lost_keys & set(iterate_strings(row.tools)))):
+        elif places := ", ".join(sorted(lost_keys & set(list_strings(row.tools)))):
             notes[f"the chat template leaves out of tools: {places}; {REMEDY}"] = None
     last = trained[-1] if trained else len(row.messages)
     for index, message in enumerate(row.messages[:last]):

@@ -8,8 +8,9 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.calls import with_short_ids
@@ -170,7 +171,8 @@ class ChatTemplate:
             else:
                 raise
             text = render_template(jinja, messages, self._variables, tools, is_prompt)
-        return write_images(text, messages)
+        has_images = list in map(type, map(itemgetter("content"), messages))
+        return write_images(text, messages) if has_images else text
 
     def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
         """Return the prompt that the last message answers, and the text with it."""
@@ -238,17 +240,20 @@ def stop_ids(tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *known.values()}
 
 
-def iterate_strings(value: Any) -> Iterator[str]:
-    """Yield all texts and keys in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield key
-            yield from iterate_strings(inner)
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from iterate_strings(inner)
+def list_strings(value: Any) -> list[str]:
+    """Return all texts and keys in a JSON value, in their order."""
+    found: list[str] = []
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            for key, inner in reversed(value.items()):
+                waiting += (inner, key)
+        elif isinstance(value, Sequence):
+            waiting += reversed(value)
+    return found
 
 
 def _with_json_arguments(message: Json) -> Json:
@@ -337,21 +342,10 @@ def _environment() -> Any:
         """Refuse a conversation, as a template asks."""
         raise TemplateError(message)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """Return a value as JSON, without HTML's escapes."""
-        form = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Marks, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = CLOCK.strftime
     return environment

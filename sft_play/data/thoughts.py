@@ -74,6 +74,7 @@ BLOCKS = (
 )
 OPENED = tuple(block.opened for block in BLOCKS)
 CLOSED = tuple(block.closed for block in BLOCKS)
+_any_closed = re.compile("|".join(map(re.escape, CLOSED)))
 SWITCHES = ("enable_thinking", "thinking")  # variables that let the model think, or not
 
 
@@ -97,14 +98,10 @@ def find_thought(content: str) -> Thought | None:
 def split_reasoning(message: Message) -> Thought:
     """Return an answer's reasoning, also if its content has it, and the answer itself."""
     given = Thought((message.reasoning or "").strip(), message.content)
-    thought = find_thought(message.content) if _may_have_thought(message.content) else None
+    thought = find_thought(message.content) if _any_closed.search(message.content) else None
     if thought and message.reasoning is not None and thought.reasoning != given.reasoning:
         return given
     return thought or given
-
-
-def _may_have_thought(content: str) -> bool:
-    return any(mark in content for mark in CLOSED)
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class ThoughtPolicy:
         for index, message in enumerate(row.messages):
             if message.role != "assistant":
                 continue
-            if message.reasoning is None and not _may_have_thought(message.content):
+            if message.reasoning is None and not _any_closed.search(message.content):
                 continue
             thought = split_reasoning(message)
             if self._reasoning == "drop":

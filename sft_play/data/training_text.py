@@ -30,7 +30,7 @@ from sft_play.data.template_checks import (
 from sft_play.data.templates import (
     ChatTemplate,
     RenderError,
-    iterate_strings,
+    list_strings,
     stop_ids,
     template_messages,
 )
@@ -41,6 +41,7 @@ TrainOn = Literal["all", "last"]  # data.train_on
 # as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
+get_role = attrgetter("role")
 get_calls = attrgetter("tool_calls")
 is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # one blank is none
@@ -103,8 +104,8 @@ class TrainingTextBuilder:
     def _use(self, template: ChatTemplate) -> None:
         self._template = template
         self.thoughts = ThoughtPolicy(template, self._reasoning)
-        # (role, has tool calls) of each message of conversations whose places were checked
-        self._checked: set[tuple[tuple[str, bool], ...]] = set()
+        # roles, and whether they call tools, of conversations whose places were checked
+        self._checked: set[tuple[str | bool, ...]] = set()
 
     def for_row(self, row: Row) -> Self:
         """Return the builder with the variables that a row gives the template."""
@@ -136,14 +137,17 @@ class TrainingTextBuilder:
         They are none if every answer is excluded from loss. What follows the last trained answer is
         in no text, since nothing learns from it. Raises RenderError.
         """
-        answers = [
-            index for index, message in enumerate(row.messages) if message.role == "assistant"
-        ]
-        if not answers:
+        trained: list[int] = []
+        last = -1
+        for index, message in enumerate(row.messages):
+            if message.role == "assistant":
+                last = index
+                if message.is_trained:
+                    trained.append(index)
+        if last < 0:
             raise RenderError("no message is the assistant's, so there is nothing to train")
-        trained = answers if self._train_on == "all" else answers[-1:]
-        if not all(map(is_trained, row.messages)):
-            trained = [index for index in trained if row.messages[index].is_trained]
+        if self._train_on == "last":
+            trained = trained[-1:] if trained[-1:] == [last] else []
         messages = template_messages(row.messages)
         try:
             views = [self._generation_view(row, messages, index) for index in trained]
@@ -189,8 +193,9 @@ class TrainingTextBuilder:
         """
         message = row.messages[index]
         where = f"messages[{index}]"
-        self._refuse_stop(message, where)
-        prompt = self._template.render_prompt(messages[:index], row.tools)
+        if message.reasoning or message.tool_calls or self._stop.search(message.content):
+            self._refuse_stop(message, where)
+        prompt = self._template.render_conversation(messages[:index], row.tools, is_prompt=True)
         text = self._template.render_conversation(messages[: index + 1], row.tools)
         notes: Notes = ()
         if message.reasoning or not text.startswith(prompt):
@@ -213,7 +218,11 @@ class TrainingTextBuilder:
             raise RenderError(
                 f"the chat template writes {quote(after.strip())} behind the stop token of {where}"
             )
-        self._check_places(messages[: index + 1], row.tools)
+        asked = row.messages[: index + 1]
+        structure = (*map(get_role, asked), *map(bool, map(get_calls, asked)))
+        if structure not in self._checked and len(asked) <= MAX_CHECKED_MESSAGES:
+            self._check_places(messages[: index + 1], row.tools)
+            self._checked.add(structure)
         if not found:
             text += self._eos
             end = len(text)
@@ -221,10 +230,7 @@ class TrainingTextBuilder:
 
     def _refuse_stop(self, message: Message, where: str) -> None:
         """Raise RenderError for an answer that holds a stop token."""
-        texts = [message.content]
-        if message.reasoning or message.tool_calls:
-            texts += (message.reasoning or "", *iterate_strings(message.tool_calls))
-        for text in texts:
+        for text in list_strings((message.content, message.reasoning, message.tool_calls)):
             found = self._stop.search(text)
             if found:
                 raise RenderError(
@@ -248,13 +254,11 @@ class TrainingTextBuilder:
         It renders words that no template writes by itself: a content as short as "a" is in many
         places by chance.
         """
-        structure = tuple([(message["role"], "tool_calls" in message) for message in messages])
-        if structure in self._checked or len(messages) > MAX_CHECKED_MESSAGES:
-            return
         last = len(messages) - 1
         words: dict[int, str] = {}
-        for index, (role, has_calls) in enumerate(structure):
-            if role in ("system", "user") or (index == last and not has_calls):
+        for index, message in enumerate(messages):
+            is_last = index == last and "tool_calls" not in message
+            if message["role"] in ("system", "user") or is_last:
                 words[index] = f"Place{index}Of{len(messages)}Messages"
         marked = [dict(message) for message in messages]
         for index, word in words.items():
@@ -270,7 +274,6 @@ class TrainingTextBuilder:
             raise RenderError(
                 f"the chat template writes messages[{last}], an answer, more than once"
             )
-        self._checked.add(structure)
 
 
 def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
