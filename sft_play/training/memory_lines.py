@@ -79,8 +79,13 @@ def lines_before_training(ranks: Sequence[RankMemory]) -> list[str]:
 
 
 def lines_after_training(report: RunReport) -> list[str]:
-    """Return the peaks of each GPU, alone and for training, and the time that training took."""
+    """Return the peaks of each GPU, alone and for training, and the time that training took.
+
+    One process on a CPU has none: the line `done` of a run has its peak and its time.
+    """
     ranks = report.memory_by_rank or []
+    if len(ranks) == 1 and not _is_gpu(ranks[0]):
+        return []
     speed = None
     if report.tokens_per_second:
         speed = Speed(report.tokens_per_second, "tokens/s", report.strategy)
