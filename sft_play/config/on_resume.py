@@ -62,8 +62,8 @@ MUST_MATCH = """
     train.adam_beta1 train.adam_beta2 train.adam_epsilon train.neftune_noise_alpha
     train.router_aux_loss_coef train.deliver_as train.epochs train.max_steps train.seed
     train.data_seed data.columns data.format data.on_bad_row data.on_overlap data.train_on
-    data.reasoning data.special_tokens_in_text data.val_size data.split_by data.too_long data.system_prompt
-    data.system_prompt_mode data.image_min_pixels data.image_max_pixels
+    data.reasoning data.special_tokens_in_text data.val_size data.split_by data.too_long
+    data.system_prompt data.system_prompt_mode data.image_min_pixels data.image_max_pixels
 """.split()
 CLASSES = {
     **dict.fromkeys(MUST_MATCH, OnResume.MUST_MATCH),
