@@ -69,6 +69,9 @@ ALPACA_WORDS = {
     "input": WordCount(12, 0.9, 150),
     "output": WordCount(45, 0.9, 450),
 }
+# of a chat; the longest is shorter than 1,024 tokens
+CHAT_WORDS = {"question": WordCount(11, 0.4, 60), "answer": WordCount(45, 0.9, 130)}
+MOST_ANSWERS = 3
 
 
 def model_settings(
@@ -306,23 +309,42 @@ def _count_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> in
     return len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
+class _Corpus:
+    """Draws texts of so many words from the corpus that ships."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self._words = CORPUS.read_text(encoding="utf-8").split(" ")  # line breaks stay
+
+    def draw(self, count: WordCount) -> str:
+        """Return a text."""
+        length = count.draw(self.rng)
+        start = self.rng.randrange(len(self._words) - count.most)
+        return " ".join(self._words[start : start + length]).strip()
+
+
 def alpaca_rows(path: Path, rows: int, seed: int = 0) -> None:
-    """Write rows of messages with lengths like Alpaca's, cut from the corpus that ships."""
-    rng = random.Random(seed)
-    words = CORPUS.read_text(encoding="utf-8").split(" ")  # line breaks stay
-
-    def draw_text(field: str) -> str:
-        count = ALPACA_WORDS[field]
-        length = count.draw(rng)
-        start = rng.randrange(len(words) - count.most)
-        return " ".join(words[start : start + length]).strip()
-
+    """Write rows of messages with lengths like Alpaca's."""
+    corpus = _Corpus(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(rows):
-            question = draw_text("instruction")
-            if rng.random() < ALPACA_INPUTS:
-                question = f"{question}\n\n{draw_text('input')}".rstrip()
-            turns = _messages({"question": question, "answer": draw_text("output")})
+            question = corpus.draw(ALPACA_WORDS["instruction"])
+            if corpus.rng.random() < ALPACA_INPUTS:
+                question = f"{question}\n\n{corpus.draw(ALPACA_WORDS['input'])}".rstrip()
+            answer = corpus.draw(ALPACA_WORDS["output"])
+            turns = _messages({"question": question, "answer": answer})
+            file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+
+
+def chat_rows(path: Path, rows: int, seed: int = 0) -> None:
+    """Write rows of two, four or six messages."""
+    corpus = _Corpus(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(rows):
+            turns: list[dict[str, Any]] = []
+            for _ in range(corpus.rng.randint(1, MOST_ANSWERS)):
+                pair = {name: corpus.draw(count) for name, count in CHAT_WORDS.items()}
+                turns += _messages(pair)
             file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
 
 

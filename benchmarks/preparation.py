@@ -1,6 +1,7 @@
 """Data preparation of SFT-Play and of TRL: from a file of rows to samples with loss masks.
 
 python benchmarks/preparation.py           seconds, and whether the samples are equal
+python benchmarks/preparation.py --kind chats   rows of several turns alone
 python benchmarks/preparation.py --arms ours  without TRL, which requirements-bench.txt installs
 python benchmarks/preparation.py --memory --rows 1000000 --arms ours ours-epoch     peak memory
 
@@ -31,7 +32,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.inputs import TINY, alpaca_rows
+from benchmarks.inputs import TINY, alpaca_rows, chat_rows
 from benchmarks.machine import GIB, ROOT, Machine
 from benchmarks.report import grid, number
 from benchmarks.results import Result, Results
@@ -48,6 +49,7 @@ ARM_VARIABLES = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
+KINDS = {"alpaca": (alpaca_rows, 52_002), "chats": (chat_rows, 20_000)}  # as many as Alpaca has
 SECONDS = ("seconds", "cpu_seconds", "process_seconds")
 Turn = dict[str, Any]  # figures of one run of an arm
 
@@ -257,7 +259,8 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--arms", nargs="+", choices=ARMS, default=COMPARED, help="ours-epoch needs ours before it")
-    add("--rows", type=int, default=52_002, help="as many as Alpaca has")
+    add("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    add("--rows", type=int, help="default 52,002 of alpaca, 20,000 of chats")
     add("--repeats", type=int, default=3)
     add("--memory", action="store_true", help="measure the memory of every arm, in one turn")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -267,16 +270,20 @@ def main() -> None:
     if args.report:
         print(table(Results.read(args.report)))
         return
-    rows = args.work / f"{args.rows}-rows.jsonl"
-    if not rows.exists():
-        args.work.mkdir(parents=True, exist_ok=True)
-        alpaca_rows(rows, args.rows)
-    found = compare(args.arms, rows, args.work, 1 if args.memory else args.repeats, args.memory)
-    kind = "memory" if args.memory else "seconds"
-    path = args.out / f"preparation-{kind}-{args.rows}.json"
-    results = Results(machine=Machine.here(on_cpu=True), results=found, path=path)
-    results.write()
-    print(table(results))
+    args.work.mkdir(parents=True, exist_ok=True)
+    for kind in args.kind:
+        write, count = KINDS[kind]
+        count = args.rows or count
+        rows = args.work / f"{count}-{kind}.jsonl"
+        if not rows.exists():
+            write(rows, count)
+        repeats = 1 if args.memory else args.repeats
+        found = compare(args.arms, rows, args.work, repeats, args.memory)
+        measured = "memory" if args.memory else "seconds"
+        path = args.out / f"preparation-{measured}-{count}-{kind}.json"
+        results = Results(machine=Machine.here(on_cpu=True), results=found, path=path)
+        results.write()
+        print(f"{kind}\n{table(results)}", flush=True)
 
 
 if __name__ == "__main__":
