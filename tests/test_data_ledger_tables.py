@@ -150,4 +150,29 @@ def test_shortened_rows_are_among_those_that_are_used(tokenizer, tmp_path):
 def test_padding_is_told_where_it_is_known(mixed_ledger):
     assert not [line for line in ledger_lines(mixed_ledger) if line.startswith("padding")]
     told = ledger_lines(replace(mixed_ledger, padding=PaddedTokens(900, 1800, 1000)))
-    assert all(figure in told[-1] for figure in ("padding", "50.0%", "10.0%", "1.80"))
+    (line,) = [line for line in told if line.startswith("padding")]
+    assert all(figure in line for figure in ("50.0%", "10.0%", "1.80"))
+
+
+def test_rows_whose_answers_look_doubtful_are_counted_in_one_note(tokenizer, tmp_path):
+    answers = [
+        "<p>Red.</p>",
+        "N/A",
+        "-",
+        " null ",
+        "1 < 2, so a<b>c",
+        "NULL pointers",
+        "Red.",
+        "Red.",
+    ]
+    rows = [{"question": f"What is {n}?", "answer": answer} for n, answer in enumerate(answers)]
+    write_rows(tmp_path / "a.jsonl", *rows, rows[-1])
+    paths = {
+        "train_path": str(tmp_path / "a.jsonl"),
+        "val_path": written(tmp_path / "b.jsonl", range(2, 5)),
+    }
+    data = build(tokenizer, tmp_path, **paths)
+    assert data.ledger.notes == [
+        "of 9 rows 2 have HTML tags in an answer, 3 have an answer like N/A, NULL or -, "
+        "1 repeat another"
+    ]

@@ -4,6 +4,7 @@ Legend: T tokens of a sample.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -123,6 +124,15 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     )
 
 
+# What answers of a scraped or exported table look like: the words of the note, and what finds it
+DOUBTS = {
+    "have HTML tags in an answer": re.compile(
+        r"</?(?:p|br|div|span|li|ul|td|b|i|a)\b[^<>]*>"
+    ).search,
+    "have an answer like N/A, NULL or -": re.compile(
+        r"\s*(?i:n/?a|null|none|nan|-+)\.?\s*"
+    ).fullmatch,
+}
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
@@ -223,6 +233,10 @@ class ChunkTokenizer:
                 refused = refused or error
                 continue
             samples += result
+            answers = [message.content for message in row.messages if message.role == "assistant"]
+            for words, finds in DOUBTS.items():
+                if any(map(finds, answers)):
+                    tally.doubtful[words] += 1
             excluded = list(map(is_trained, row.messages)).count(False)
             if excluded and excluded > row.begins_with_answer:
                 tally.untrained["excluded"] += excluded - row.begins_with_answer

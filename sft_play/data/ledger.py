@@ -36,6 +36,7 @@ class Tally:
     unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
     as_text: Counter[str] = field(default_factory=Counter)  # rows with a special token in a message
     noted: Counter[str] = field(default_factory=Counter)  # rows that the template changes, by how
+    doubtful: Counter[str] = field(default_factory=Counter)  # rows by what their answers look like
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another chunk or source."""
@@ -160,6 +161,10 @@ class SplitLedger:
     def notes(self) -> list[str]:
         """What becomes of keys that are not used, by source, and questions that are evaluated."""
         notes = list(chain.from_iterable(source.notes for source in self.sources))
+        doubtful = self.tally.doubtful + Counter({"repeat another": self.duplicates.exact})
+        if self.sources and doubtful:
+            counts = ", ".join(f"{rows:,} {words}" for words, rows in doubtful.items())
+            notes.append(f"of {self.tally.rows_in:,} rows {counts}")
         for split, equal in (self.overlap or {}).items():
             asked = equal.questions - equal.normalised
             if asked and not self.tally.dropped["question_evaluated_on"]:
@@ -183,7 +188,13 @@ class SplitLedger:
             "sources": sources,
             "notes": self.notes,
         }
-        del facts["unused"], facts["as_text"], facts["noted"]  # the notes say what becomes of them
+        for name in (
+            "unused",
+            "as_text",
+            "noted",
+            "doubtful",
+        ):  # the notes say what becomes of them
+            del facts[name]
         if self.image_samples:
             facts["image_samples"] = self.image_samples
         if self.overlap is not None:
