@@ -352,17 +352,20 @@ def test_the_front_end_imports_nothing_heavy_when_it_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "loaded"),
     [
-        ["config"],
-        ["plan"],
-        ["plan", "--gpus", "2xH200", "--distributed", "--deepspeed"],
-        ["gpu-info"],
-        ["runs"],
+        (["config"], []),
+        (["plan"], []),
+        (["plan", "--gpus", "2xH200", "--distributed", "--deepspeed"], []),
+        (["gpu-info"], []),
+        (["runs"], []),
+        (["data-check"], ["numpy", "transformers"]),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_a_command_of_the_front_end_loads_no_torch(command: list[str], tmp_path: Path) -> None:
+def test_a_command_of_the_front_end_loads_no_torch(
+    command: list[str], loaded: list[str], tmp_path: Path
+) -> None:
     program = f"""
 import sys
 from sft_play.cli import main
@@ -377,6 +380,7 @@ print("HEAVY", sorted({HEAVY!r} & sys.modules.keys()))
         "PATH": "/usr/bin:/bin",
         "HOME": str(tmp_path),
         "TRAIN_OUTPUT_DIR": str(tmp_path / "outputs"),
+        "DATA_CACHE_DIR": str(tmp_path / "cache"),
     }
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -387,7 +391,7 @@ print("HEAVY", sorted({HEAVY!r} & sys.modules.keys()))
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "HEAVY []"
+    assert done.stdout.splitlines()[-1] == f"HEAVY {loaded}"
 
 
 def test_a_file_is_read_in_a_sitting() -> None:

@@ -4,12 +4,14 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
 
 from sft_play.data.order import (
     StepSampler,
     fullest_step,
     padding,
+    shuffle,
     steps,
 )
 from sft_play.plan.step import Layout
@@ -149,3 +151,12 @@ def test_tokens_with_padding_are_counted_packed_and_not():
     lengths, layout = [8, 16, 24], layout_of(64, 2, 4)
     found = padding(lengths, layout, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED)
     assert vars(found) == {"real": 48, "unpacked": 2 * 24 + 2 * 8, "packed": 48}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 1000, 52_002])
+@pytest.mark.parametrize("seed", [0, 42, 42_000_126, 2**40 + 5])
+def test_an_order_is_that_of_torch(samples, seed):
+    order = list(range(samples))
+    shuffle(order, seed)
+    generator = torch.Generator().manual_seed(seed)
+    assert order == torch.randperm(samples, generator=generator).tolist()

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-from torch.utils.data import Sampler
 
 from sft_play.data.ledger import PaddedTokens
 from sft_play.data.packing import (
@@ -27,7 +25,7 @@ from sft_play.plan.step import Layout
 MicroBatch = list[list[int]]
 
 
-class StepSampler(Sampler[MicroBatch]):
+class StepSampler:
     """The micro-batches of an epoch in global order: number k is of rank k % world_size.
 
     Samples are shuffled by seed and epoch (not without a seed) and cut into optimizer steps. The
@@ -114,10 +112,17 @@ def steps(samples: int, effective_batch: int, seed: int | None, epoch: int) -> I
     """
     order = list(range(samples))
     if seed is not None:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(samples, generator=generator).tolist()
+        shuffle(order, seed * 1_000_003 + epoch)
     for start in range(0, samples, effective_batch):
         yield order[start : start + effective_batch]
+
+
+def shuffle(order: list[int], seed: int) -> None:
+    """Shuffle indices as torch.randperm does with a generator of the same seed."""
+    draws = np.random.RandomState(seed % 2**32).randint(2**32, size=len(order), dtype=np.uint32)
+    for place, draw in enumerate(draws.tolist()):
+        other = place + draw % (len(order) - place)
+        order[place], order[other] = order[other], order[place]
 
 
 def fullest_step(

@@ -15,6 +15,7 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
+from sft_play.data.processor import without_torch
 from sft_play.data.row_facts import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
@@ -45,7 +46,8 @@ def prepare_run_data(config: Config, account: DataAccount | None = None) -> RunD
     What was read is entered in the account. Raises: DataError, OutOfMemory.
     """
     sources = find_sources(config)
-    from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
+    with without_torch(config.model):
+        from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
     tokenizer = load_tokenizer(config)
     data = assemble(config, tokenize_sources(config, sources, tokenizer, account))

@@ -4,11 +4,14 @@ Nothing is resized here: transformers' processor of the base does it, with its o
 torchvision is used where it is installed, as transformers does, and Pillow elsewhere.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -182,6 +185,26 @@ class Processor:
     @cached_property
     def _loaded(self) -> Any | None:
         return load_processor(self._model, self._tokenizer)
+
+
+@contextlib.contextmanager
+def without_torch(model: ModelSection) -> Iterator[None]:
+    """Keep transformers from importing torch, which takes seconds, for a base that reads text.
+
+    For processes that run no model: what is imported inside knows none.
+    """
+    config = find_file(model.name, "config.json", model.revision, environment())
+    is_loaded = "torch" in sys.modules or "transformers" in sys.modules
+    if is_loaded or config is None or is_composite(read_object(config)) or model.trust_remote_code:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    logging.disable(logging.WARNING)  # transformers says that it has not found torch
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        del sys.modules["torch"]
 
 
 def digest_settings(model: ModelSection) -> str:

@@ -202,8 +202,11 @@ def _tokenize(drawn: Drawn, config: Config) -> tuple[list[int], float]:
     import numpy as np
 
     from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer  # transformers: seconds
+    from sft_play.data.processor import without_torch
     from sft_play.data.tokenize import tokenize_tasks
-    from sft_play.data.tokenizer import load_tokenizer
+
+    with without_torch(config.model):
+        from sft_play.data.tokenizer import load_tokenizer
 
     model = config.model.model_copy(update={"max_seq_len": 1 << 30})  # no row is cut
     config = config.model_copy(update={"model": model})
