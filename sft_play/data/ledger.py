@@ -188,12 +188,7 @@ class SplitLedger:
             "sources": sources,
             "notes": self.notes,
         }
-        for name in (
-            "unused",
-            "as_text",
-            "noted",
-            "doubtful",
-        ):  # the notes say what becomes of them
+        for name in ("unused", "as_text", "noted", "doubtful"):  # the notes have them
             del facts[name]
         if self.image_samples:
             facts["image_samples"] = self.image_samples
@@ -260,15 +255,9 @@ UNTRAINED = {
     "greeting": "before the first question",
     "greeting_left_out": "as the chat template refuses it",
 }
-IMAGES = {
-    "images": "tally.images",
-    "tokens that stand for images": "tally.image_tokens",
-}
-EQUAL = {  # the ways of EqualRows
-    "exact": "to the letter",
-    "normalised": "in the same words",
-    "questions": "by what is asked",
-}
+IMAGES = {"images": "tally.images", "tokens that stand for images": "tally.image_tokens"}
+# The ways of EqualRows
+EQUAL = {"exact": "to the letter", "normalised": "in the same words", "questions": "by question"}
 
 Line = tuple[str, ...]  # its first cell names it
 
