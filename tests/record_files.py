@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerFast
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, SourceSection
 from sft_play.data.assemble import RunData
-from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
+from sft_play.data.files import Chunk, refuse_bad_rows
 from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import BadRow, Row
+from sft_play.data.sources import ChunkTask, Source
 
 Records = list[dict[str, Any]]
 LINE = b'{"question": "q", "answer": "a"}\n'
@@ -185,6 +185,17 @@ def parquet_of(**columns: Any) -> bytes:
     return sink.getvalue()
 
 
+def read_tasks(path: Path, columns: Mapping[str, str] | None = None) -> Iterator[ChunkTask]:
+    """Yield the chunks of a file with its row format, as the only file of a source."""
+    source = Source(path.name, (path,), columns or {}, SourceSection(path=str(path)))
+    return source.read()
+
+
+def format_of(path: Path, columns: Mapping[str, str] | None = None) -> RowFormat:
+    """Return the row format of a file. Raises DataError."""
+    return next(read_tasks(path, columns)).row_format
+
+
 def read_rows(
     path: Path,
     columns: Mapping[str, str] | None = None,
@@ -192,10 +203,9 @@ def read_rows(
     images: ImageReader = BESIDE_FILES,
 ) -> list[Row]:
     """Return all rows of a file that fits into memory. Raises DataError."""
-    row_format = detect_format(path, columns or {})
     rows: list[Row] = []
     bad: list[BadRow] = []
-    for chunk in read_chunks(path):
+    for _, chunk, row_format in read_tasks(path, columns):
         for row in parse_rows(chunk, row_format, SystemPrompt(system_prompt, images=images)):
             if isinstance(row, BadRow):
                 bad.append(row)

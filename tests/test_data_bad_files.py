@@ -12,6 +12,7 @@ from record_files import (
     QA,
     WRITERS,
     bad_text,
+    format_of,
     parquet_of,
     parse_rows,
     read_rows,
@@ -23,7 +24,6 @@ from record_files import (
 
 from sft_play.data import tables
 from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format
 from sft_play.data.rows import BadRow
 from sft_play.errors import DataError, ExitClass
 
@@ -88,7 +88,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.json", b"[" + LINE + b", 5]", "[1]", "a row is a JSON object, not a number"),
     ("a.json", b"[" + LINE + b', {"question": "q"}]', "[1]",
      "the keys are question; the rows of this file have question and answer"),
-    ("a.json", b'[{"question": "\xff"}]', "", "not UTF-8 at byte 15; save the file as UTF-8"),
+    ("a.json", b'[{"question": "\xff"}]', "", "not UTF-8 in line 1; save the file as UTF-8"),
     ("a.csv", b"question,answer\n", "", "no rows"),
     ("a.csv", b"question,answer\nq,a\nq\n", ":3",
      "1 fields, and the first line names 2 columns; "
@@ -201,7 +201,7 @@ def test_a_bad_row_is_set_aside_with_all_its_columns(name, tmp_path):
         WRITERS[name]([{**QA, "id": "1"}, {**QA, "answer": " ", "id": "2"}])
     )
     (chunk,) = read_chunks(tmp_path / name)
-    _, bad = parse_rows(chunk, detect_format(tmp_path / name, {}))
+    _, bad = parse_rows(chunk, format_of(tmp_path / name))
     assert isinstance(bad, BadRow)
     assert (bad.reason, json.loads(bad.raw)) == (
         "answer is empty",

@@ -5,11 +5,19 @@ import random
 import tracemalloc
 
 import pytest
-from record_files import GOLDEN, LINE, WRITERS, read_rows, to_jsonl, to_table, without_origin
+from record_files import (
+    GOLDEN,
+    LINE,
+    WRITERS,
+    format_of,
+    read_rows,
+    to_jsonl,
+    to_table,
+    without_origin,
+)
 
 from sft_play.data import files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.row_detection import detect_format
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -19,7 +27,7 @@ def test_the_same_rows_are_read_from_every_format(name, shape, tmp_path):
     reference.write_bytes(to_jsonl(GOLDEN[shape]))
     path = tmp_path / name
     path.write_bytes(WRITERS[name](GOLDEN[shape]))
-    assert detect_format(path, {}).name == shape
+    assert format_of(path).name == shape
     assert without_origin(read_rows(path)) == without_origin(read_rows(reference))
 
 

@@ -19,11 +19,10 @@ from transformers.image_utils import load_image
 from sft_play.config.schema import Config
 from sft_play.data.files import read_chunks
 from sft_play.data.images import ImageReader, decode
-from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows, read_prompts
 from sft_play.data.rows import IMAGE_MARK, Message
 from sft_play.errors import DataError
-from tests.record_files import read_rows, to_parquet, write_rows
+from tests.record_files import format_of, read_rows, to_parquet, write_rows
 
 ANSWER = {"role": "assistant", "content": "A cat."}
 
@@ -245,7 +244,7 @@ def test_a_system_message_with_an_image_is_not_replaced(replaces, folder):
     write_rows(path, {"messages": turns, "images": ["a.png"]})
     (chunk,) = read_chunks(path)
     prompt = SystemPrompt("Be brief.", replaces)
-    (found,) = parse_record_rows(chunk, detect_format(path, {}), prompt)
+    (found,) = parse_record_rows(chunk, format_of(path), prompt)
     if replaces:
         assert found.reason.startswith("data.system_prompt_mode=replace would drop an image")
     else:

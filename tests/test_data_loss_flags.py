@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 from families import family, tokenizer
-from record_files import read_rows, write_rows
+from record_files import read_rows, read_tasks, write_rows
 from renderings import CHATML, EVERY, assert_consistent, row, runs, samples_of, shown
 
 from sft_play.config.schema import Config
-from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer, TokenizedChunk
-from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format
+from sft_play.data.chunk_tokenizer import ChunkTokenizer, TokenizedChunk
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError
 
@@ -40,9 +38,9 @@ def chat(*flags: dict[str, Any]) -> dict[str, Any]:
 def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
     """The samples of a file, as a process of `tokenize` makes them."""
     model = {"max_seq_len": changes.pop("max_seq_len", 512)}
-    (chunk,) = read_chunks(path)
+    (task,) = read_tasks(path)
     config = Config.model_validate({"model": model, "data": changes})
-    return ChunkTokenizer(config, tok)(ChunkTask(0, chunk, detect_format(path, {})))
+    return ChunkTokenizer(config, tok)(task)
 
 
 @pytest.mark.parametrize("flags", EXCLUDING, ids=str)

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_files import read_rows, write_rows
+from record_files import format_of, read_rows, write_rows
 
 from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import NULL_ARGUMENTS, parse_record_rows, unused_notes
 
 Record = dict[str, Any]
@@ -100,6 +99,6 @@ def test_rows_whose_calls_keep_a_null_are_counted(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", *rows)
     unused: Counter[str] = Counter()
     (chunk,) = read_chunks(path)
-    list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
+    list(parse_record_rows(chunk, format_of(path), unused=unused))
     assert unused == {NULL_ARGUMENTS: 2}
     assert "jq -c 'del(..|nulls)' rows.jsonl" in unused_notes(unused, "a.jsonl")[0]

@@ -5,11 +5,10 @@ import pickle
 from typing import Any
 
 import pytest
-from record_files import parse_rows, read_rows, write_rows
+from record_files import format_of, parse_rows, read_rows, write_rows
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import ROW_FORMATS
 from sft_play.data.row_parsing import SystemPrompt
 from sft_play.data.rows import BadRow, Message, Row
@@ -125,7 +124,7 @@ SHAPED = [
 @pytest.mark.parametrize(("shape", "record", "messages"), SHAPED)
 def test_the_keys_of_a_record_say_what_it_is(shape, record, messages, tmp_path):
     path = write_rows(tmp_path / "a.jsonl", record)
-    assert detect_format(path, {}).name == shape
+    assert format_of(path).name == shape
     assert read_rows(path) == [Row(messages, f"{path}:1")]
 
 
@@ -133,7 +132,7 @@ def test_the_keys_of_a_record_say_what_it_is(shape, record, messages, tmp_path):
 def test_the_documentation_has_each_format_with_a_row_that_is_one(kind, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(kind.example + "\n")
-    assert detect_format(path, {}).name == kind.name
+    assert format_of(path).name == kind.name
     (row,) = read_rows(path)
     assert row.messages or row.text or row.segments
     line = f"| `{kind.name}` | `{kind.example}` | {kind.of} |\n"
@@ -179,7 +178,7 @@ def test_tools_stand_beside_a_conversation(tools, tmp_path):
 )
 def test_of_several_shapes_the_first_holds(keys, shape, tmp_path):
     assert (
-        detect_format(write_rows(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name
+        format_of(write_rows(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name
         == shape
     )
 
@@ -219,7 +218,7 @@ def test_rows_of_token_ids_are_refused_with_what_to_write(tmp_path):
 )  # fmt: skip
 def test_columns_that_a_file_lacks_are_named_with_the_nearest(columns, words, tmp_path):
     with pytest.raises(DataError, match=words):
-        detect_format(write_rows(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
+        format_of(write_rows(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
 
 
 def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path):
@@ -230,7 +229,7 @@ def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path
         chat(turn("user", "q"), turn("assistant", "a")),
         chat(turn("user", "q"), turn("assistant", "a"), system="column"),
     )
-    (chunk,), shape = read_chunks(path), detect_format(path, {})
+    (chunk,), shape = read_chunks(path), format_of(path)
 
     def first(*how: Any) -> list[str]:
         return [
@@ -247,7 +246,7 @@ def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path
 
 def test_a_shape_travels_to_other_processes(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", {"problem": "q", "answer": "a"}, {"problem": "q"})
-    shape = detect_format(path, {"question": "problem"})
+    shape = format_of(path, {"question": "problem"})
     assert pickle.loads(pickle.dumps(shape)) == shape
     (chunk,) = read_chunks(path)
     assert list(parse_rows(pickle.loads(pickle.dumps(chunk)), shape)) == list(
@@ -359,7 +358,7 @@ def test_a_bad_row_is_named_by_file_line_and_reason(good, bad, reason, tmp_path)
     assert str(error.value).startswith(f"{path}:3: {reason}")
     assert error.value.exit_class == ExitClass.DATA
     (chunk,) = read_chunks(path)
-    first, set_aside, last = parse_rows(chunk, detect_format(path, {}))
+    first, set_aside, last = parse_rows(chunk, format_of(path))
     assert isinstance(first, Row)
     assert isinstance(last, Row)
     assert isinstance(set_aside, BadRow)

@@ -116,7 +116,7 @@ def test_a_folder_of_markdown_alone_is_read_as_plain_texts_if_that_is_asked_for(
     asked = {"train_path": str(tmp_path), "format": "text"}
     (source,) = find_sources(Config.model_validate({"data": asked}))["train"]
     assert [path.name for path in source.files] == ["a.md", "b.md"]
-    assert {each.name for each in source.formats} == {"text"}
+    assert {each.row_format.name for each in source.read()} == {"text"}
 
 
 def test_markdown_beside_rows_is_no_row(tmp_path):

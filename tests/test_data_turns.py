@@ -6,11 +6,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from record_files import read_rows, write_rows
+from record_files import format_of, read_rows, write_rows
 
 from sft_play.config.loader import load
 from sft_play.data.files import read_chunks
-from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import parse_record_rows, unused_notes
 from sft_play.data.rows import Message
 
@@ -247,7 +246,7 @@ def test_a_column_that_may_be_reasoning_is_named_with_the_setting_that_trains_it
     path = write_rows(tmp_path / "a.jsonl", {**record, "rationale": "I think."})
     unused: Counter[str] = Counter()
     (chunk,) = read_chunks(path)
-    list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
+    list(parse_record_rows(chunk, format_of(path), unused=unused))
     (note,) = unused_notes(unused, "a.jsonl")
     columns = load(None, {"DATA_COLUMNS": shlex.split(note.partition("DATA_COLUMNS=")[2])[0]})
     (row,) = read_rows(path, columns.config.data.columns)
@@ -263,5 +262,5 @@ def test_keys_of_turns_that_are_json_texts_are_named_too(tmp_path):
         path = write_rows(tmp_path / f"{number}.jsonl", {"messages": value})
         unused: Counter[str] = Counter()
         (chunk,) = read_chunks(path)
-        list(parse_record_rows(chunk, detect_format(path, {}), unused=unused))
+        list(parse_record_rows(chunk, format_of(path), unused=unused))
         assert unused == {"messages[].agent": 1}

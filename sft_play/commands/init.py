@@ -178,7 +178,7 @@ def _rows(loaded: LoadedConfig, facts: RecipeFacts) -> str:
     kinds = []
     for section in source_sections(data.train_path):
         source = find_source(section, "data.train_path", data)
-        columns = source.recognized().formats[0].required
+        columns = next(source.read()).row_format.required
         kinds.append(f"the columns {' and '.join(columns)}")
     read = ", ".join(dict.fromkeys(kinds))
     if isinstance(facts.rows, str):

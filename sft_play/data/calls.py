@@ -29,6 +29,7 @@ TEXT_KEYS = frozenset(
 )
 JSON_IN_TEXT = re.compile(r'": "[\[{]')
 FILLED = re.compile(r'(?<!"default)(?<!"const)(?<!\\)": null')  # a null that only tables write
+JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 MAX_DEPTH = 100  # of JSON
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # what Mistral's template wants
 
@@ -217,17 +218,8 @@ def _drop_unnamed(value: Any, schema: Any) -> Any:
 
 def has_null_arguments(messages: Sequence[Message]) -> bool:
     """Return whether a call has null for an argument, or inside of one."""
-    for message in messages:
-        for call in message.tool_calls:
-            if _has_null(call["function"]["arguments"]):
-                return True
-    return False
-
-
-def _has_null(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_null, value.values()))
-    return value is None or (isinstance(value, list) and any(map(_has_null, value)))
+    calls = [call["function"]["arguments"] for each in messages for call in each.tool_calls]
+    return bool(calls) and "null" in JSON_STRING.sub("", json.dumps(calls))
 
 
 def with_short_ids(messages: Sequence[Json]) -> list[Json]:

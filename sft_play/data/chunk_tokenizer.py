@@ -29,7 +29,6 @@ from sft_play.data.limits import (
 )
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError, get_images
-from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import (
     MAX_COLUMNS_CHARACTERS,
@@ -39,6 +38,7 @@ from sft_play.data.rows import (
     Row,
     shorten,
 )
+from sft_play.data.sources import ChunkTask
 from sft_play.data.store import (
     SampleArrays,
     StoredSample,
@@ -134,14 +134,6 @@ DOUBTS = {
     ).fullmatch,
 }
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
-
-
-class ChunkTask(NamedTuple):
-    """A chunk of the source's file number `file`, and the format of that file."""
-
-    file: int
-    chunk: Chunk
-    row_format: RowFormat
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft_play.data import text_files
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
+from sft_play.data.rows import Json, NumberedRecord
 from sft_play.data.text_files import (
     BYTE_ORDER_MARK,
     TYPE_NAMES,
@@ -20,10 +20,8 @@ from sft_play.data.text_files import (
     conversion_hint,
     explain,
     parse_json,
-    require_object,
     split_columns,
     split_of,
-    strict_decoder,
     without_long_lines,
 )
 from sft_play.errors import DataError
@@ -31,7 +29,8 @@ from sft_play.errors import DataError
 MAX_OBJECT_BYTES = 128 << 20  # of a file that is one object: it is parsed at once
 READ_BYTES = 1 << 20  # at once, of a list
 LITERAL = len("\\udead\\udead")  # characters: the longest that JSON has; others end it elsewhere
-LENIENT_DECODER = json.JSONDecoder(parse_int=str)
+# Finds where a row ends; `parse_json_line` is stricter, about numbers of many digits, too
+SCANNER = json.JSONDecoder(parse_int=str)
 WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -46,7 +45,6 @@ class JsonText:
         self.max_characters = text_files.MAX_LINE_BYTES
         self._begun, self._stream = begun, stream
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._bytes = 0  # that were decoded
         self._line, self._column = line, 1  # where the text begins, in the file
 
     def grow(self) -> bool:
@@ -59,24 +57,23 @@ class JsonText:
             )
         data = self._begun + self._stream.read(max(READ_BYTES, held))
         self._begun = b""
-        self._line, self._column = self.place(self.position)
-        pending = len(self._decoder.getstate()[0])
         try:
             more = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
+            line, _ = self.place(len(self.text))
+            line += error.object.count(b"\n", 0, error.start)
             hint = conversion_hint(self.path, io.BytesIO(data))
             raise DataError(
-                f"{self.path}: not UTF-8 at byte {self._bytes - pending + error.start}; "
-                f"save the file as UTF-8; {hint}"
+                f"{self.path}: not UTF-8 in line {line}; save the file as UTF-8; {hint}"
             ) from None
-        self._bytes += len(data)
+        self._line, self._column = self.place(self.position)
         self.text = self.text[self.position :] + more
         self.position = 0
         return bool(data)
 
-    def show_place(self, count: int) -> str:
-        """Return the line and the column so many characters from here, in words."""
-        return "at line {} column {}".format(*self.place(self.position + count))
+    def show_place(self) -> str:
+        """Return the line and the column of this position, in words."""
+        return "at line {} column {}".format(*self.place(self.position))
 
     def place(self, position: int) -> tuple[int, int]:
         """Return the line and the column of a position."""
@@ -84,22 +81,18 @@ class JsonText:
         column = position - self.text.rfind("\n", 0, position)
         return self._line + lines, column if lines else self._column + position
 
-    def skip(self, count: int) -> int:
-        """Return where the text goes on after so many characters and whitespace."""
+    def peek(self) -> str:
+        """Move past whitespace, and return the character there, "" at the end of the file."""
         while True:
-            found = WHITESPACE.match(self.text, self.position + count).end()
-            if not count:
-                self.position = found
-            if found < len(self.text):
-                return found
-            if not self.grow():
-                return len(self.text)
+            self.position = WHITESPACE.match(self.text, self.position).end()
+            if self.position < len(self.text) or not self.grow():
+                return self.text[self.position : self.position + 1]
 
-    def decode(self) -> tuple[Json | UnreadableRecord, int]:
-        """Return the row at the position, and its length; go behind it. Raises DataError."""
+    def next_value(self) -> str:
+        """Return the text of the JSON value at the position, and move past it. Raises DataError."""
         while True:
             try:
-                record, end = _decode_row(self.text, self.position)
+                _, end = SCANNER.raw_decode(self.text, self.position)
             except RecursionError as error:
                 raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
             except json.JSONDecodeError as error:
@@ -110,22 +103,10 @@ class JsonText:
                 if is_cut and self.grow():
                     continue
                 raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
-            text = self.text[self.position : end]
+            value = self.text[self.position : end]
             if end < len(self.text) or not self.grow():  # the digits of a number may go on
-                self.position += len(text)
-                return record, len(text)
-
-
-def _decode_row(text: str, start: int) -> tuple[Json | UnreadableRecord, int]:
-    """Return a row, or why it cannot be used, and where it ends. Raises JSONDecodeError."""
-    try:
-        value, end = strict_decoder.raw_decode(text, start)
-        return require_object(value, text[start:end]), end
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:  # Python's own decoder accepts the text and tells where it ends
-        _, end = LENIENT_DECODER.raw_decode(text, start)
-        return UnreadableRecord(explain(error), text[start:end]), end
+                self.position += len(value)
+                return value
 
 
 def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
@@ -151,40 +132,43 @@ def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
             return
         begun += second
     text = JsonText(path, begun, first_line, stream)
-    text.skip(0)
-    if text.text.startswith("[", text.position):
+    first_character = text.peek()
+    if first_character == "[":
         yield from _read_list(text)
-    elif text.text:
+    elif first_character:
         yield from _read_object(text)
 
 
 def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
-    """Yield the elements of a JSON list one by one, each parsed when it is asked for."""
+    """Yield the elements of a JSON list one by one, as lines of JSONL."""
+    text.position += 1
     index = 0
-    text.position = text.skip(1)
-    while not text.text.startswith("]", text.position):
+    is_done = text.peek() == "]"
+    while not is_done:
         text.row = f"[{index}]"
-        yield NumberedRecord(index, *text.decode())
+        row = text.next_value()
+        yield NumberedRecord(index, f"{row}\n".encode(), len(row))
         index += 1
         text.row = f"[{index}]"
-        text.skip(0)
-        following = text.skip(1)
-        found = text.text[text.position : text.position + 1]
-        if found == "," and not text.text.startswith("]", following):
-            text.position = following
+        found = text.peek()
+        is_done = found == "]"
+        if found == ",":
+            text.position += 1
+            text.peek()
         elif not found:
             raise DataError(
                 f"{text.path}{text.row}: not valid JSON: the list has no end; the file is perhaps "
                 "cut off"
             )
-        elif found != "]":
+        elif not is_done:
             raise DataError(
                 f"{text.path}{text.row}: not valid JSON: no comma before this row, "
-                f"{text.show_place(0)}"
+                f"{text.show_place()}"
             )
-    if text.skip(1) < len(text.text):
+    text.position += 1
+    if text.peek():
         raise DataError(
-            f"{text.path}[{index}]: more text behind the end of the list, {text.show_place(1)}; "
+            f"{text.path}[{index}]: more text behind the end of the list, {text.show_place()}; "
             "a .json file holds one list of rows"
         )
 
@@ -208,7 +192,7 @@ def _read_object(text: JsonText) -> Iterator[NumberedRecord]:
         )
     is_line = whole.endswith("\n") and "\n" not in whole.strip()  # as Spark writes one row
     for index, record in enumerate(_find_rows(path, value, is_line)):
-        yield NumberedRecord(index, require_object(record, json.dumps(record)), characters=0)
+        yield NumberedRecord(index, f"{json.dumps(record)}\n".encode(), characters=0)
 
 
 def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:

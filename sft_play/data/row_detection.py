@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.data.files import Chunk, base_format, parse_records, read_chunks, refuse_bad_rows
+from sft_play.data.files import Chunk, base_format, parse_records, refuse_bad_rows
 from sft_play.data.marked_text import find_style
 from sft_play.data.row_formats import (
     ROW_FORMATS,
@@ -44,15 +44,13 @@ MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
 
 
-def detect_format(path: Path, columns: Columns) -> RowFormat:
-    """Return the row format of a file; `columns` gives fields the file's own column names.
+def detect_format(chunk: Chunk, columns: Columns) -> RowFormat:
+    """Return the row format of a file, from its first chunk; `columns` names columns of fields.
 
-    Raises: DataError for a file without rows, with rows of no known format, with good and bad
-    answers to prefer among, or without one of `columns`.
+    Raises: DataError for rows of no known format, with good and bad answers to prefer among, or
+    without one of `columns`.
     """
-    chunk = next(read_chunks(path, FIRST_RECORDS), None)
-    if chunk is None:
-        raise DataError(f'{path}: no rows; a row is such as {{"question": "...", "answer": "..."}}')
+    path = chunk.path
     records = _readable_records(chunk)
     keys = list(dict.fromkeys(chain.from_iterable(records)))
     _check_columns(path, columns, records, keys)
@@ -66,7 +64,8 @@ def detect_format(path: Path, columns: Columns) -> RowFormat:
 
 def _readable_records(chunk: Chunk) -> list[Json]:
     """Return the records of a chunk that can be read. Raises DataError if none can."""
-    records = list(parse_records(chunk))
+    positions = range(min(FIRST_RECORDS, len(chunk.numbers)))
+    records = list(parse_records(chunk.take(positions)))
     readable = [record for record in records if not isinstance(record, BadRow)]
     if not readable:
         refuse_bad_rows(records, len(records))

@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
-from sft_play.data.row_detection import detect_format
-from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow
-from sft_play.data.sources import SETTINGS, Source, find_source, find_sources, source_sections
+from sft_play.data.sources import (
+    SETTINGS,
+    ChunkTask,
+    Source,
+    find_source,
+    find_sources,
+    source_sections,
+)
 from sft_play.errors import DataError
 from sft_play.plan import sources
 from sft_play.plan.model_shape import find_file
@@ -89,7 +94,7 @@ def look_at_rows(
         lengths=tuple(sorted(lengths)),
         is_estimated=any(one.all_rows > one.rows for one in begun),
         uncounted_because=reason,
-        are_texts=all(row_format.name == "text" for _, row_format in drawn),
+        are_texts=all(task.row_format.name == "text" for task in drawn),
         labelled=labelled,
     )
     if reason is None:
@@ -101,8 +106,8 @@ def check_first_rows(config: Config) -> None:
     """Raise DataError for rows that cannot be used, among the first ones of each file."""
     prompt = SystemPrompt.from_config(config, decodes=False)
     for source in chain.from_iterable(find_sources(config).values()):
-        for path, row_format in zip(source.files, source.formats, strict=True):
-            chunk = next(read_chunks(path))
+        for number in range(len(source.files)):
+            _, chunk, row_format = next(source.read_file(number))
             rows = parse_record_rows(chunk, row_format, prompt)
             bad = [row for row in rows if isinstance(row, BadRow)]
             refuse_bad_rows(bad, len(chunk.records))
@@ -126,9 +131,6 @@ def record_counts(config: Config, data: "RunData") -> None:
     trained_tokens = int(data.train.records["trained"].sum())
     counted = Counted(len(data.train), tokens, trained_tokens / tokens)
     write_json(_record_path(config, config.model.max_seq_len), asdict(counted))
-
-
-Drawn = list[tuple[Chunk, RowFormat]]
 
 
 def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
@@ -159,7 +161,7 @@ def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
     return begun
 
 
-def _draw(begun: Beginning, share: float, all_shares: float) -> Drawn:
+def _draw(begun: Beginning, share: float, all_shares: float) -> list[ChunkTask]:
     """Return a source's share of SAMPLED_ROWS, the same rows each time.
 
     They are drawn at random: rows at equal distances may be all alike.
@@ -172,21 +174,23 @@ def _draw(begun: Beginning, share: float, all_shares: float) -> Drawn:
         positions = sorted(random.Random(0).sample(positions, wanted))
     drawn = []
     start = 0  # of a chunk, among all rows
-    for chunk in begun.chunks:
+    row_format = None
+    for number, chunk in enumerate(begun.chunks):
+        if row_format is None or chunk.path != begun.chunks[number - 1].path:
+            row_format = begun.source.detect(chunk)
         end = start + len(chunk.records)
         chosen = [position - start for position in positions if start <= position < end]
         if chosen:
-            row_format = detect_format(chunk.path, begun.source.columns)
-            drawn.append((chunk.take(chosen), row_format))
+            drawn.append(ChunkTask(0, chunk.take(chosen), row_format))
         start = end
     return drawn
 
 
-def _count_characters(drawn: Drawn, config: Config) -> list[int]:
+def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
     """Return about how many tokens rows have, by their characters."""
     prompt = SystemPrompt.from_config(config, decodes=False)
     lengths = []
-    for chunk, row_format in drawn:
+    for _, chunk, row_format in drawn:
         for rows in parse_record_rows(chunk, row_format, prompt):
             for row in () if isinstance(rows, BadRow) else rows:
                 said = sum(len(message.content) for message in row.messages)
@@ -194,14 +198,14 @@ def _count_characters(drawn: Drawn, config: Config) -> list[int]:
     return lengths
 
 
-def _tokenize(drawn: Drawn, config: Config) -> tuple[list[int], float]:
+def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]:
     """Return the tokens of rows, and the share of them that carries loss.
 
     Raises: DataError, EnvironmentFault.
     """
     import numpy as np
 
-    from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer  # transformers: seconds
+    from sft_play.data.chunk_tokenizer import ChunkTokenizer  # transformers: seconds
     from sft_play.data.processor import without_torch
     from sft_play.data.tokenize import tokenize_tasks
 
@@ -211,10 +215,9 @@ def _tokenize(drawn: Drawn, config: Config) -> tuple[list[int], float]:
     model = config.model.model_copy(update={"max_seq_len": 1 << 30})  # no row is cut
     config = config.model_copy(update={"model": model})
     tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
-    tasks = [ChunkTask(0, chunk, row_format) for chunk, row_format in drawn]
     lengths: list[int] = []
     trained = 0
-    for done in tokenize_tasks(iter(tasks), tokenizer, processes=1):
+    for done in tokenize_tasks(iter(drawn), tokenizer, processes=1):
         lengths += np.diff(done.samples.records["end"], prepend=0).tolist()
         trained += done.tally.trained_tokens
     return lengths, trained / max(1, sum(lengths))

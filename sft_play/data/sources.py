@@ -7,9 +7,10 @@ import contextlib
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple
 
 from sft_play.config.schema import Config, DataSection, SourceSection, env_name
 from sft_play.data import cache
@@ -17,8 +18,10 @@ from sft_play.data.files import (
     FORMATS,
     MARKDOWN,
     TEXTS,
+    Chunk,
     base_format,
     file_format,
+    read_chunks,
     suggest_path,
 )
 from sft_play.data.row_detection import detect_format
@@ -115,6 +118,14 @@ def _sentence(error: Exception) -> str:
     return " ".join(words)[:MAX_REASON_CHARACTERS].rstrip(".") + "."
 
 
+class ChunkTask(NamedTuple):
+    """A chunk of the source's file number `file`, and the format of that file."""
+
+    file: int
+    chunk: Chunk
+    row_format: RowFormat
+
+
 @dataclass(frozen=True)
 class Source:
     """One source as files: at least one, in the order in which they are read."""
@@ -124,12 +135,36 @@ class Source:
     columns: Columns
     section: SourceSection  # as the user wrote it
     left: tuple[str, ...] = ()  # other splits that the folder has
-    formats: tuple[RowFormat, ...] = ()  # of each file, once it is recognized
+    may_lack_columns: bool = False  # data.columns may name columns of the training rows only
 
-    def recognized(self) -> Self:
-        """Return the source with the formats of its files. Raises DataError."""
-        formats = tuple(detect_format(path, self.columns) for path in self.files)
-        return replace(self, formats=formats)
+    def read(self) -> Iterator[ChunkTask]:
+        """Yield the chunks of all files. Raises DataError."""
+        for number in range(len(self.files)):
+            yield from self.read_file(number)
+
+    def read_file(self, number: int) -> Iterator[ChunkTask]:
+        """Yield the chunks of a file, in the format of the first one. Raises DataError."""
+        path = self.files[number]
+        row_format = None
+        for chunk in read_chunks(path):
+            row_format = row_format or self.detect(chunk)
+            yield ChunkTask(number, chunk, row_format)
+        if row_format is None:
+            example = '{"question": "...", "answer": "..."}'
+            raise DataError(f"{path}: no rows; a row is such as {example}")
+
+    def detect(self, first: Chunk) -> RowFormat:
+        """Return the row format of a file from its first chunk. Raises DataError."""
+        try:
+            return detect_format(first, self.columns)
+        except DataError:
+            if self.may_lack_columns:
+                with contextlib.suppress(DataError):
+                    found = detect_format(first, {})
+                    note = "%s: read without data.columns: it has no such column"
+                    logger.info(note, first.path)
+                    return found
+            raise
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """Return where its part of so many rows begins and ends; % are rounded as by datasets."""
@@ -167,17 +202,16 @@ def _bound(text: str, rows: int) -> int:
 
 
 def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
-    """Return the sources of each split that has rows of its own, with the formats of their files.
+    """Return the sources of each split that has rows of its own; fetches hub data sets once.
 
-    Reads the first rows of every file, and fetches hub data sets once. Raises DataError, and
-    EnvironmentFault where the hub cannot be reached.
+    Raises DataError, and EnvironmentFault where the hub cannot be reached.
     """
     found: dict[str, tuple[Source, ...]] = {}
     for split, name in SETTINGS.items():
         value = getattr(config.data, name)
         if value is not None:
             found[split] = tuple(
-                _recognize(find_source(section, f"data.{name}", config.data), split)
+                find_source(section, f"data.{name}", config.data)
                 for section in source_sections(value)
             )
     for source in found.get("train", ()):
@@ -186,22 +220,6 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
             note = "%s: the train rows are read, the %s rows are left out; %s=%s takes them"
             logger.warning(note, source.name, left, typed, source.name)
     return found
-
-
-def _recognize(source: Source, split: str) -> Source:
-    """Return a source with the formats of its files.
-
-    Rows to evaluate on are read without data.columns if these name columns of other files.
-    """
-    try:
-        return source.recognized()
-    except DataError:
-        if split != "train" and source.columns and not source.section.columns:
-            with contextlib.suppress(DataError):
-                found = replace(source, columns={}).recognized()
-                logger.info("%s: read without data.columns: it has no such column", source.name)
-                return found
-        raise
 
 
 def source_sections(value: str | list[str | SourceSection] | None) -> list[SourceSection]:
@@ -247,7 +265,9 @@ def find_source(section: SourceSection, setting: str, data: DataSection | None =
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
-    return Source(name_of(section), files, section.columns or data.columns, section, left)
+    columns = section.columns or data.columns
+    may_lack_columns = setting != "data.train_path" and not section.columns
+    return Source(name_of(section), files, columns, section, left, may_lack_columns)
 
 
 def name_of(section: SourceSection) -> str:

@@ -198,13 +198,6 @@ def split_columns(value: Json) -> Any:
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def require_object(record: Any, raw: str) -> Json | UnreadableRecord:
-    """Return a record that is an object, or why it cannot be used; `raw` is its text."""
-    if isinstance(record, dict):
-        return record
-    return UnreadableRecord(f"a row is a JSON object, not {TYPE_NAMES[type(record)]}", raw)
-
-
 def explain(error: ValueError | RecursionError) -> str:
     """Return why a text is no JSON."""
     match error:

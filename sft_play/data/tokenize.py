@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from sft_play import stops
 from sft_play.config.schema import Config
 from sft_play.data import cache
 from sft_play.data.chunk_tokenizer import (
-    ChunkTask,
     ChunkTokenizer,
     TokenizedChunk,
     longest_first,
@@ -34,7 +34,7 @@ from sft_play.data.files import BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.processor import digest_settings
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.sources import Source, digest_source
+from sft_play.data.sources import ChunkTask, Source, digest_source
 from sft_play.data.store import StoreWriter
 from sft_play.data.templates import template_text
 from sft_play.data.tokenized import (
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
-ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
 IMAGE_ROWS = 32  # of a chunk: to decode an image takes as long as to tokenize fifty rows
 CHUNKS_IN_FLIGHT = 3  # for each process
 CHECKED_ROWS = 2000  # most mistakes show in these; after them, a bad row ends the reading at once
@@ -177,20 +176,23 @@ def build_store(
     pace = Pace(stage)
     tokenize = ChunkTokenizer(config, tokenizer)
     # the processor is loaded before processes begin, which share it
-    shows_images = find_images(source, config) and tokenize.processor.reads_images
-    processes = count_processes(source.file_bytes, shows_images)
-    rows_per_chunk = IMAGE_ROWS if shows_images else ROWS_PER_CHUNK
     chosen = None
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
         tally.rows_in = tally.dropped["not_chosen"] = rows - len(chosen)
+    tasks = _iterate_tasks(source, chosen, group_by)
+    first = next(tasks)
+    tasks = chain([first], tasks)
+    shows_images = find_images(first, config) and tokenize.processor.reads_images
+    if shows_images:
+        tasks = chain.from_iterable(map(_split_task, tasks))
+    processes = count_processes(source.file_bytes, shows_images)
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
         (folder / cache.IMAGE_STATES).open("w", encoding="utf-8") as states,
     ):
         states.write(json.dumps(image_folders(source)) + "\n")
-        tasks = _iterate_tasks(source, chosen, group_by, rows_per_chunk)
         for done in tokenize_tasks(tasks, tokenize, processes):
             writer.append(done.samples)
             tally.add(done.tally)
@@ -229,12 +231,15 @@ def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
     return total, start + np.sort(drawn)
 
 
-def find_images(source: Source, config: Config) -> bool:
+def find_images(task: ChunkTask, config: Config) -> bool:
     """Return whether the first rows, of many, name files of images, which take long to check."""
+    if len(task.chunk.records) < IMAGE_ROWS:
+        return False
     prompt = SystemPrompt.from_config(config, decodes=False)
-    chunk = next(read_chunks(source.files[0], IMAGE_ROWS))
-    read = list(parse_record_rows(chunk, source.formats[0], prompt))
-    return len(read) == IMAGE_ROWS and bool(prompt.images.states)
+    chunk = task.chunk.take(range(IMAGE_ROWS))
+    for _ in parse_record_rows(chunk, task.row_format, prompt):
+        pass  # which enters the images
+    return bool(prompt.images.states)
 
 
 def count_processes(file_bytes: int, shows_images: bool = False) -> int:
@@ -245,22 +250,29 @@ def count_processes(file_bytes: int, shows_images: bool = False) -> int:
 
 
 def _iterate_tasks(
-    source: Source, chosen: np.ndarray | None, group_by: str | None, rows_per_chunk: int
+    source: Source, chosen: np.ndarray | None, group_by: str | None
 ) -> Iterator[ChunkTask]:
     """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
     start = 0  # of a chunk, among all rows of the source
-    for number, path in enumerate(source.files):
-        row_format = replace(source.formats[number], group_by=group_by)
-        for chunk in read_chunks(path, rows_per_chunk):
-            if chosen is not None:
-                end = start + len(chunk.records)
-                first, last = np.searchsorted(chosen, (start, end))
-                positions = (chosen[first:last] - start).tolist()
-                start = end
-                if not positions:
-                    continue
-                chunk = chunk.take(positions)
-            yield ChunkTask(number, chunk, row_format)
+    for number, chunk, row_format in source.read():
+        if chosen is not None:
+            end = start + len(chunk.records)
+            first, last = np.searchsorted(chosen, (start, end))
+            positions = (chosen[first:last] - start).tolist()
+            start = end
+            if not positions:
+                continue
+            chunk = chunk.take(positions)
+        yield ChunkTask(number, chunk, replace(row_format, group_by=group_by))
+
+
+def _split_task(task: ChunkTask) -> Iterator[ChunkTask]:
+    """Yield a task as several of IMAGE_ROWS rows."""
+    rows = len(task.chunk.records)
+    for start in range(0, rows, IMAGE_ROWS):
+        part = task.chunk.take(range(start, min(rows, start + IMAGE_ROWS)))
+        bytes_read = task.chunk.bytes_read * len(part.records) // rows
+        yield task._replace(chunk=replace(part, bytes_read=bytes_read))
 
 
 _tokenize_chunk: Callable[[ChunkTask], TokenizedChunk]  # of a worker process
