@@ -68,7 +68,8 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.json", b'{"data": [1], "more": [2, 3]}', "",
      "this is one object with the lists data, more"),
     ("a.json", b'{"train": [{"question": "q"}], "test": []}', "",
-     "one object with the splits train, test; write each as a file of its own: jq -c '.train[]' "),
+     "this is one object with the lists train, test; "
+     "write each as a file of its own: jq -c '.train[]' "),
     ("a.json", b'"text"', "", "a .json data file holds a list of rows, not a text"),
     ("a.json", LINE * 3 + b"{", "[3]",
      "the line ends behind the first bracket; a row stands on one line, whole"),

@@ -306,7 +306,7 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
      "messages[1] has the role 'robot'; roles are system, developer, user, assistant, tool"),
     (CHAT, chat(turn("user"), {"role": "assistant"}), "messages[1].content is null, not a text"),
     (CHAT, chat(turn("user", [{"type": "text"}])),
-     "messages[0].content[0].text is null, not a text"),
+     "messages[0].content[0] is null, not a text"),
     (CHAT, chat(turn("user", [{"type": "file", "file": "x"}])),
      'messages[0].content[0] is {"type": "file", "file": "x"}; models here take texts and images'),
     (CHAT, chat(turn("user"), turn("assistant", "")), "messages[1].content is empty"),

@@ -218,8 +218,12 @@ def _drop_unnamed(value: Any, schema: Any) -> Any:
 
 def has_null_arguments(messages: Sequence[Message]) -> bool:
     """Return whether a call has null for an argument, or inside of one."""
-    calls = [call["function"]["arguments"] for each in messages for call in each.tool_calls]
-    return bool(calls) and "null" in JSON_STRING.sub("", json.dumps(calls))
+    for message in messages:
+        if message.tool_calls:
+            arguments = [call["function"]["arguments"] for call in message.tool_calls]
+            if "null" in JSON_STRING.sub("", json.dumps(arguments)):
+                return True
+    return False
 
 
 def with_short_ids(messages: Sequence[Json]) -> list[Json]:

@@ -21,7 +21,6 @@ from sft_play.data.text_files import (
     explain,
     parse_json,
     split_columns,
-    split_of,
     without_long_lines,
 )
 from sft_play.errors import DataError
@@ -202,16 +201,6 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
         return value["data"]
     if lists == ["columns", "index", "data"]:  # pandas, orient="split"
         return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
-    splits = [key for key in lists if split_of(key)]
-    if splits:
-        commands = (
-            shlex.join(["jq", "-c", f".{split}[]", str(path)]) + f" > {split}.jsonl"
-            for split in splits
-        )
-        raise DataError(
-            f"{path}: one object with the splits {', '.join(splits)}; "
-            f"write each as a file of its own: {'; '.join(commands)}"
-        )
     held = list(value.values())
     if held and all(isinstance(column, dict) and column for column in held):
         if all(key.isdecimal() for key in value):  # pandas, orient="index"
@@ -226,7 +215,9 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
         return [value]
     found = f"the keys {', '.join(value) or 'none'}"
     if lists:
-        found = f"the lists {', '.join(lists)}"
+        source = shlex.quote(str(path))
+        commands = "; ".join(f"jq -c '.{key}[]' {source} > {key}.jsonl" for key in lists)
+        found = f"the lists {', '.join(lists)}; write each as a file of its own: {commands}"
     raise DataError(
         f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
         f"and no other list; this is one object with {found}"

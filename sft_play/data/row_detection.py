@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.files import Chunk, base_format, parse_records, refuse_bad_rows
-from sft_play.data.marked_text import find_style
 from sft_play.data.row_formats import (
     ROW_FORMATS,
     RowFormat,
@@ -35,8 +34,6 @@ from sft_play.errors import DataError
 
 FIRST_RECORDS = 100  # of a file, from which its format is detected
 PREFERENCE = frozenset(("chosen", "rejected"))
-GLAIVE = frozenset(("system", "chat"))
-MESSAGE_TREE = frozenset(("message_id", "parent_id", "role", "text"))
 ALL_FIELDS = set(chain.from_iterable(one.fields for one in ROW_FORMATS.values()))
 # Names that files give to a question, to what it is about, and to its answer; likeliest first
 QUESTIONS, EXTRAS, ANSWERS = (text.split() for text in FORMS["likely"].values())
@@ -108,21 +105,10 @@ def _refuse_other_training(
     path: Path, records: Sequence[Json], keys: Sequence[str], found: RowFormat | None
 ) -> None:
     """Raise DataError for rows that are made for another training than on answers."""
-    first = records[0]
-    if GLAIVE.issubset(keys) and "USER:" in str(first["chat"]):
-        raise DataError(
-            f"{path}: each row is one text with USER: and ASSISTANT: (Glaive's calls of functions, "
-            "version 2); the same set with turns: "
-            "DATA_TRAIN_PATH=hiyouga/glaive-function-calling-v2-sharegpt"
-        )
-    has_replies = isinstance(first.get("prompt"), dict) and "replies" in first["prompt"]
-    if MESSAGE_TREE.issubset(keys) or has_replies:
-        what = "a tree of messages" if has_replies else "one message of a tree"
-        raise DataError(
-            f"{path}: each row is {what} (message_id, parent_id), not a "
-            "conversation; write each path through a tree as a row with messages, "
-            "or take a set that has them, such as timdettmers/openassistant-guanaco"
-        )
+    for refused in FORMS["refused"]:
+        missing = [column for column in refused["columns"] if column not in keys]
+        if not any(_explain_path(column, records[:1]) for column in missing):
+            raise DataError(f"{path}: {refused['reason']}")
     if PREFERENCE.issubset(keys) and (found is None or not _works(records, found)):
         columns = _suggest_chosen(records)
         hint = "to train on chosen alone, write it as messages"
@@ -197,7 +183,7 @@ class Leaf(NamedTuple):
 
     path: str
     names: tuple[str, ...]
-    is_part: bool  # it stands next to other texts in each object of a list
+    is_in_list: bool  # of objects
 
 
 def columns_setting(columns: Columns) -> str:
@@ -215,13 +201,9 @@ def columns_setting(columns: Columns) -> str:
 
 def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
     """Return columns that train the preferred answers of a preference set alone."""
-    record = records[0]
-    candidates: list[Columns] = []
-    chosen = record.get("chosen")
-    if not isinstance(chosen, str) or find_style(chosen):
-        candidates.append({"messages": "chosen"})
-    for name in ("prompt", *QUESTIONS, "messages", "conversations"):
-        if name in record:
+    candidates: list[Columns] = [{"messages": "chosen"}]
+    for name in (*QUESTIONS, "messages", "conversations"):
+        if name in records[0]:
             candidates.append({"prompt": name, "completion": "chosen"})
     candidates.append({"text": "chosen"})
     return next((columns for columns in candidates if _columns_work(records, columns)), None)
@@ -233,8 +215,9 @@ def _candidates(record: Json) -> Iterator[Columns]:
     leaves = list(_leaves(record, "", ()))
     question = _first_named(leaves, QUESTIONS, ())
     if question is None:
-        parts = [leaf for leaf in leaves if not leaf.is_part]  # of a turn, each would be a row
-        yield from ({"text": leaf.path} for leaf in parts if leaf.names[0] in ("text", "content"))
+        for leaf in leaves:
+            if leaf.names[0] in ("text", "content") and not leaf.is_in_list:  # perhaps a turn's
+                yield {"text": leaf.path}
         return
     answer = _first_named(leaves, ANSWERS, (question,))
     if answer is None:
@@ -256,22 +239,23 @@ def _turn_lists(record: Json, place: str) -> Iterator[str]:
             yield from _turn_lists(value, f"{place}{name}.")
 
 
-def _leaves(value: Any, path: str, names: tuple[str, ...], is_part: bool = False) -> Iterator[Leaf]:
+def _leaves(
+    value: Any, path: str, names: tuple[str, ...], is_in_list: bool = False
+) -> Iterator[Leaf]:
     """Yield the texts of a value; of a list of texts the first, of a list of objects every one."""
     if isinstance(value, str):
-        yield Leaf(path, names or ("",), is_part)
+        yield Leaf(path, names or ("",), is_in_list)
     elif len(names) == MAX_DEPTH:
         return
     elif isinstance(value, dict):
         for name, held in value.items():
             if "." not in name:
                 inner = f"{path}.{name}" if path else name
-                yield from _leaves(held, inner, (name.lower(), *names), is_part)
+                yield from _leaves(held, inner, (name.lower(), *names), is_in_list)
     elif isinstance(value, list) and value:
-        inner = path if isinstance(value[0], dict) else f"{path}.0"
-        texts = value[0].values() if isinstance(value[0], dict) else ()
-        has_several = sum(isinstance(text, str) for text in texts) > 1
-        yield from _leaves(value[0], inner, names, is_part or has_several)
+        has_objects = isinstance(value[0], dict)
+        inner = path if has_objects else f"{path}.0"
+        yield from _leaves(value[0], inner, names, is_in_list or has_objects)
 
 
 def _first_named(

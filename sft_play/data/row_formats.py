@@ -90,8 +90,6 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
     turns = []
     if isinstance(first, str):
         for number, text in enumerate(value):
-            if not isinstance(text, str):
-                raise InvalidRowError(f"{name}[{number}] is {shorten(text)}, and others are texts")
             turns.append({"role": ("user", "assistant")[number % 2], "content": text})
         return turns
     if isinstance(first, list):
@@ -107,12 +105,9 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
     keys = next((pair for pair in PAIRS if first.keys() >= {*pair}), None)
     if keys is None:
         return value
-    for number, pair in enumerate(value):
-        if not pair.keys() >= {*keys}:
-            missing = " and ".join(keys)
-            raise InvalidRowError(f"{name}[{number}] has no {missing}, and others have")
+    for pair in value:
         for role, key in zip(("user", "assistant"), keys, strict=True):
-            turns.append({"role": role, "content": pair[key]})
+            turns.append({"role": role, "content": pair.get(key)})
     return turns
 
 

@@ -271,11 +271,11 @@ def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
         return None
     given = {name: record[column] for name, column in columns.items() if column in record}
     for name, value in given.items():
-        is_json = isinstance(value, str) and value.strip()[:1] in ("{", "[")
-        if is_json and name != "custom_instructions":
+        text = value.strip().lower() if isinstance(value, str) else ""
+        if text[:1] in ("{", "[") and name != "custom_instructions":
             given[name] = parse_json_text(value, columns[name])
-        elif isinstance(value, str) and value.strip().lower() in ("true", "false"):
-            given[name] = value.strip().lower() == "true"
+        elif text in ("true", "false"):
+            given[name] = text == "true"
     several = given.pop(VARIABLES, None) or {}
     if not isinstance(several, dict):
         raise InvalidRowError(f"{columns[VARIABLES]} is {shorten(several)}, not an object")

@@ -176,13 +176,9 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
     for number, given in enumerate(parts):
         part = parse_nested(given)
         where = f"{name}[{number}]"
-        refuse_media(part, where)
         match part:
-            case dict() if is_image(part):
-                if role in ("assistant", CALL):
-                    raise InvalidRowError(f"{where} is an image, and {NO_ANSWER}")
-                texts.append(IMAGE_MARK)
-                images.append(name_image(part, where))
+            case dict() if is_image(part) and role in ("assistant", CALL):
+                raise InvalidRowError(f"{where} is an image, and {NO_ANSWER}")
             case (
                 {"reasoningContent": {"reasoningText": {"text": thought}}}
                 | {"type": "thinking" | "reasoning", "thinking": thought}
@@ -207,11 +203,12 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
                 | {"function_response": {"response": result}}
             ):
                 found.append(_read_result(part, result, where))
-            case {"type": "text" | "input_text" | "output_text"}:
-                texts.append(_require_text(part.get("text"), f"{where}.text"))
-            case str() | {"text": _}:
-                texts.append(join_texts([part], where))
+            case str() | {"text": _} | {"type": "text" | "input_text" | "output_text"}:
+                texts.append(_read_item(part, where, images))
+            case dict() if is_image(part):
+                texts.append(_read_item(part, where, images))
             case _:
+                refuse_media(part, where)
                 raise InvalidRowError(
                     f"{where} is {shorten(part)}; models here take texts and images, as "
                     "{'type': 'text', 'text': '...'} and {'type': 'image', 'image': '1.jpg'}"
@@ -232,22 +229,23 @@ def _read_result(part: Json, result: Any, name: str) -> Message:
     result = parse_nested(result) if isinstance(result, list) else result
     images: list[ImageFile] = []
     if isinstance(result, list):
-        texts = []
-        for item in result:
-            refuse_media(item, name)
-            if is_image(item):
-                texts.append(IMAGE_MARK)
-                images.append(name_image(item, name))
-            elif isinstance(item, dict) and "json" in item:
-                texts.append(json.dumps(item["json"], ensure_ascii=False))
-            else:
-                texts.append(join_texts([item], name))
-        result = "".join(texts)
+        result = "".join([_read_item(item, name, images) for item in result])
     if isinstance(result, dict):
         result = json.dumps(result, ensure_ascii=False)
     call_id = held.get("tool_use_id", held.get("toolUseId"))
     facts = {"name": held.get("name"), "tool_call_id": call_id}
     return replace(_build_message("tool", facts, result, name), images=tuple(images))
+
+
+def _read_item(item: Any, name: str, images: list[ImageFile]) -> str:
+    """Return the text of a part; an image is added to `images`, and its text is IMAGE_MARK."""
+    refuse_media(item, name)
+    if is_image(item):
+        images.append(name_image(item, name))
+        return IMAGE_MARK
+    if isinstance(item, dict) and "json" in item:
+        return json.dumps(item["json"], ensure_ascii=False)
+    return join_texts([item], name)
 
 
 def join_texts(value: Any, name: str) -> str:
