@@ -22,7 +22,7 @@ from record_files import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.schema import Config
-from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer
+from sft_play.data.chunk_tokenizer import ChunkTokenizer
 from sft_play.data.collate import labelled
 from sft_play.data.files import read_chunks
 from sft_play.data.sources import find_sources
@@ -38,7 +38,7 @@ TOKENS = {
     "commands": 20_430,
     "compat": 1_270,
     "config": 24_080,
-    "data": 71_460,
+    "data": 71_501,
     "evaluation": 13_100,
     "inference": 19_350,
     "models": 112_690,
@@ -174,7 +174,7 @@ def calls_of_rows(rows: Path, tokenizer: Any) -> Counter[tuple[str, str]]:
         {"model": {"max_seq_len": 1024}, "data": {"train_path": str(rows)}}
     )
     (source,) = find_sources(config)["train"]
-    task = ChunkTask(0, next(read_chunks(rows)), source.formats[0])
+    task = next(source.read())._replace(chunk=next(read_chunks(rows, 10_000)))
     make_samples = ChunkTokenizer(config, tokenizer)
     assert make_samples(task).tally.rows_used == len(task.chunk.records)
     with counting_calls() as calls:

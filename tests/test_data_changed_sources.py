@@ -77,6 +77,6 @@ def test_other_weights_and_another_number_of_sources_are_no_longer_the_same_rows
     facts = recorded({a: 1, b: 3})
     assert changed_sources(facts, config_of({a: 1, b: 3})) == {}
     assert changed_sources(facts, config_of({a: 1, b: 2}, val_path=b)) == {
-        "data.train_path": [f"{b} has weight 2.0, and it was trained with 3.0"],
+        "data.train_path": [f"{b} has weight 2.0, and it was trained with weight 3.0"],
         "data.val_path": ["sources=1, and it was trained with 0"],
     }

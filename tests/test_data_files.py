@@ -4,6 +4,7 @@ import pickle
 import random
 import tracemalloc
 
+import pyarrow as pa
 import pytest
 from record_files import (
     GOLDEN,
@@ -134,3 +135,12 @@ def test_memory_does_not_grow_with_the_file(name, tmp_path):
 def test_a_field_of_a_table_may_be_long(tmp_path):
     (tmp_path / "a.csv").write_bytes(to_table([{"question": "q" * 300_000, "answer": "a"}]))
     assert len(read_rows(tmp_path / "a.csv")[0].messages[0].content) == 300_000
+
+
+def test_the_first_rows_of_views_are_taken_as_those_of_texts(tmp_path):
+    texts = [f"{number}?" for number in range(300)]
+    columns = {"question": pa.array(texts, pa.string_view()), "answer": texts}
+    table = pa.table({**columns, "notes": [[{"a": None}]] * 300})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    assert [row.messages[0].content for row in read_rows(tmp_path / "a.arrow")] == texts

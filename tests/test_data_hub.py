@@ -190,7 +190,7 @@ def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub, tmp_path):
             {"path": "owner/rows", "split": "dev"},
             "DATA",
             "Unknown split \"dev\". Should be one of ['train', 'test']. "
-            "Write it as [{path: owner/rows, subset:",
+            "Name one of its parts as [{path: owner/rows, subset:",
         ),
         (
             {"path": "owner/subsets"},
@@ -214,8 +214,8 @@ def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub, tmp_path):
             "a gated data set; ask for access at https://huggingface.co/datasets/owner/gated, "
             "then type `hf auth login`",
         ),
-        ({"path": "owner/damaged"}, "DATA", "Fetch its files, and name their folder"),
-        ({"path": "owner/pictures"}, "DATA", "Fetch its files, and name their folder"),
+        ({"path": "owner/damaged"}, "DATA", "fetch its files and name their folder"),
+        ({"path": "owner/pictures"}, "DATA", "fetch its files and name their folder"),
     ]
     answers = ask([entry for entry, _, _ in expected], tmp_path, HF_ENDPOINT=hub)
     for (entry, exit_class, words), (found_class, message) in zip(expected, answers, strict=True):

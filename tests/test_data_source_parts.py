@@ -216,7 +216,7 @@ def test_a_resumed_run_must_have_the_same_choice(written, built, tmp_path):
     assert DataFacts.from_json(facts).sources == data.sources
     for other, words in (([path], "all rows"), ([{"path": path, "rows": 11}], "rows=11")):
         (reason,) = changed_sources(facts, config_of(tmp_path, other))["data.train_path"]
-        assert f"has {words}, and was trained with rows=10" in reason
+        assert f"has {words}, and it was trained with rows=10" in reason
         assert data.digests != built(other).digests
 
 

@@ -63,10 +63,7 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
                 share = file_share * part.num_rows / batch.num_rows
                 if part.num_rows < batch.num_rows:
                     # a copy, because a pickled slice carries its entire batch
-                    kinds = [field.with_type(_without_views(field.type)) for field in part.schema]
-                    if kinds != list(part.schema):  # cast breaks a slice with a column of nulls
-                        part = part.cast(pa.schema(kinds))
-                    part = part.take(pa.array(range(part.num_rows)))
+                    part = take_rows(part, range(part.num_rows))
                 yield part, share
             rows += batch.num_rows
     except pa.ArrowNotImplementedError as error:
@@ -76,6 +73,14 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[BatchOfF
         raise DataError(
             f"{path}: no {path.suffix} file, or a damaged one ({reason}); fetch or write it anew"
         ) from None
+
+
+def take_rows(batch: pa.RecordBatch, positions: Sequence[int]) -> pa.RecordBatch:
+    """Return a copy of the rows at some positions."""
+    kinds = [field.with_type(_without_views(field.type)) for field in batch.schema]
+    if kinds != list(batch.schema):  # cast breaks a slice with a column of nulls
+        batch = batch.cast(pa.schema(kinds))
+    return batch.take(pa.array(positions))
 
 
 def batch_records(

@@ -91,7 +91,9 @@ class Chunk:
         if isinstance(self.records, list):
             records = [self.records[position] for position in positions]
         else:
-            records = self.records.take(list(positions))
+            from sft_play.data import arrow
+
+            records = arrow.take_rows(self.records, positions)
         return replace(self, numbers=numbers, records=records)
 
     def origin(self, position: int) -> str:

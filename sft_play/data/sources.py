@@ -89,14 +89,11 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
         RuntimeError,
         datasets.exceptions.DatasetsError,
         pa.ArrowException,
-    ) as error:  # a loading script, no rows, damaged rows
+        ValueError,
+    ) as error:  # a loading script, no rows, damaged rows, an unknown split or subset
         raise DataError(
-            f"{where}: {_sentence(error)} Fetch its files, and name their folder"
-        ) from None
-    except ValueError as error:  # an unknown split or subset
-        raise DataError(
-            f"{where}: {_sentence(error)} "
-            f"Write it as [{{path: {section.path}, subset: <subset>, split: <split>}}]"
+            f"{where}: {_sentence(error)} Name one of its parts as [{{path: {section.path}, "
+            "subset: <subset>, split: <split>}], or fetch its files and name their folder"
         ) from None
     except (ConnectionError, httpx.HTTPError) as error:
         raise EnvironmentFault(
@@ -161,8 +158,7 @@ class Source:
             if self.may_lack_columns:
                 with contextlib.suppress(DataError):
                     found = detect_format(first, {})
-                    note = "%s: read without data.columns: it has no such column"
-                    logger.info(note, first.path)
+                    logger.info("%s: read without data.columns: it has none", first.path)
                     return found
             raise
 
@@ -387,17 +383,16 @@ def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
 def _find_difference(now: SourceSection, then: Json, setting: str, data: DataSection) -> str | None:
     """Return in what a source is not the one that data.json has, None if it is."""
     name = name_of(now)
-    if now.weight != then["weight"]:
-        return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"
-    choice = then.get("choice", "")
-    if now.choice != choice:
-        return f"{name} has {now.choice or 'all rows'}, and was trained with {choice or 'all'}"
-    is_gone_or_of_hub = not Path(now.path).exists()
-    names = (name, str(Path(now.path).resolve()))  # a run has absolute paths
-    if is_gone_or_of_hub and then["name"] in names:
-        return None
-    if is_gone_or_of_hub and is_dataset_id(now.path):
-        return f"{name} is another data set than {then['name']}, with which it was trained"
+    asked = (f"weight {now.weight}", now.choice or "all rows")
+    trained = (f"weight {then['weight']}", then.get("choice") or "all rows")
+    for wanted, used in zip(asked, trained, strict=True):
+        if wanted != used:
+            return f"{name} has {wanted}, and it was trained with {used}"
+    if not Path(now.path).exists():  # gone, or of the hub
+        if then["name"] in (name, str(Path(now.path).resolve())):  # a run has absolute paths
+            return None
+        if is_dataset_id(now.path):
+            return f"{name} is another data set than {then['name']}, with which it was trained"
     source = find_source(now, setting, data)
     has_other_size = then.get("file_bytes") not in (None, source.file_bytes)  # None: not recorded
     if has_other_size or digest_source(source) != then["digest"]:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -30,7 +30,7 @@ from sft_play.data.chunk_tokenizer import (
     TokenizedChunk,
     longest_first,
 )
-from sft_play.data.files import BadRows, read_chunks
+from sft_play.data.files import ROWS_PER_CHUNK, BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.processor import digest_settings
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -182,11 +182,9 @@ def build_store(
         tally.rows_in = tally.dropped["not_chosen"] = rows - len(chosen)
     tasks = _iterate_tasks(source, chosen, group_by)
     first = next(tasks)
-    tasks = chain([first], tasks)
     shows_images = find_images(first, config) and tokenize.processor.reads_images
-    if shows_images:
-        tasks = chain.from_iterable(map(_split_task, tasks))
     processes = count_processes(source.file_bytes, shows_images)
+    tasks = _split_tasks(chain([first], tasks), IMAGE_ROWS if shows_images else ROWS_PER_CHUNK)
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
@@ -266,13 +264,17 @@ def _iterate_tasks(
         yield ChunkTask(number, chunk, replace(row_format, group_by=group_by))
 
 
-def _split_task(task: ChunkTask) -> Iterator[ChunkTask]:
-    """Yield a task as several of IMAGE_ROWS rows."""
-    rows = len(task.chunk.records)
-    for start in range(0, rows, IMAGE_ROWS):
-        part = task.chunk.take(range(start, min(rows, start + IMAGE_ROWS)))
-        bytes_read = task.chunk.bytes_read * len(part.records) // rows
-        yield task._replace(chunk=replace(part, bytes_read=bytes_read))
+def _split_tasks(tasks: Iterable[ChunkTask], most_rows: int) -> Iterator[ChunkTask]:
+    """Yield tasks; those of more rows than `most_rows` as several."""
+    for task in tasks:
+        rows = len(task.chunk.records)
+        if rows <= most_rows:
+            yield task
+            continue
+        for start in range(0, rows, most_rows):
+            part = task.chunk.take(range(start, min(rows, start + most_rows)))
+            bytes_read = task.chunk.bytes_read * len(part.records) // rows
+            yield task._replace(chunk=replace(part, bytes_read=bytes_read))
 
 
 _tokenize_chunk: Callable[[ChunkTask], TokenizedChunk]  # of a worker process
