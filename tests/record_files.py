@@ -36,9 +36,9 @@ def write_rows(path: Path, *rows: object) -> Path:
     return path
 
 
-def contents(path: Path) -> list[list[str]]:
+def contents(path: Path, columns: Mapping[str, str] | None = None) -> list[list[str]]:
     """Return the texts of each row's messages."""
-    return [[message.content for message in row.messages] for row in read_rows(path)]
+    return [[message.content for message in row.messages] for row in read_rows(path, columns)]
 
 
 def run_data(

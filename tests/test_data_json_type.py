@@ -9,8 +9,6 @@ import datasets
 import pytest
 from record_files import read_rows, to_table, without_origin, write_rows
 
-from sft_play.data.rows import Message
-
 Record = dict[str, Any]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}}
 PARAMETERS = {
@@ -149,22 +147,6 @@ def test_a_json_column_of_datasets_is_read_as_the_jsonl_of_its_rows(name, positi
     assert read(path) == expected
 
 
-@pytest.mark.parametrize(
-    ("record", "contents"),
-    [
-        ({"prompt": "Write JSON.", "completion": '[{"role": "user", "content": "x"}]'},
-         ["Write JSON.", '[{"role": "user", "content": "x"}]']),
-        ({"prompt": '{"a": 1}', "completion": '{"b": [2]}'}, ['{"a": 1}', '{"b": [2]}']),
-        ({"conversations": ['{"a": 1}', "An object."]}, ['{"a": 1}', "An object."]),
-        ({"messages": [{"role": "user", "content": '{"a": 1}'},
-                       {"role": "assistant", "content": "[1]"}]}, ['{"a": 1}', "[1]"]),
-    ],
-)  # fmt: skip
-def test_texts_that_are_json_stay_texts_where_a_text_is_expected(record, contents, tmp_path):
-    (row,) = read_rows(write_rows(tmp_path / "a.jsonl", record))
-    assert [message.content for message in row.messages] == contents
-
-
 def test_a_content_that_is_json_is_a_text_in_a_json_column_too(tmp_path):
     contents = ["12", '{"a": 1}', "true", '["x"]', "null and void", "[1, 2]"]
     turns = [
@@ -177,10 +159,3 @@ def test_a_content_that_is_json_is_a_text_in_a_json_column_too(tmp_path):
     saved.to_parquet(str(tmp_path / "a.parquet"))
     (row,) = read_rows(tmp_path / "a.parquet")
     assert [message.content for message in row.messages] == contents
-
-
-@pytest.mark.parametrize("written", [repr(SAID), str(SAID).replace("}, {", "}\n {")])
-def test_lists_as_python_and_numpy_write_them_are_read(written, tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", {"conversations": written})
-    (row,) = read_rows(path)
-    assert row.messages == (Message("user", "q"), Message("assistant", "a"))

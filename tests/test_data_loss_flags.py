@@ -13,15 +13,6 @@ from sft_play.data.chunk_tokenizer import ChunkTokenizer, TokenizedChunk
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError
 
-EXCLUDING = [
-    *({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}),
-    *({"loss": False}, {"loss": 0}, {"mask": True}, {"mask": 1}),
-]
-INCLUDING = [
-    *({}, {"weight": 1}, {"weight": 1.0}, {"weight": None}, {"train": True}),
-    *({"training": True}, {"loss": 1}, {"mask": False}, {"weight": 1, "train": True}),
-]
-
 
 def turn(role: str, content: str, **flags: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **flags}
@@ -41,44 +32,6 @@ def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
     (task,) = read_tasks(path)
     config = Config.model_validate({"model": model, "data": changes})
     return ChunkTokenizer(config, tok)(task)
-
-
-@pytest.mark.parametrize("flags", EXCLUDING, ids=str)
-def test_a_flag_excludes_an_answer(flags, tmp_path):
-    (read,) = read_rows(write_rows(tmp_path / "a.jsonl", chat(flags, {})))
-    assert [message.is_trained for message in read.messages] == [True, False, True, True]
-    turns = [
-        *({"from": "human", "value": "q", "weight": 0}, {"from": "gpt", "value": "a", **flags}),
-        *({"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}),
-    ]
-    (read,) = read_rows(write_rows(tmp_path / "b.jsonl", {"conversations": turns}))
-    assert [message.is_trained for message in read.messages] == [True, False, True, True]
-
-
-@pytest.mark.parametrize("flags", INCLUDING, ids=str)
-def test_a_flag_includes_an_answer(flags, tmp_path):
-    (read,) = read_rows(write_rows(tmp_path / "a.jsonl", chat(flags)))
-    assert read == Row((Message("user", "q0"), Message("assistant", "a0")), read.origin)
-
-
-@pytest.mark.parametrize(
-    ("turns", "reason"),
-    [
-        (chat({"weight": -0.5}), "messages[1].weight is -0.5; a weight is a number from 0 to 1,000,000"),
-        (chat({"weight": "0.5"}), "messages[1].weight is 0.5; a weight is a number from 0 to 1,000,000"),
-        ({**chat({}), "weight": "high"}, "weight is high; a weight is a number from 0 to 1,000,000"),
-        (chat({"train": "no"}), "messages[1].train is no; an answer is trained or not"),
-        (chat({"weight": 1, "train": False}), "messages[1]: weight and train contradict each"),
-        ({"messages": [turn("user", "q", weight=1), turn("assistant", "a")]},
-         "messages[0].weight asks for loss on a message of the user; only answers"),
-        (chat({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
-         "messages[1] asks for loss on a part of the answer"),
-    ],
-)  # fmt: skip
-def test_a_flag_that_cannot_be_followed_is_named_with_its_line(turns, reason, tmp_path):
-    with pytest.raises(DataError) as error:
-        read_rows(write_rows(tmp_path / "a.jsonl", chat({}), turns))
-    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:2: {reason}")
 
 
 def excluding(number: int) -> Row:

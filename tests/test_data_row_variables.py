@@ -1,11 +1,10 @@
 """Variables of the chat template that a row brings: chat_template_kwargs, enable_thinking, ..."""
 
-import json
 from typing import Any
 
 import pytest
 from families import LLAMA3_WORDS, tokenizer
-from record_files import read_rows, run_data, write_rows
+from record_files import run_data, write_rows
 from renderings import CHATML
 
 from sft_play.data.render import Renderer, RenderError, render_prompt
@@ -47,26 +46,6 @@ def test_rows_of_other_variables_have_other_prompts_and_unread_names_are_counted
         f"{path}: 6 rows: the variable xml_tools is not used: "
         "the chat template reads custom_instructions, enable_thinking"
     )
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected"),
-    [
-        ({"chat_template_kwargs": BRIEF}, BRIEF),
-        ({"chat_template_kwargs": json.dumps(BRIEF)}, BRIEF),
-        ({"chat_template_kwargs": {"enable_thinking": None}}, None),
-        ({"chat_template_kwargs": None, "enable_thinking": False}, {"enable_thinking": False}),
-        ({"enable_thinking": "False"}, {"enable_thinking": False}),
-        ({"documents": [{"text": "d"}]}, {"documents": [{"text": "d"}]}),
-        ({"documents": '[{"text": "d"}]'}, {"documents": [{"text": "d"}]}),
-        ({"custom_instructions": "[Be brief]"}, {"custom_instructions": "[Be brief]"}),
-        ({"chat_template_kwargs": {"x": 1}, "reasoning_effort": "low"},
-         {"x": 1, "reasoning_effort": "low"}),
-    ],
-)  # fmt: skip
-def test_a_row_brings_its_variables_in_one_column_or_by_their_names(columns, expected, tmp_path):
-    (row,) = read_rows(write_rows(tmp_path / "a.jsonl", {"messages": TURNS, **columns}), {})
-    assert row.variables == expected
 
 
 def row(**variables: Any) -> Row:
