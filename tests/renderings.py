@@ -18,46 +18,6 @@ EVERY = [
 ]
 
 
-# What the model must learn to write, answer by answer. Each inner list is one text.
-TRAINED = {
-    "chatml": [["A rose.<|im_end|>", "The sea.<|im_end|>"]],
-    "llama2": [[" A rose. </s>", " The sea. </s>"]],
-    "llama3": [["A rose.<|eot_id|>", "The sea.<|eot_id|>"]],
-    "qwen3": [
-        ["<think>\nA flower?\n</think>\n\nA rose.<|im_end|>"],
-        ["<think>\nNo flower.\n</think>\n\nThe sea.<|im_end|>"],
-    ],
-    "gemma": [["A rose.<end_of_turn>", "The sea.<end_of_turn>"]],
-    # the system message moves to the last question
-    "mistral": [[" A rose.</s>"], [" The sea.</s>"]],
-    "phi3": [["A rose.<|end|>", "The sea.<|end|>"]],
-    "deepseek_r1": [
-        ["<think>\nA flower?\n</think>\n\nA rose.<｜end▁of▁sentence｜>"],
-        ["<think>\nNo flower.\n</think>\n\nThe sea.<｜end▁of▁sentence｜>"],
-    ],
-    "zephyr": [["A rose.</s>", "The sea.</s>"]],
-    "alpaca": [["A rose.</s>", "The sea.</s>"]],
-    "vicuna": [[" A rose.</s>", " The sea.</s>"]],
-    "command_r": [
-        [
-            "<|START_RESPONSE|>A rose.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-            "<|START_RESPONSE|>The sea.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-        ],
-    ],
-    "harmony": [
-        [
-            "<|channel|>analysis<|message|>A flower?<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>A rose.<|return|>"
-        ],
-        [
-            "<|channel|>analysis<|message|>No flower.<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>The sea.<|return|>"
-        ],
-    ],
-    "default": [["A rose.</s>", "The sea.</s>"]],
-}
-
-
 def row(*contents: str, system: str | None = None) -> Row:
     """A conversation that the user begins."""
     turns = [
@@ -145,10 +105,6 @@ def written(messages: tuple[Message, ...], tok: PreTrainedTokenizerFast, prompt:
     return tok.apply_chat_template(
         turns(messages), tokenize=False, chat_template=kept, add_generation_prompt=prompt
     )
-
-
-def prompt_text(messages: tuple[Message, ...], tok: PreTrainedTokenizerFast) -> str:
-    return written(messages, tok, prompt=True)
 
 
 CHATML = (

@@ -11,7 +11,6 @@ from renderings import (
     OF_ANSWERS,
     OF_USERS,
     STOPS,
-    TRAINED,
     WRITES,
     conversation,
     error_of,
@@ -130,9 +129,8 @@ def test_a_template_that_cannot_be_trained_through_is_refused(mutant):
 @pytest.mark.parametrize("chat_template", [CHATML, MARKED])
 def test_the_templates_that_these_come_from_are_proven(chat_template):
     tok = tokenizer(chat_template, bos="<bos>", words=LLAMA3_WORDS)
-    assert [trained(sample, tok) for sample in samples_of(conversation("chatml"), tok)] == TRAINED[
-        "chatml"
-    ]
+    (sample,) = samples_of(conversation("chatml"), tok)
+    assert trained(sample, tok) == ["A rose.<|im_end|>", "The sea.<|im_end|>"]
 
 
 @pytest.mark.parametrize("form", [OF_ANSWERS, OF_USERS, "{}"])
