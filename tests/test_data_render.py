@@ -42,59 +42,48 @@ def render(given: Row, tok: PreTrainedTokenizerFast) -> RenderedSample:
 # Answers and their stop tokens
 
 
-def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_its_own():
-    tok = tokenizer(PLAIN)
-    assert [trained(sample, tok) for sample in samples_of(row("What is red?", "A rose."), tok)] == [
-        [" A rose.\n<eos>"]
-    ]
-    first, second = samples_of(row("What is red?", "A rose.", "And blue?", "The sea."), tok)
-    assert tok.decode(first.ids) == "user: What is red?\nassistant: A rose.\n<eos>"
-    assert (
-        tok.decode(second.ids)
-        == "user: What is red?\nassistant: A rose.\nuser: And blue?\nassistant: The sea.\n<eos>"
-    )
-    assert [trained(sample, tok) for sample in (first, second)] == [
-        [" A rose.\n<eos>"],
-        [" The sea.\n<eos>"],
-    ]
+ASKS = "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+BARS = "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}" + ASKS.replace(
+    "assistant:", "|"
+)
+MARKED = (
+    "{% for m in messages %}{{ m['role'] + ':' }}"
+    "{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}"
+    "{% else %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
+) + ASKS
+ENDS_BETWEEN = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
+    "{{ '|' if m['role'] == 'user' else '' if loop.last else eos_token }}{% endfor %}"
+) + ASKS
+LINES = PLAIN.replace("'assistant:'", "'assistant:\n\n'").replace("': ' +", "':\n\n' +")
+SPACE = PLAIN.replace("'assistant:'", "'assistant: '")
+TRAINED = {  # template, options of the tokenizer, messages, and what each sample trains
+    "answers without a stop end with eos, each in a sample of its own": (
+        PLAIN, {}, ["What is red?", "A rose.", "And blue?", "The sea."],
+        [[" A rose.\n<eos>"], [" The sea.\n<eos>"]]),
+    "eos is trained where the template marks answers, too": (
+        MARKED, {}, ["a", "b", "c", "d"], [["b<eos>"], ["d<eos>"]]),
+    "turns between that end with eos are one sample": (
+        ENDS_BETWEEN, {}, ["a", "b", "c", "d"], [["b<eos>", "d<eos>"]]),
+    "blanks at the end of an answer, where offsets leave blanks out": (
+        BARS, {"trim_offsets": True}, ["a", "b  c   "], [["b  c   <eos>"]]),
+    "a tokenizer joins the blanks at the end of a prompt": (
+        LINES, {"words": LLAMA3_WORDS}, ["a", "b"], [["b\n<eos>"]]),
+    "a tokenizer drops the end of a prompt": (
+        SPACE, {"drops_blanks": True}, ["a", "b c", "d", "e"], [["bc\n<eos>"], ["e\n<eos>"]]),
+}  # fmt: skip
 
 
-def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too():
-    marked = (
-        "{% for m in messages %}{{ m['role'] + ':' }}"
-        "{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}"
-        "{% else %}{% generation %}{{ m['content'] }}"
-    )
-    tok = tokenizer(
-        marked
-        + "{% endgeneration %}{% endif %}{% endfor %}"
-        + "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-    )
-    assert [trained(sample, tok) for sample in samples_of(row("a", "b", "c", "d"), tok)] == [
-        ["b<eos>"],
-        ["d<eos>"],
-    ]
-
-
-def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample():
-    template = (
-        "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
-        "{{ '|' if m['role'] == 'user' else '' if loop.last else eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-    )
-    tok = tokenizer(template)
-    (sample,) = samples_of(row("a", "b", "c", "d"), tok)
-    assert tok.decode(sample.ids) == "user:a|assistant:b<eos>user:c|assistant:d<eos>"
-    assert trained(sample, tok) == ["b<eos>", "d<eos>"]
-
-
-def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_out():
-    tok = tokenizer(
-        "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '|' }}{% endif %}",
-        trim_offsets=True,
-    )
-    assert trained(render(row("a", "b  c   "), tok), tok) == ["b  c   <eos>"]
+@pytest.mark.parametrize("case", TRAINED.values(), ids=TRAINED)
+def test_answers_are_trained_with_their_end(case):
+    template, options, contents, expected = case
+    tok = tokenizer(template, **options)
+    samples = samples_of(row(*contents), tok)
+    assert [trained(sample, tok) for sample in samples] == expected
+    if template == PLAIN:
+        text = "user: What is red?\nassistant: A rose.\n"
+        last = "user: And blue?\nassistant: The sea.\n<eos>"
+        assert [tok.decode(sample.ids) for sample in samples] == [f"{text}<eos>", text + last]
 
 
 def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not():
@@ -187,32 +176,11 @@ def test_a_row_without_an_answer_is_refused():
 # Tokens
 
 
-def test_a_token_over_the_seam_is_refused_by_name():
-    template = PLAIN.replace("'assistant:'", "'assistant: '")
-    for trim_offsets in (False, True):
-        with pytest.raises(
-            RenderError,
-            match=r"rows.jsonl:7: the token ' .+' straddles the end of the prompt of messages\[1\]",
-        ):
-            render(row("What is red?", "A rose."), tokenizer(template, trim_offsets=trim_offsets))
-
-
-def test_a_tokenizer_that_joins_the_blanks_at_the_end_of_a_prompt_is_no_straddling():
-    tok = tokenizer(
-        PLAIN.replace("'assistant:'", "'assistant:\n\n'").replace(
-            "': ' + m['content']", "':\n\n' + m['content']"
-        ),
-        words=LLAMA3_WORDS,
-    )
-    assert trained(render(row("a", "b"), tok), tok) == ["b\n<eos>"]
-
-
-def test_a_tokenizer_that_drops_the_end_of_a_prompt_is_no_straddling():
-    tok = tokenizer(PLAIN.replace("'assistant:'", "'assistant: '"), drops_blanks=True)
-    assert [trained(sample, tok) for sample in samples_of(row("a", "b c", "d", "e"), tok)] == [
-        ["bc\n<eos>"],
-        ["e\n<eos>"],
-    ]
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_token_over_the_seam_is_refused_by_name(trim_offsets):
+    words = r"rows.jsonl:7: the token ' .+' straddles the end of the prompt of messages\[1\]"
+    with pytest.raises(RenderError, match=words):
+        render(row("What is red?", "A rose."), tokenizer(SPACE, trim_offsets=trim_offsets))
 
 
 def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused():
