@@ -17,7 +17,7 @@ from sft_play.data.assemble import RunData
 from sft_play.data.files import Chunk, refuse_bad_rows
 from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.row_formats import RowFormat
+from sft_play.data.row_formats import ROW_FORMATS, RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import BadRow, Row
 from sft_play.data.sources import ChunkTask, Source
@@ -143,29 +143,10 @@ GOLDEN: dict[str, Records] = {
             "tools": [],
         },
     ],
-    "conversations": [
-        {
-            "conversations": [
-                {"from": "human", "value": "q"},
-                {"from": "gpt", "value": 'a,\n"b"'},
-            ],
-            "system": "s",
-        }
-    ]
-    * 2,
-    "instruction": [
-        {"instruction": "q", "input": "", "output": "a"},
-        {"instruction": "q", "input": "on\r\ntwo lines", "output": "a"},
-    ],
-    "prompt": [{"prompt": "q", "completion": " a "}],
-    "question": [
-        {"question": "tab\there", "answer": "naïve 🙂\u2028"},
-        {"question": "'single'", "answer": '"double", and ; more'},
-    ],
-    "user": [{"system": "s", "user": "q", "assistant": "a"}],
-    "target": [{"input": "q", "target": "a"}],
-    "input": [{"input": "q", "output": "a"}],
-    "text": [{"text": "once\nupon"}, {"text": "a time"}],
+    **{
+        name: [json.loads(ROW_FORMATS[name].example)] * 2
+        for name in ("conversations", "instruction", "contents", "text", "segments")
+    },
 }
 
 

@@ -1,19 +1,15 @@
 """The order of an epoch: the same steps however they are cut up, and little padding."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 
-from sft_play.data.order import (
-    StepSampler,
-    fullest_step,
-    padding,
-    shuffle,
-    steps,
-)
+from sft_play.config import loader
+from sft_play.config.metrics import is_higher_better
+from sft_play.data.order import StepSampler, fullest_step, padding, shuffle, steps
+from sft_play.errors import ConfigError
 from sft_play.plan.step import Layout
 
 MAX_SEQ_LEN, EFFECTIVE, SEED = 64, 8, 5
@@ -30,18 +26,21 @@ def layout_of(max_seq_len: int, batch: int, effective: int, world: int = 1) -> L
 
 
 def sampler(
-    lengths: list[int], batch: int, world: int, packed: bool, seed: int = SEED
+    lengths: list[int], batch: int, world: int, packed: bool, seed: int | None = SEED
 ) -> StepSampler:
     layout = layout_of(MAX_SEQ_LEN, batch, EFFECTIVE, world)
-    return StepSampler(
-        lengths,
-        layout.packed(fullest_step(lengths, layout, seed, epochs=3)) if packed else layout,
-        seed,
-    )
+    if packed:
+        layout = layout.packed(fullest_step(lengths, layout, seed, epochs=3))
+    return StepSampler(lengths, layout, seed)
 
 
 def steps_of(
-    lengths: list[int], batch: int, world: int, packed: bool, epoch: int = 0, seed: int = SEED
+    lengths: list[int],
+    batch: int,
+    world: int,
+    packed: bool,
+    epoch: int = 0,
+    seed: int | None = SEED,
 ) -> list[list[int]]:
     """Return the real samples of each optimizer step, over all `world` ranks of accelerate."""
     order = sampler(lengths, batch, world, packed, seed)
@@ -49,6 +48,10 @@ def steps_of(
     per_rank = [list(BatchSamplerShard(order, world, rank)) for rank in range(world)]
     assert [len(batches) for batches in per_rank] == [len(order) // world] * world
     assert all(1 <= len(batch_) <= batch for batches in per_rank for batch_ in batches)
+    sequences = [sequence for batch_ in order for sequence in batch_]
+    assert max(sum(lengths[max(i, ~i)] for i in one) for one in sequences) <= MAX_SEQ_LEN
+    fillers = [sequence for sequence in sequences if sequence[0] < 0]
+    assert all(filler == [~lengths.index(min(lengths))] for filler in fillers)
     accum = order.layout.micro_batches
     cut = [
         [one for batches in per_rank for one in batches[start : start + accum]]
@@ -60,18 +63,26 @@ def steps_of(
     ]
 
 
+@pytest.mark.parametrize("seed", [SEED, None])
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 23, 64])
-def test_a_step_trains_the_same_samples_however_it_is_cut_up(samples):
+def test_a_step_trains_the_same_samples_however_it_is_cut_up(samples, seed):
     lengths = lengths_of(samples)
-    one = steps_of(lengths, 2, 1, packed=False)
-    assert one == [sorted(step) for step in steps(samples, EFFECTIVE, SEED, 0)]
-    assert all(
-        steps_of(lengths, batch, world, packed) == one
-        for batch, world in LAYOUTS
-        for packed in (False, True)
-    )
+    one = steps_of(lengths, 2, 1, packed=False, seed=seed)
+    assert one == [sorted(step) for step in steps(samples, EFFECTIVE, seed, 0)]
+    for batch, world in LAYOUTS:
+        for packed in (False, True):
+            assert steps_of(lengths, batch, world, packed, seed=seed) == one
     assert sorted(index for step in one for index in step) == list(range(samples))
     assert all(len(step) == EFFECTIVE for step in one[:-1])
+
+
+def test_a_curriculum_keeps_the_order_of_the_files_in_every_epoch():
+    for epoch in (0, 1):
+        found = list(steps(23, 8, None, epoch))
+        assert found == [list(range(8)), list(range(8, 16)), list(range(16, 23))]
+    assert sampler(lengths_of(23), 2, 2, False, None).find_samples(2, 0, 0)[0] in range(8, 16)
+    assert loader.load("base", {}, ["data.order=as_given"]).config.epoch_seed is None
+    assert loader.load("base", {}, ["train.seed=3"]).config.epoch_seed == 3
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -85,10 +96,7 @@ def test_epochs_differ_and_each_is_the_same_every_time(packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_order_that_is_cut_anew_is_the_one_that_was_cut_so(packed):
-    set_micro_batch, other = (
-        sampler(lengths_of(64), 8, 1, packed),
-        sampler(lengths_of(64), 1, 1, packed),
-    )
+    set_micro_batch, other = (sampler(lengths_of(64), batch, 1, packed) for batch in (8, 1))
     assert list(set_micro_batch) != list(other)
     set_micro_batch.layout = other.layout
     assert list(set_micro_batch) == list(other) and len(set_micro_batch) == len(other)
@@ -97,7 +105,7 @@ def test_an_order_that_is_cut_anew_is_the_one_that_was_cut_so(packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_epoch_does_not_depend_on_those_before_it(packed):
     """A resumed run begins with the epoch that was left and skips its first micro-batches."""
-    through, resumed = sampler(lengths_of(23), 2, 1, packed), sampler(lengths_of(23), 2, 1, packed)
+    through, resumed = (sampler(lengths_of(23), 2, 1, packed) for _ in range(2))
     list(through)
     through.set_epoch(2)
     resumed.set_epoch(2)
@@ -106,10 +114,9 @@ def test_an_epoch_does_not_depend_on_those_before_it(packed):
 
 def test_micro_batches_hold_samples_of_similar_length_the_longest_first():
     lengths = [9, 1, 7, 3, 8, 2, 6, 5]
-    assert [
-        [lengths[sequence[0]] for sequence in batch]
-        for batch in sampler(lengths, 2, 1, packed=False)
-    ] == [[9, 8], [7, 6], [5, 3], [2, 1]]
+    batches = sampler(lengths, 2, 1, packed=False)
+    found = [[lengths[sequence[0]] for sequence in batch] for batch in batches]
+    assert found == [[9, 8], [7, 6], [5, 3], [2, 1]]
 
 
 def test_the_last_step_is_filled_with_the_sample_that_costs_least():
@@ -118,25 +125,6 @@ def test_the_last_step_is_filled_with_the_sample_that_costs_least():
         sequence for batch in list(sampler(lengths, 2, 1, packed=False))[4:] for sequence in batch
     ]
     assert len(last) == 8 and last[1:] == [[~1]] * 7 and last[0][0] >= 0
-
-
-def sequences_of(order: StepSampler) -> Iterator[list[int]]:
-    return (sequence for batch in order for sequence in batch)
-
-
-@pytest.mark.parametrize("samples", [1, 9, 40, 200])
-@pytest.mark.parametrize(("batch", "world"), LAYOUTS)
-def test_packed_sequences_are_no_longer_than_the_longest_that_may_be(samples, batch, world):
-    lengths = lengths_of(samples)
-    order = sampler(lengths, batch, world, packed=True)
-    for epoch in range(3):  # as many as were counted for
-        order.set_epoch(epoch)
-        assert (
-            max(sum(lengths[max(i, ~i)] for i in sequence) for sequence in sequences_of(order))
-            <= MAX_SEQ_LEN
-        )
-        fillers = [sequence for sequence in sequences_of(order) if sequence[0] < 0]
-        assert all(filler == [~lengths.index(min(lengths))] for filler in fillers)
 
 
 def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do():
@@ -160,3 +148,14 @@ def test_an_order_is_that_of_torch(samples, seed):
     shuffle(order, seed)
     generator = torch.Generator().manual_seed(seed)
     assert order == torch.randperm(samples, generator=generator).tolist()
+
+
+def test_the_loss_of_a_named_source_may_choose_the_best_checkpoint():
+    sources = "data.val_path=[{path: a.jsonl, name: math}, {path: b.jsonl}]"
+    best = "train.metric_for_best_model=eval_math_loss"
+    config = loader.load("base", {}, [sources, best]).config
+    assert config.train.metric_for_best_model == "eval_math_loss"
+    assert not is_higher_better("eval_math_loss") and is_higher_better("eval_rougeL")
+    for words in ([best], [sources, best.replace("math", "code")]):
+        with pytest.raises(ConfigError, match=r"train\.metric_for_best_model"):
+            loader.load("base", {}, words)

@@ -44,13 +44,3 @@ def test_other_blanks_are_trimmed_as_the_template_does_and_said(name, given):
 def test_nothing_is_said_where_nothing_is_trimmed(name):
     (sample,) = samples_of(row("x\n", "Why?\n"), family(name))
     assert not sample.notes
-
-
-@pytest.mark.parametrize("name", TRIMS)
-def test_an_indented_answer_of_the_history_is_read_as_at_use(name):
-    again = (Message("user", "And g?"), Message("assistant", CODE.replace("x", "y")))
-    longer = Row((*row(CODE).messages, *again), "r:1")
-    first, second = samples_of(longer, family(name))
-    assert CODE in family(name).decode(first.ids)
-    (plain,) = samples_of(Row((*row(CODE.strip()).messages, *again), "r:1"), family(name), "last")
-    assert second.ids == plain.ids and second.labels == plain.labels
