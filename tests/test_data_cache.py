@@ -83,7 +83,7 @@ def _slow(root: str, log: str) -> None:
 def test_two_runs_at_once_share_one_build(tmp_path):
     log = tmp_path / "log"
     runs = [
-        multiprocessing.get_context("spawn").Process(
+        multiprocessing.get_context("fork").Process(
             target=_slow, args=(str(tmp_path / "cache"), str(log))
         )
         for _ in range(2)

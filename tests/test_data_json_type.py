@@ -1,7 +1,7 @@
 """sft_play.data: objects that a file has as JSON texts are read as the objects that they are."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,37 +39,28 @@ RECORDS: dict[str, Record] = {
     },
     "history": {"instruction": "q", "output": "a", "history": [["r", "b"]]},
 }
-# A value and all that is inside it, by the path of its keys; "*" is each element of a list
-POSITIONS: list[tuple[str, str]] = [
-    *((name, name) for name in ("messages", "conversations", "prompt", "history")),
-    ("prompt", "completion"),
-    ("prompt_object", "prompt"),
-    ("prompt_object", "completion"),
-    ("messages", "messages.*"),
-    ("conversations", "conversations.*"),
-    ("prompt", "prompt.*"),
-    ("prompt", "completion.*"),
-    ("pairs", "conversation"),
-    ("messages", "messages.*.content"),
-    ("messages", "messages.*.content.*"),
-    ("contents", "contents"),
-    ("contents", "contents.*"),
-    ("contents", "contents.*.parts"),
-    ("contents", "contents.*.parts.*"),
-    ("messages", "messages.*.tool_calls"),
-    ("messages", "messages.*.tool_calls.*"),
-    ("messages", "messages.*.tool_calls.*.function"),
-    ("messages", "messages.*.tool_calls.*.function.arguments"),
-    *((name, "tools") for name in ("messages", "conversations", "calls")),
-    ("messages", "tools.*"),
-    ("messages", "tools.*.function"),
-    ("messages", "tools.*.function.parameters"),
-    ("messages", "tools.*.function.parameters.properties"),
-    ("messages", "tools.*.function.parameters.properties.a"),
-    ("calls", "answers"),
-    ("calls", "answers.*"),
-    ("calls", "answers.*.arguments"),
-]
+
+
+TEXTS = ("conversation.*", "history.*", "arguments.b")  # there, a text is a text
+
+
+def positions(value: Any, path: str) -> Iterator[str]:
+    """Yield the path of each object and list within a value; "*" is each element of a list."""
+    if isinstance(value, dict | list) and not path.endswith(TEXTS):
+        yield path
+        items = value.items() if isinstance(value, dict) else [("*", one) for one in value]
+        for key, held in items:
+            yield from positions(held, f"{path}.{key}")
+
+
+def all_positions() -> list[tuple[str, str]]:
+    found = [
+        (name, position)
+        for name, record in RECORDS.items()
+        for key, value in record.items()
+        for position in positions(value, key)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def change(value: Any, path: list[str], how: Callable[[Any], Any]) -> Any:
@@ -88,7 +79,7 @@ def read(path: Path) -> list[tuple[Any, ...]]:
     return without_origin(read_rows(path))
 
 
-@pytest.mark.parametrize(("name", "position"), POSITIONS)
+@pytest.mark.parametrize(("name", "position"), all_positions())
 def test_a_json_text_is_read_as_the_value_that_it_has(name, position, tmp_path):
     expected = read(write_rows(tmp_path / "a.jsonl", RECORDS[name]))
     text = change(

@@ -4,31 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from record_files import write_rows
+from record_files import run_data, write_rows
 
-from sft_play.config.schema import Config
-from sft_play.data.assemble import RunData
 from sft_play.data.ledger import MAX_COLUMNS, Ledger, PaddedTokens, ledger_lines
-from sft_play.data.pipeline import build_run_data
 
 
-def build(
-    tokenizer, folder: Path, model: dict[str, object] | None = None, **data: object
-) -> RunData:
-    settings = {
-        "data": {"cache_dir": str(folder / "cache"), "max_lost": 0.9, **data},
-        "model": model or {"max_seq_len": 2048},
-    }
-    return build_run_data(Config.model_validate(settings), tokenizer)
-
-
-def written(path: Path, counts: range) -> str:
-    records = [
-        {"question": f"Count to {n}.", "answer": " ".join(map(str, range(1, n + 1)))}
-        for n in counts
-    ]
-    write_rows(path, *records)
-    return str(path)
+def written(path: Path, counts: range) -> Path:
+    counted = {n: " ".join(map(str, range(1, n + 1))) for n in counts}
+    rows = [{"question": f"Count to {n}.", "answer": text} for n, text in counted.items()]
+    return write_rows(path, *rows)
 
 
 def columns(lines: list[str]) -> dict[str, dict[str, float]]:
@@ -47,23 +31,13 @@ def columns(lines: list[str]) -> dict[str, dict[str, float]]:
 def mixed_ledger(tokenizer, tmp_path_factory) -> Ledger:
     """Two weighted sources, one with long rows; held-out rows, a repeated and an empty row."""
     folder = tmp_path_factory.mktemp("check")
-    short, long = (
-        written(folder / "short.jsonl", range(1, 40)),
-        written(folder / "long.jsonl", range(30, 70)),
-    )
-    with Path(short).open("a") as file:
+    short = written(folder / "short.jsonl", range(1, 40))
+    long = written(folder / "long.jsonl", range(30, 70))
+    with short.open("a") as file:
         file.write('{"question": "Count to 3!", "answer": "1 2 3"}\n{"question": "Hm?"}\n')
-    sources = [{"path": short, "weight": 3}, {"path": long, "weight": 1}]
-    data = build(
-        tokenizer,
-        folder,
-        {"max_seq_len": 64},
-        train_path=sources,
-        val_size=0.1,
-        on_bad_row="quarantine",
-        on_overlap="drop",
-    )
-    return data.ledger
+    sources = [{"path": str(short), "weight": 3}, {"path": str(long), "weight": 1}]
+    policies = {"on_bad_row": "quarantine", "on_overlap": "drop", "max_lost": 0.9}
+    return run_data(short, tokenizer, 64, train_path=sources, val_size=0.1, **policies).ledger
 
 
 def test_the_rows_that_are_printed_add_up(mixed_ledger):
@@ -102,49 +76,32 @@ def test_several_sources_have_a_line_each_with_their_share_of_an_epoch(mixed_led
 def test_a_plain_set_takes_at_most_25_lines_and_no_line_wraps(
     tokenizer, rows, tmp_path, mixed_ledger
 ):
-    data = build(
-        tokenizer,
-        tmp_path,
-        train_path=str(rows["train"]),
-        val_path=str(rows["val"]),
-        test_path=str(rows["val"]),
-        on_overlap="allow",
-    )
-    plain = ledger_lines(data.ledger)
+    paths = {"val_path": str(rows["val"]), "test_path": str(rows["val"])}
+    settings = {**paths, "cache_dir": str(tmp_path), "on_overlap": "allow"}
+    plain = ledger_lines(run_data(rows["train"], tokenizer, 2048, **settings).ledger)
     assert len(plain) <= 25
     assert "" not in plain, "one source a split: no table of sources"
     assert max(map(len, plain + ledger_lines(mixed_ledger))) <= MAX_COLUMNS
 
 
+def printed_of(tokenizer, train: Path, max_seq_len: int, **data: object) -> dict:
+    val = written(train.with_name("val.jsonl"), range(1, 4))
+    settings = {"val_path": str(val), "on_overlap": "drop", "max_lost": 0.9, **data}
+    return columns(ledger_lines(run_data(train, tokenizer, max_seq_len, **settings).ledger))
+
+
 def test_training_rows_that_are_evaluated_on_are_counted(tokenizer, tmp_path):
-    train, val = (
-        written(tmp_path / "train.jsonl", range(1, 9)),
-        written(tmp_path / "val.jsonl", range(7, 12)),
-    )
-    data = build(tokenizer, tmp_path, train_path=train, val_path=val, on_overlap="drop")
-    printed = columns(ledger_lines(data.ledger))
+    printed = printed_of(tokenizer, written(tmp_path / "train.jsonl", range(2, 9)), 2048)
     assert printed["train"]["also validation rows, to the letter"] == 2
     assert printed["train"]["+ evaluated_on"] == 2
     assert "also validation rows, to the letter" not in printed["validation"]
 
 
-def test_shortened_rows_are_among_those_that_are_used(tokenizer, tmp_path):
-    train, val = (
-        written(tmp_path / "train.jsonl", range(5, 60)),
-        written(tmp_path / "val.jsonl", range(1, 4)),
-    )
-    for policy, label in (("split", "of them split"), ("truncate_left", "of them truncated")):
-        data = build(
-            tokenizer,
-            tmp_path,
-            {"max_seq_len": 64},
-            train_path=train,
-            val_path=val,
-            too_long=policy,
-            on_overlap="drop",
-        )
-        printed = columns(ledger_lines(data.ledger))["train"]
-        assert 0 < printed[label] <= printed["= used"] == 55
+@pytest.mark.parametrize(("policy", "label"), [("split", "split"), ("truncate_left", "truncated")])
+def test_shortened_rows_are_among_those_that_are_used(policy, label, tokenizer, tmp_path):
+    train = written(tmp_path / "train.jsonl", range(5, 60))
+    printed = printed_of(tokenizer, train, 64, too_long=policy)["train"]
+    assert 0 < printed[f"of them {label}"] <= printed["= used"] == 55
 
 
 def test_padding_is_told_where_it_is_known(mixed_ledger):
@@ -166,12 +123,9 @@ def test_rows_whose_answers_look_doubtful_are_counted_in_one_note(tokenizer, tmp
         "Red.",
     ]
     rows = [{"question": f"What is {n}?", "answer": answer} for n, answer in enumerate(answers)]
-    write_rows(tmp_path / "a.jsonl", *rows, rows[-1])
-    paths = {
-        "train_path": str(tmp_path / "a.jsonl"),
-        "val_path": written(tmp_path / "b.jsonl", range(2, 5)),
-    }
-    data = build(tokenizer, tmp_path, **paths)
+    path = write_rows(tmp_path / "a.jsonl", *rows, rows[-1])
+    val = written(tmp_path / "b.jsonl", range(2, 5))
+    data = run_data(path, tokenizer, 2048, val_path=str(val), max_lost=0.9)
     assert data.ledger.notes == [
         "of 9 rows 2 have HTML tags in an answer, 3 have an answer like N/A, NULL or -, "
         "1 repeat another"

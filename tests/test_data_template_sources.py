@@ -98,12 +98,13 @@ def write_named(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["list", "files", "files beside a config"])
 def test_of_several_templates_the_default_one_is_used_and_name_takes_another(folder, form):
     write_named(folder, form)
-    assert load(folder).chat_template == {"default": CHATML, "rag": RAG}
-    assert prompt(load(folder)).startswith("<|im_start|>user")
-    assert prompt(load(folder, "name:rag")).startswith("Documents. <|im_start|>user")
-    assert load(folder, "name:rag").chat_template == {"default": RAG, "rag": RAG}
-    (sample,) = samples_of(Row(ANSWERED, "rows.jsonl:1"), load(folder))
-    assert trained(sample, load(folder)) == ["A rose.<|im_end|>"]
+    plain, rag = load(folder), load(folder, "name:rag")
+    assert plain.chat_template == {"default": CHATML, "rag": RAG}
+    assert prompt(plain).startswith("<|im_start|>user")
+    assert prompt(rag).startswith("Documents. <|im_start|>user")
+    assert rag.chat_template == {"default": RAG, "rag": RAG}
+    (sample,) = samples_of(Row(ANSWERED, "rows.jsonl:1"), plain)
+    assert trained(sample, plain) == ["A rose.<|im_end|>"]
 
 
 def test_rows_with_tools_have_the_template_for_tools(folder):

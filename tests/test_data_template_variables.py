@@ -1,5 +1,7 @@
 """model.template_kwargs and model.template_date become a part of the template that is saved."""
 
+import json
+
 import pytest
 from families import tokenizer
 from transformers import AutoTokenizer
@@ -11,6 +13,7 @@ from sft_play.data.template_sources import with_variables
 from sft_play.errors import ConfigError
 from sft_play.evaluation.reference import Reference
 from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.inference.load import load_run
 
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
@@ -72,22 +75,25 @@ def test_a_name_that_cannot_be_a_variable_is_refused():
         with_variables(THINKING, ModelSection(template_kwargs={"enable thinking": False}))
 
 
-def test_a_run_with_variables_saves_them_and_plain_transformers_writes_the_same(
+def test_a_run_saves_its_template_with_its_variables_and_plain_transformers_writes_the_same(
     plan_run, run_worker, tiny_base, tmp_path, opens_here
 ):
-    own = AutoTokenizer.from_pretrained(tiny_base).chat_template
-    (tmp_path / "own.jinja").write_text("{{ greeting }}{{ strftime_now('%Y') }}" + own)
-    folder = plan_run(
-        {
-            "model.chat_template": tmp_path / "own.jinja",
-            "model.template_kwargs": "{greeting: Good day. }",
-            "model.template_date": "2031-01-01",
-        }
-    )
+    own = tmp_path / "own.jinja"
+    shipped = AutoTokenizer.from_pretrained(tiny_base).chat_template
+    own.write_text("{{ greeting }}{{ strftime_now('%Y') }}" + shipped)
+    settings = {
+        "model.chat_template": own,
+        "model.template_kwargs": "{greeting: Good day. }",
+        "model.template_date": "2031-01-01",
+        "train.max_steps": 1,
+    }
+    folder = plan_run(settings)
     assert run_worker(folder) == 0
     weights = folder.weights("lora")
-    saved = AutoTokenizer.from_pretrained(weights)
-    shown = saved.apply_chat_template(MESSAGES, tokenize=False)
-    assert shown.startswith("Good day.2031")
+    assert json.loads((weights / "stamp.json").read_text())["template"] == str(own)
+    own.unlink()
+    for opened in (AutoTokenizer.from_pretrained(weights), load_run(folder, "cpu").tokenizer):
+        shown = opened.apply_chat_template(MESSAGES, tokenize=False)
+        assert shown.startswith("Good day.2031")
     reference = Reference.read(folder.evaluation)
     assert reopen(Folder(weights, "float32", {"": "cpu"}), reference).faults() == []

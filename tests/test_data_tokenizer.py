@@ -43,21 +43,3 @@ def test_a_full_disk_of_the_hubs_cache_is_no_fault_of_the_tokenizers_files(monke
     with pytest.raises(SftPlayError, match=r"/cache/tokenizer.json; free some space") as caught:
         load_tokenizer(Config.model_validate({"model": {"name": "owner/name"}}))
     assert caught.value.exit_class == ExitClass.DISK_FULL
-
-
-def test_a_run_and_its_use_have_the_template_of_the_config_and_the_stamp_says_so(
-    plan_run, run_worker, tmp_path
-):
-    import json
-
-    from sft_play.inference.load import load_run
-
-    own = tmp_path / "own.jinja"
-    own.write_text(DEFAULT_TEMPLATE.replace("### ", "## "))
-    folder = plan_run(
-        {"model.chat_template": own, "train.max_steps": 1, "train.predict_with_generate": False}
-    )
-    assert run_worker(folder) == 0
-    assert json.loads((folder.weights("lora") / "stamp.json").read_text())["template"] == str(own)
-    own.unlink()
-    assert "## " in load_run(folder, "cpu").tokenizer.chat_template

@@ -206,7 +206,8 @@ def test_weights_that_are_all_alike_change_nothing(plan_run, run_worker, tmp_pat
     scores = []
     for weight in (None, 0.5):
         path = rows_with(tmp_path, [weight])
-        folder = plan_run({"data.train_path": path, "train.predict_with_generate": False})
+        settings = {"train.predict_with_generate": False, "train.max_steps": 1}
+        folder = plan_run({"data.train_path": path, **settings})
         assert run_worker(folder) == 0
         scores.append(run_json(folder)["metrics"]["after"]["eval_loss"])
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
