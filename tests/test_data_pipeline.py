@@ -1,5 +1,6 @@
 """From files to splits: every row is used or named, none is on both sides, the cache is used."""
 
+import copy
 import json
 import math
 import shutil
@@ -48,6 +49,12 @@ def config_of(tmp_path):
     return config
 
 
+@pytest.fixture
+def built(config_of, tokenizer):
+    """A function that returns the data of a run over some rows."""
+    return lambda *rows, **data: build_run_data(config_of(*rows, **data), tokenizer)
+
+
 def written(path: Path, rows: list[Any]) -> str:
     """Write a row a line; a text is a line as it is."""
     path.write_text(
@@ -68,6 +75,11 @@ def numbered(count: int, begin: int = 0) -> list[dict[str, str]]:
     ]
 
 
+def facts_of(data: RunData) -> dict[str, Any]:
+    """The ledger of the training rows."""
+    return data.ledger.splits_as_json()["train"]
+
+
 def assert_adds_up(data: RunData) -> None:
     """The identities of the ledger, counted again from the samples."""
     for name, facts in data.ledger.splits_as_json().items():
@@ -86,7 +98,7 @@ def assert_adds_up(data: RunData) -> None:
             ).check()
 
 
-def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer):
+def test_a_set_with_every_defect_is_accounted_for_by_reason(built):
     good = numbered(40)
     train = [
         *good,
@@ -104,195 +116,136 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
         qa("Evaluated, too?"),
         qa("evaluated too"),
     ]
-    data = build_run_data(
-        config_of(
-            train,
-            val=[*numbered(5, 100), qa("Evaluated, too?")],
-            on_bad_row="quarantine",
-            special_tokens_in_text="allow",
-            on_overlap="drop",
-            max_lost=0.9,
-        ),
-        tokenizer,
+    data = built(
+        train,
+        val=[*numbered(5, 100), qa("Evaluated, too?")],
+        on_bad_row="quarantine",
+        special_tokens_in_text="allow",
+        on_overlap="drop",
+        max_lost=0.9,
     )
-    facts = data.ledger.splits_as_json()["train"]
+    facts = facts_of(data)
     assert facts["rows_in"] == len(train)
     assert facts["dropped"] == {"bad_row": 7, "unproven": 1, "too_long": 1, "evaluated_on": 2}
     assert facts["rows_used"] == 42
     assert facts["duplicates"] == {"exact": 1, "normalised": 2, "questions": 2}
     assert facts["overlap"] == {"validation": {"exact": 1, "normalised": 2, "questions": 2}}
-    assert facts["lost_trained_tokens"] > 0 and facts["lost_fraction"] == pytest.approx(
-        facts["lost_trained_tokens"]
-        / (
-            facts["lost_trained_tokens"]
-            + data.ledger.splits_as_json()["train"]["sources"][0]["trained_tokens"]
-        ),
-        abs=1e-6,
-    )
+    lost, kept = facts["lost_trained_tokens"], facts["sources"][0]["trained_tokens"]
+    assert lost > 0 and facts["lost_fraction"] == pytest.approx(lost / (lost + kept), abs=1e-6)
     assert_adds_up(data)
     aside = read_bad_rows(data.sources)
-    assert [row.origin.rpartition(":")[2] for row in aside["train"]] == [
-        str(line) for line in range(41, 49)
-    ]
+    assert [int(row.origin.rpartition(":")[2]) for row in aside["train"]] == [*range(41, 49)]
     assert all(row.reason and row.raw for row in aside["train"]) and "validation" not in aside
 
 
-def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer):
+def test_one_bad_row_stops_the_run_unless_it_is_quarantined(built, tmp_path):
     train = [*numbered(20), qa("q", "a<|end|>b")]
     allow = {"special_tokens_in_text": "allow"}
-    with pytest.raises(
-        DataError, match=r"(?s)train.jsonl:21: .*DATA_ON_BAD_ROW=quarantine"
-    ) as error:
-        build_run_data(config_of(train, **allow), tokenizer)
+    words = r"(?s)train.jsonl:21: .*DATA_ON_BAD_ROW=quarantine"
+    with pytest.raises(DataError, match=words) as error:
+        built(train, **allow)
     assert error.value.exit_class == 11
-    assert not [
-        path
-        for path in Path(config_of(train).data.cache_dir).iterdir()
-        if not path.name.endswith(".lock")
-    ], "nothing half-written"
-    assert (
-        build_run_data(config_of(train, on_bad_row="quarantine", **allow), tokenizer)
-        .ledger.splits["train"]
-        .tally.dropped["unproven"]
-        == 1
-    )
+    left = [path for path in (tmp_path / "samples").iterdir() if path.suffix != ".lock"]
+    assert not left, "nothing half-written"
+    data = built(train, on_bad_row="quarantine", **allow)
+    assert facts_of(data)["dropped"]["unproven"] == 1
 
 
 @pytest.mark.parametrize(
-    ("policy", "dropped", "samples"),
-    [("drop", {"too_long": 1}, 20), ("truncate_left", {}, 21), ("split", {}, 22)],
+    ("policy", "dropped", "shortened", "samples"),
+    [
+        ("drop", {"too_long": 1}, {}, 20),
+        ("truncate_left", {}, {"truncated": 1}, 21),
+        ("split", {}, {"split": 1}, 22),
+    ],
 )
 def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(
-    config_of, tokenizer, policy, dropped, samples
+    built, policy, dropped, shortened, samples
 ):
-    train = [*numbered(20), qa("Long?", "word " * 70)]
-    full = build_run_data(config_of(train, val=numbered(3, 50)), tokenizer)
-    limit = max(full.train.lengths) * 3 // 5
-    cut = build_run_data(
-        config_of(
-            train, val=numbered(3, 50), max_seq_len=int(limit), too_long=policy, max_lost=0.9
-        ),
-        tokenizer,
-    )
-    facts = cut.ledger.splits_as_json()["train"]
+    rows = {"train": [*numbered(20), qa("Long?", "word " * 70)], "val": numbered(3, 50)}
+    full = built(**rows)
+    limit = int(max(full.train.lengths)) * 3 // 5
+    cut = built(**rows, max_seq_len=limit, too_long=policy, max_lost=0.9)
+    facts = facts_of(cut)
     assert (facts["dropped"], facts["samples"]) == (dropped, samples)
-    assert (
-        facts["trained_tokens"] + facts["lost_trained_tokens"]
-        == full.ledger.splits_as_json()["train"]["trained_tokens"]
-    )
-    assert facts["shortened"] == (
-        {} if policy == "drop" else {{"truncate_left": "truncated"}.get(policy, policy): 1}
-    )
+    found = facts["trained_tokens"] + facts["lost_trained_tokens"]
+    assert found == facts_of(full)["trained_tokens"]
+    assert facts["shortened"] == shortened
     assert cut.train.lengths.max() <= limit
     assert_adds_up(cut)
 
 
-def test_too_much_lost_stops_the_run_and_says_which_length_would_do(config_of, tokenizer):
-    train = [*numbered(20), qa("Long?", "word " * 70), qa("Longer?", "word " * 80)]
-    longest = int(
-        build_run_data(config_of(train, val=numbered(3, 50)), tokenizer).train.lengths.max()
-    )
-    config = config_of(train, val=numbered(3, 50), max_seq_len=64)
+def test_too_much_lost_stops_the_run_and_says_which_length_would_do(built, tmp_path):
+    long = [qa("Long?", "word " * 70), qa("Longer?", "word " * 80)]
+    rows = {"train": [*numbered(20), *long], "val": numbered(3, 50)}
+    longest = int(built(**rows).train.lengths.max())
     with pytest.raises(DataError) as error:
-        build_run_data(config, tokenizer)
+        built(**rows, max_seq_len=64)
     first, second, last = str(error.value).splitlines()
-    assert first == f"{config.data.train_path}:22: {longest} tokens, model.max_seq_len is 64"
-    assert second.startswith(f"{config.data.train_path}:21: ")
-    assert (
-        last.startswith("2 of 22 rows are too long, and ")
-        and f"set MODEL_MAX_SEQ_LEN={longest}, DATA_TOO_LONG=split, or raise DATA_MAX_LOST" in last
-    )
+    path = tmp_path / "train.jsonl"
+    assert first == f"{path}:22: {longest} tokens, model.max_seq_len is 64"
+    assert second.startswith(f"{path}:21: ")
+    assert last.startswith("2 of 22 rows are too long, and ")
+    assert f"set MODEL_MAX_SEQ_LEN={longest}, DATA_TOO_LONG=split, or raise DATA_MAX_LOST" in last
 
 
-def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tokenizer):
-    train, val = numbered(10), [*numbered(4, 50), qa("is 3 MORE than 2", numbered(4)[3]["answer"])]
-    config = config_of(train, val=val)
+def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(built, tmp_path):
+    again = qa("is 3 MORE than 2", numbered(4)[3]["answer"])
+    rows = {"train": numbered(10), "val": [*numbered(4, 50), again]}
     with pytest.raises(DataError) as error:
-        build_run_data(config, tokenizer)
+        built(**rows)
     first, last = str(error.value).splitlines()
-    assert first == f"{config.data.train_path}:4 is {config.data.val_path}:5 of the validation rows"
-    assert (
-        "1 training rows are validation rows, too (0 to the letter)" in last
-        and "DATA_ON_OVERLAP=drop" in last
-    )
-    allowed = build_run_data(config_of(train, val=val, on_overlap="allow"), tokenizer)
-    assert (
-        len(allowed.train),
-        allowed.ledger.splits_as_json()["train"]["overlap"]["validation"]["normalised"],
-    ) == (
-        10,
-        1,
-    )
-    tested = config_of(train, val=numbered(4, 50), test=val[-1:])
+    names = (f"{tmp_path}/{name}.jsonl" for name in ("train", "val"))
+    assert first == "{}:4 is {}:5 of the validation rows".format(*names)
+    assert "1 training rows are validation rows, too (0 to the letter)" in last
+    assert "DATA_ON_OVERLAP=drop" in last
+    allowed = built(**rows, on_overlap="allow")
+    assert len(allowed.train) == 10
+    assert facts_of(allowed)["overlap"]["validation"]["normalised"] == 1
     with pytest.raises(DataError, match=r"test.jsonl:1 of the test rows"):
-        build_run_data(tested, tokenizer)
+        built(numbered(10), val=numbered(4, 50), test=[again])
 
 
-def test_the_seed_of_the_split_is_data_seed_else_seed(config_of, tokenizer):
+def test_the_seed_of_the_split_is_data_seed_else_seed(built):
     def held(**train: int) -> list[int]:
-        return (
-            build_run_data(config_of(numbered(40), train_settings=train), tokenizer)
-            .validation.records["number"]
-            .tolist()
-        )
+        return built(numbered(40), train_settings=train).validation.records["number"].tolist()
 
     assert held(seed=1) == held(seed=1, data_seed=1) == held(seed=9, data_seed=1)
     assert len({tuple(held(seed=seed)) for seed in range(8)}) > 1
 
 
-def test_a_split_without_a_row_left_says_where_they_went(config_of, tokenizer):
-    with pytest.raises(
-        DataError, match=r"val.jsonl: no validation row is left \(bad_row 2\); make data-check"
-    ):
-        build_run_data(
-            config_of(numbered(3), val=[qa("q", ""), qa("", "a")], on_bad_row="quarantine"),
-            tokenizer,
-        )
+def test_a_split_without_a_row_left_says_where_they_went(built):
+    words = r"val.jsonl: no validation row is left \(bad_row 2\); make data-check"
+    with pytest.raises(DataError, match=words):
+        built(numbered(3), val=[qa("q", ""), qa("", "a")], on_bad_row="quarantine")
 
 
-def test_sources_are_read_in_order_and_counted_each(config_of, tokenizer, tmp_path):
-    one, two = (
-        written(tmp_path / "one.jsonl", numbered(4)),
-        written(tmp_path / "two.jsonl", numbered(3, 10)),
-    )
-    data = build_run_data(config_of(None, train_path=[one, two], val=numbered(2, 50)), tokenizer)
-    assert [data.train.origin(i) for i in (0, 3, 4, 6)] == [
-        f"{one}:1",
-        f"{one}:4",
-        f"{two}:1",
-        f"{two}:3",
-    ]
-    assert [
-        (source["name"], source["rows_in"])
-        for source in data.ledger.splits_as_json()["train"]["sources"]
-    ] == [
-        (one, 4),
-        (two, 3),
-    ]
+def test_sources_are_read_in_order_and_counted_each(built, tmp_path):
+    one = written(tmp_path / "one.jsonl", numbered(4))
+    two = written(tmp_path / "two.jsonl", numbered(3, 10))
+    data = built(None, train_path=[one, two], val=numbered(2, 50))
+    origins = [data.train.origin(number) for number in (0, 3, 4, 6)]
+    assert origins == [f"{one}:1", f"{one}:4", f"{two}:1", f"{two}:3"]
+    sources = facts_of(data)["sources"]
+    assert [(source["name"], source["rows_in"]) for source in sources] == [(one, 4), (two, 3)]
     assert_adds_up(data)
 
 
-def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once(
-    config_of, tokenizer, tmp_path
-):
-    one, two = (
-        written(tmp_path / "one.jsonl", numbered(12)),
-        written(tmp_path / "two.jsonl", numbered(2, 20)),
-    )
-    data = build_run_data(
-        config_of(None, train_path={one: 3, two: 1}, val=numbered(2, 50)), tokenizer
-    )
-    assert len(data.train) == 16 and [
-        part["samples"] for part in data.ledger.splits_as_json()["train"]["epoch"]
-    ] == [12, 4]
-    assert data.ledger.splits_as_json()["train"]["rows_used"] == 14
+def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once(built, tmp_path):
+    one = written(tmp_path / "one.jsonl", numbered(12))
+    two = written(tmp_path / "two.jsonl", numbered(2, 20))
+    data = built(None, train_path={one: 3, two: 1}, val=numbered(2, 50))
+    facts = facts_of(data)
+    assert len(data.train) == 16
+    assert [part["samples"] for part in facts["epoch"]] == [12, 4]
+    assert facts["rows_used"] == 14
     assert_adds_up(data)
     half = [{"path": one, "weight": 2}, two]
     with pytest.raises(ConfigError, match=r"two.jsonl has no weight and others have one"):
-        build_run_data(config_of(None, train_path=half, val=numbered(2, 50)), tokenizer)
+        built(None, train_path=half, val=numbered(2, 50))
 
 
-def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer):
+def test_a_system_prompt_changes_what_is_trained(built, tokenizer):
     turns = {"system": "Own.", "user": "Why?", "assistant": "yes"}
     own = [{"messages": [{"role": role, "content": content} for role, content in turns.items()]}]
     texts = {}
@@ -301,7 +254,7 @@ def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer):
         "add": {"system_prompt": "Ours."},
         "replace": {"system_prompt": "Ours.", "system_prompt_mode": "replace"},
     }.items():
-        data = build_run_data(config_of(own, val=numbered(1, 50), **settings), tokenizer)
+        data = built(own, val=numbered(1, 50), **settings)
         texts[name] = tokenizer.decode(data.train[0].ids)
         assert ("Ours." in tokenizer.decode(data.validation[0].ids)) == (name != "none"), (
             "a row without its own gets it"
@@ -310,21 +263,10 @@ def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer):
     assert "Ours." in texts["replace"] and "Own." not in texts["replace"]
 
 
-def test_train_on_last_leaves_earlier_answers_as_context(config_of, tokenizer):
-    turns = [
-        {"role": role, "content": text}
-        for role, text in (
-            ("user", "a?"),
-            ("assistant", "one"),
-            ("user", "b?"),
-            ("assistant", "two"),
-        )
-    ]
+def test_train_on_last_leaves_earlier_answers_as_context(built, tokenizer):
+    asked = {"prompt": "b?", "completion": "two", "history": [["a?", "one"]]}
     both, last = (
-        build_run_data(
-            config_of([{"messages": turns}], val=numbered(1, 50), train_on=which), tokenizer
-        ).train[0]
-        for which in ("all", "last")
+        built([asked], val=numbered(1, 50), train_on=which).train[0] for which in ("all", "last")
     )
     assert tokenizer.decode(both.labels[both.labels >= 0]) == "one<|end|>two<|end|>"
     assert tokenizer.decode(last.labels[last.labels >= 0]) == "two<|end|>"
@@ -338,54 +280,44 @@ def folders(data: RunData) -> list[str]:
     return [source.folder for parts in data.sources.values() for source in parts]
 
 
-def test_a_moved_file_finds_its_samples_and_names_its_new_place(
-    config_of, tokenizer, tmp_path, monkeypatch
-):
-    config = config_of(
-        [*numbered(9), qa("q", "a<|end|>b")],
-        on_bad_row="quarantine",
-        special_tokens_in_text="allow",
-    )
-    first = build_run_data(config, tokenizer)
-    moved = shutil.move(config.data.train_path, tmp_path / "moved.jsonl")
+def test_a_moved_file_finds_its_samples_and_names_its_new_place(built, tmp_path, monkeypatch):
+    train = [*numbered(9), qa("q", "a<|end|>b")]
+    settings = {"on_bad_row": "quarantine", "special_tokens_in_text": "allow"}
+    first = built(train, **settings)
+    moved = shutil.move(tmp_path / "train.jsonl", tmp_path / "moved.jsonl")
     monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenised again"))
-    again = build_run_data(
-        config.model_copy(
-            update={"data": config.data.model_copy(update={"train_path": str(moved)})}
-        ),
-        tokenizer,
-    )
+    again = built(None, train_path=str(moved), **settings)
     assert folders(again) == folders(first)
     assert again.train.origin(0) == f"{moved}:{again.train.records['number'][0]}"
     assert read_bad_rows(again.sources)["train"][0].origin == f"{moved}:10"
 
 
 @pytest.mark.parametrize(
-    "change", ["row", "template", "max_seq_len", "train_on", "system_prompt", "too_long", "code"]
+    "changed",
+    [
+        {"max_seq_len": 256},
+        {"train_on": "last"},
+        {"system_prompt": "s"},
+        {"too_long": "split"},
+        {"row": 4},
+        {"template": "{# ours #}"},
+        {"code": "another"},
+    ],
+    ids=lambda changed: next(iter(changed)),
 )
-def test_whatever_changes_a_sample_is_tokenised_anew(config_of, tokenizer, monkeypatch, change):
-    import copy
-
-    before = build_run_data(config_of(numbered(9)), tokenizer)
-    tokenizer, rows, settings = copy.deepcopy(tokenizer), numbered(9), {}
-    if change == "row":
+def test_whatever_changes_a_sample_is_tokenised_anew(
+    changed, built, config_of, tokenizer, monkeypatch
+):
+    rows, settings = numbered(9), dict(changed)
+    before = folders(built(rows))
+    if settings.pop("row", None):
         rows[4] = qa(rows[4]["question"], "no")
-    elif change == "template":
-        tokenizer.chat_template = "{# ours #}" + tokenizer.chat_template
-    elif change == "code":
+    if settings.pop("code", None):
         monkeypatch.setattr("sft_play.data.cache._digest_code", lambda: "another")
-    else:
-        settings = {
-            change: {
-                "max_seq_len": 256,
-                "train_on": "last",
-                "system_prompt": "s",
-                "too_long": "split",
-            }[change]
-        }
-    assert not set(folders(build_run_data(config_of(rows, **settings), tokenizer))) & set(
-        folders(before)
-    )
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = settings.pop("template", "") + own.chat_template
+    after = build_run_data(config_of(rows, **settings), own)
+    assert not set(folders(after)) & set(before)
 
 
 def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, monkeypatch):
@@ -425,9 +357,9 @@ def test_several_processes_make_the_same_store_as_one(config_of, tokenizer, tmp_
     assert len(Store(tmp_path / "3")) == 2500
 
 
-def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokenizer):
+def test_padding_is_counted_with_the_micro_batches_of_the_run(built):
     rows = [qa(f"{n}?", "yes " * (200 + 30 * n)) for n in range(16)]
-    data = build_run_data(config_of(rows, max_seq_len=2048, val_size=0.1), tokenizer)
+    data = built(rows, max_seq_len=2048, val_size=0.1)
     planned = plan_for(
         "1xH200", "model.name=meta-llama/Llama-3.1-8B-Instruct", "train.effective_batch_size=16"
     )
@@ -440,8 +372,8 @@ def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokeniz
     assert [padded.unpacked, padded.packed] == computed
 
 
-def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(config_of, tokenizer):
-    data = build_run_data(config_of(numbered(12), val=numbered(2, begin=20)), tokenizer)
+def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(built):
+    data = built(numbered(12), val=numbered(2, begin=20))
     tokens = sum(data.train.lengths)
     for rows, share in ((8, 8 / 12), (32, 1)):
         planned = plan_for(
