@@ -27,6 +27,14 @@ LINE = b'{"question": "q", "answer": "a"}\n'
 QA = {"question": "q", "answer": "a"}
 
 
+def cases(name: str, begin: str = "") -> list[dict[str, Any]]:
+    """Return the lines of a table in tests/fixtures, those whose `case` begins so."""
+    path = Path(__file__).parent / "fixtures" / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = [json.loads(line) for line in lines if line]
+    return [case for case in found if case.get("case", "").startswith(begin)]
+
+
 def write_rows(path: Path, *rows: object) -> Path:
     """Write a row a line, as JSON in ASCII, or a Parquet file by that name; return the path."""
     if path.suffix == ".parquet":

@@ -140,17 +140,9 @@ def test_the_settings_of_the_processor_are_a_part_of_the_key(folder, base, own, 
     assert build_run_data(configured(folder, changed), own).train.lengths.sum() > before
 
 
-def write_many(folder: Path, rows: int) -> None:
-    """Write pairs with an image each: two files, of which every pair names one."""
-    pairs = [
-        {"question": f"Is it {n}?", "answer": "No.", "image": f"{n % 2}.png"} for n in range(rows)
-    ]
-    write_rows(folder / "rows.jsonl", *pairs)
-
-
 def test_rows_that_name_images_are_tokenised_on_all_cores(folder, base, own, monkeypatch):
-    rows = 200
-    write_many(folder, rows)
+    pair = {"answer": "No.", "image": "0.png"}
+    write_rows(folder / "rows.jsonl", *({"question": f"{n}?", **pair} for n in range(100)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     asked: list[int] = []
     tokenize_tasks = tokenize.tokenize_tasks
@@ -160,11 +152,9 @@ def test_rows_that_name_images_are_tokenised_on_all_cores(folder, base, own, mon
         return tokenize_tasks(tasks, chunk_tokenizer, processes)
 
     monkeypatch.setattr(tokenize, "tokenize_tasks", watched)
-    data = build_run_data(configured(folder, base, split_by="row"), own)
-    assert asked == [2]
-    assert len(sizes(data)) == rows
-    origins = [data.train.origin(index) for index in range(len(data.train))]
-    assert origins == sorted(origins, key=lambda origin: int(origin.rpartition(":")[2]))
+    data = build_run_data(configured(folder, base), own)
+    assert sizes(data) == [(64, 32)] * 100 and asked == [2]
+    assert data.train.records["number"].tolist() == sorted(data.train.records["number"])
 
 
 def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base):
@@ -205,20 +195,14 @@ def test_the_ledger_counts_images_and_their_tokens(folder, base, own):
         {"question": "Large?", "answer": "Yes.", "image": "3.png"},
         {"question": "Too long? " * 200, "answer": "Yes.", "image": "0.png"},
     ]
-    held_out = {"question": "Held out?", "answer": "Yes.", "image": "2.png"}
     write_rows(folder / "rows.jsonl", *pairs)
-    write_rows(folder / "val.jsonl", held_out)
-    own_settings = {"val_path": str(folder / "val.jsonl"), "max_lost": 0.9}
-    data = build_run_data(configured(folder, base, **own_settings), own)
+    write_rows(folder / "val.jsonl", {"question": "Out?", "answer": "Yes.", "image": "2.png"})
+    settings = {"val_path": str(folder / "val.jsonl"), "max_lost": 0.9}
+    data = build_run_data(configured(folder, base, **settings), own)
     ledger = data.ledger
     pad = own.convert_tokens_to_ids("<|image_pad|>")
-    for name, split, images, rows in (
-        ("train", data.train, 3, 2),
-        ("validation", data.validation, 1, 1),
-    ):
-        tally = ledger.splits[name].tally
-        tokens = sum(int((sample.ids == pad).sum()) for sample in split)
-        assert (tally.images, tally.image_tokens, tally.image_rows) == (images, tokens, rows)
+    for name, images, rows in (("train", 3, 2), ("validation", 1, 1)):
+        tokens = sum(int((sample.ids == pad).sum()) for sample in getattr(data, name))
         facts = ledger.splits[name].as_json()
         for part in (facts, *facts["sources"]):
             counts = [part[name] for name in ("images", "image_tokens", "image_rows")]
@@ -228,10 +212,9 @@ def test_the_ledger_counts_images_and_their_tokens(folder, base, own):
     assert re.search(r"^tokens that stand for images +20 +1$", table, re.M)
     (note,) = ledger.notes
     assert note == f"{folder}/rows.jsonl: 1 rows: the processor shrinks an image"
-    enlarged = f"{folder}/val.jsonl: 1 rows: the processor enlarges an image"
-    assert enlarged not in ledger.notes
-    config = configured(folder, base, **own_settings, image_min_pixels=2000, image_max_pixels=9000)
-    assert enlarged in build_run_data(config, own).ledger.notes
+    bounds = {"image_min_pixels": 2000, "image_max_pixels": 9000}
+    notes = build_run_data(configured(folder, base, **settings, **bounds), own).ledger.notes
+    assert f"{folder}/val.jsonl: 1 rows: the processor enlarges an image" in notes
 
 
 def test_rows_are_equal_where_their_images_are(folder, base, own):

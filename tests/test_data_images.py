@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import datasets
 import pytest
 from PIL import Image
+from record_files import cases, format_of, read_rows, to_parquet, write_rows
 from transformers.image_utils import load_image
 
 from sft_play.config.schema import Config
@@ -22,7 +22,6 @@ from sft_play.data.images import ImageReader, decode
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows, read_prompts
 from sft_play.data.rows import IMAGE_MARK, Message
 from sft_play.errors import DataError
-from tests.record_files import format_of, read_rows, to_parquet, write_rows
 
 ANSWER = {"role": "assistant", "content": "A cat."}
 
@@ -63,6 +62,10 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
+def text_turn(words: str) -> dict[str, str]:
+    return {"role": "user", "content": words}
+
+
 PARTS = {
     "transformers": {"type": "image", "image": "a.png"},
     "a path": {"type": "image", "path": "a.png"},
@@ -84,56 +87,12 @@ def test_a_part_names_its_file(part, folder):
     assert question.images[0].path == str(folder / "a.png")
 
 
-def test_parts_keep_their_order_and_may_be_json_text(folder):
-    parts = [PARTS["transformers"], text("or"), {"type": "image", "path": "sub/c.webp"}]
-    for content in (parts, json.dumps(parts)):
-        record = {"messages": [{"role": "user", "content": content}, ANSWER]}
-        assert shown(read_messages(folder, record)[0]) == ("#or#", [A, C])
-
-
-def test_a_part_alone_takes_the_next_image_of_the_column(folder):
-    own = {"type": "image", "image": "sub/c.webp"}
-    record = asked({"type": "image"}, own, {"type": "image"}, text("?"), images=["a.png", "b.jpg"])
-    assert shown(read_messages(folder, record)[0]) == ("###?", [A, C, B])
-
-
-@pytest.mark.parametrize(("column", "value"), [("image", "a.png"), ("images", ["a.png"])])
-def test_a_sharegpt_row_has_its_images_at_its_marks(column, value, folder):
-    asked_for = {"from": "human", "value": "<image>\nWhat is it?"}
-    turns = [asked_for, {"from": "gpt", "value": "A cat."}]
-    found = read_messages(folder, {"conversations": turns, column: value})
-    assert shown(found[0]) == ("#\nWhat is it?", [A])
-
-
-PAIRS = {
-    "alpaca": {"instruction": "See <image>", "input": "<image>?", "output": "x"},
-    "prompt": {"prompt": "See <image>\n\n<image>?", "completion": "x"},
-}
-
-
-@pytest.mark.parametrize("record", PAIRS.values(), ids=PAIRS)
-def test_a_pair_has_its_images_at_its_marks(record, folder):
-    found = read_messages(folder, {**record, "images": ["b.jpg", "a.png"]})
-    assert shown(found[0]) == ("See #\n\n#?", [B, A])
-
-
-def test_marks_are_counted_over_system_history_tool_and_question(folder):
-    record = {
-        "system": "Logo: <image>", "history": [["<image>", "x"]], "query": "<image>!",
-        "response": "y", "images": ["a.png", "b.jpg", "sub/c.webp"],
-    }  # fmt: skip
-    found = read_messages(folder, record)
-    assert [shown(message) for message in found if message.images] == [
-        ("Logo: #", [A]),
-        ("#", [B]),
-        ("#!", [C]),
-    ]
-
-
-def test_images_without_a_mark_come_before_the_first_question(folder):
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, ANSWER]
-    found = read_messages(folder, {"messages": turns, "images": ["a.png", "b.jpg"]})
-    assert [shown(message) for message in found[:2]] == [("s", []), ("##q", [A, B])]
+@pytest.mark.parametrize("case", cases("images"), ids=lambda case: case["case"])
+def test_images_are_where_the_row_has_them(case, folder):
+    found = read_messages(folder, case["record"])
+    names = {image[0]: image for image in (A, B, C)}
+    expected = [(text, [names[name] for name in images]) for text, images in case["images"]]
+    assert [shown(message) for message in found if message.images] == expected
 
 
 def test_a_mark_is_text_where_no_column_has_images(folder):
@@ -157,48 +116,12 @@ def test_a_message_has_images_as_ollama_writes_them(folder):
         read_messages(folder, {"messages": [text_turn("q"), {**ANSWER, "images": ["a.png"]}]})
 
 
-REFUSED = {
-    "fewer images": (
-        {"question": "<image><image>", "answer": "x", "images": ["a.png"]},
-        "marks for images (<image>, or a part that names none): 2; images in the column images: 1; ",
-    ),
-    "more images": (
-        {"question": "<image>", "answer": "x", "image": ["a.png", "b.jpg"]},
-        "(<image>, or a part that names none): 1; images in the column image: 2; write as many",
-    ),
-    "no image": ({"question": "<image>", "answer": "x", "images": None}, "1; images in the column images: 0"),
-    "a part alone": (asked({"type": "image"}, text("?")), "names none): 1; images"),
-    "parts and a column": (asked(PARTS["transformers"], images=["b.jpg"]), "names none): 0; images in the column images: 1"),
-    "two columns": (
-        {"question": "q", "answer": "x", "image": "a.png", "images": ["b.jpg"]},
-        "images in the columns image and images; keep one",
-    ),
-    "a mark of ours": (asked(PARTS["transformers"], text("\ufffc")), "holds U+FFFC"),
-    "in an answer": (
-        {"question": "<image>", "answer": "<image>", "images": ["a.png", "a.png"]},
-        "an answer holds an image, and no model here writes images",
-    ),
-    "part of an answer": (
-        {"messages": [{"role": "user", "content": "Draw."},
-                      {"role": "assistant", "content": [PARTS["transformers"]]}]},
-        "messages[1].content[0] is an image, and no model here writes images",
-    ),
-    "video": ({"question": "q", "answer": "x", "videos": ["a.mp4"]}, "column videos is of a video"),
-    "marked": ({"question": "<audio>", "answer": "x", "audio": None}, "column audio is of sound"),
-    "audio": (asked({"type": "input_audio", "input_audio": {}}), "messages[0].content[0] is sound"),
-    "a number": ({"question": "q", "answer": "x", "image": 5}, "image[0] is 5; an image is a path"),
-    "no bytes": ({"question": "q", "answer": "x", "image": {"bytes": ""}},
-                 'image[0] is {"bytes": ""}'),
-    "null": ({"question": "q", "answer": "x", "images": ["a.png", None]}, "images[1] is null"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("record", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_row_whose_images_cannot_be_placed_is_refused(record, words, folder):
+@pytest.mark.parametrize("case", cases("bad_images"), ids=lambda case: case["case"])
+def test_a_row_whose_images_cannot_be_placed_is_refused(case, folder):
     with pytest.raises(DataError) as error:
-        read_messages(folder, record)
+        read_messages(folder, case["record"])
     assert str(error.value).startswith(f"{folder}/rows.jsonl:1: ")
-    assert words in str(error.value)
+    assert case["reason"] in str(error.value)
 
 
 PIXELS = encoded((6, 4))
@@ -249,10 +172,6 @@ def test_a_system_message_with_an_image_is_not_replaced(replaces, folder):
         assert found.reason.startswith("data.system_prompt_mode=replace would drop an image")
     else:
         assert shown(found[0].messages[0]) == ("Logo: #", [A])
-
-
-def text_turn(words: str) -> dict[str, str]:
-    return {"role": "user", "content": words}
 
 
 def test_paths_begin_in_the_folder_of_the_setting(folder, tmp_path_factory):

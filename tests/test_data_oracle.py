@@ -4,11 +4,10 @@ import json
 import random
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 from families import FAMILIES, LLAMA3_WORDS, TEMPLATES, family, tokenizer
-from record_files import read_rows, write_rows
+from record_files import cases, read_rows, write_rows
 from renderings import EVERY, assert_consistent, conversation, runs, samples_of, shown, written
 from transformers import PreTrainedTokenizerFast
 
@@ -23,39 +22,6 @@ EOS = {
     "minimax_m2": "[e~[",
     "deepseek_v32": "<｜end▁of▁sentence｜>",
 }
-Q, A, Q2, A2 = "What is red?", "A rose.", "And blue?", "The sea."
-ONE = [{"role": "user", "content": Q}, {"role": "assistant", "content": A}]
-TWO = [*ONE, {"role": "user", "content": Q2}, {"role": "assistant", "content": A2}]
-SAID = [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]
-HH = f"\n\nHuman: {Q}\n\nAssistant: {A}"
-# Format: a row of it, and its turns as transformers takes them
-FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
-    "messages": ({"messages": ONE}, ONE),
-    "two turns": ({"messages": TWO}, TWO),
-    "as JSON": ({"messages": json.dumps(TWO)}, TWO),
-    "parts": (
-        {"messages": [{"role": t["role"], "content": [{"type": "text", "text": t["content"]}]}
-                      for t in TWO]}, TWO),
-    "columns": ({"messages": {"role": ["user", "assistant"], "content": [Q, A]}}, ONE),
-    "conversations": ({"conversations": SAID}, ONE),
-    "lima": ({"conversations": [Q, A, Q2, A2]}, TWO),
-    "capybara": ({"conversation": [{"input": Q, "output": A}, {"input": Q2, "output": A2}]}, TWO),
-    "alpaca": ({"instruction": Q, "input": "", "output": A}, ONE),
-    "dolly": ({"instruction": Q, "context": "", "response": A}, ONE),
-    "prompt": ({"prompt": Q, "completion": A}, ONE),
-    "prompt turns": ({"prompt": TWO[:3], "completion": TWO[3:]}, TWO),
-    "question": ({"question": Q, "answer": A}, ONE),
-    "user": ({"user": Q, "assistant": A}, ONE),
-    "target": ({"input": Q, "target": A}, ONE),
-    "input": ({"input": Q, "output": A}, ONE),
-    "prompt response": ({"prompt": Q, "response": A}, ONE),
-    "query": ({"query": Q, "response": A}, ONE),
-    "flan": ({"inputs": Q, "targets": A}, ONE),
-    "hh": ({"messages": HH}, ONE),
-    "chatml text": (
-        {"messages": f"<|im_start|>user\n{Q}<|im_end|>\n<|im_start|>assistant\n{A}<|im_end|>\n"},
-        ONE),
-}  # fmt: skip
 # Their prompt of use has a block that their conversations have not
 OTHERWISE = ("gemma4_31b", "deepseek_v32")
 OPENS = ("command_a", "glm47", "minimax_m2")  # a think block: such rows ask for DATA_REASONING
@@ -114,13 +80,13 @@ def assert_proven(
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[Row]:
-    """A row of each format."""
+    """A row of each of 21 formats."""
+    folder = tmp_path_factory.mktemp("rows")
+    records = [case["record"] for case in cases("rows", "oracle: ")]
+    assert len(records) == 21
     found = []
-    for number, (record, turns) in enumerate(FORMATS.values()):
-        path = tmp_path_factory.mktemp("rows") / f"{number}.jsonl"
-        (row,) = read_rows(write_rows(path, record))
-        assert row.messages == tuple(Message(**turn) for turn in turns)
-        found.append(row)
+    for number, record in enumerate(records):
+        found += read_rows(write_rows(folder / f"{number}.jsonl", record))
     return found
 
 

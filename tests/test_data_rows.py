@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_files import QA, format_of, parse_rows, read_rows, write_rows
+from record_files import QA, cases, format_of, parse_rows, read_rows, write_rows
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.data.files import read_chunks
@@ -17,11 +17,6 @@ from sft_play.data.rows import BadRow, Row
 from sft_play.errors import DataError, ExitClass
 
 Json = dict[str, Any]
-
-
-def cases(name: str) -> list[Json]:
-    lines = (Path(__file__).parent / "fixtures" / name).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
 
 
 def as_json(value: Any) -> Any:
@@ -37,7 +32,7 @@ def as_json(value: Any) -> Any:
     return list(map(as_json, value)) if isinstance(value, tuple | list) else value
 
 
-@pytest.mark.parametrize("case", cases("rows.jsonl"), ids=lambda case: case["case"])
+@pytest.mark.parametrize("case", cases("rows"), ids=lambda case: case["case"])
 def test_a_record_is_the_row_of_its_case(case, tmp_path):
     path, columns = write_rows(tmp_path / "a.jsonl", case["record"]), case.get("columns", {})
     assert format_of(path, columns).name == case["format"]
@@ -110,7 +105,7 @@ def refusal(path: Path, columns: Json | None = None) -> str:
     return str(error.value)
 
 
-BAD = cases("bad_rows.jsonl")
+BAD = cases("bad_rows")
 OF_OTHERS = [case for case in BAD if "first" in case]
 TOO_DEEP, TOO_LONG = b"[" * 100_000, b"1" * 5000
 

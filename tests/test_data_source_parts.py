@@ -1,13 +1,11 @@
 """A count or a part of a source's rows: which rows they are, in which file formats, and errors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
+from record_files import WRITERS
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.assemble import DataFacts
@@ -22,15 +20,7 @@ FORMS = ("jsonl", "parquet", "csv", "json", "folder")
 
 def write(path: Path, first: int, count: int) -> None:
     rows = [{"question": f"Q {n}?", "answer": f"A {n}."} for n in range(first, first + count)]
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".csv":
-        lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
-        path.write_text("\n".join(lines))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("\n\n".join(map(json.dumps, rows)))  # empty lines are no rows
+    path.write_bytes(WRITERS["A.CSV" if path.suffix == ".csv" else f"a{path.suffix}"](rows))
 
 
 @pytest.fixture
@@ -39,13 +29,12 @@ def written(tmp_path):
 
     def make(form: str = "jsonl", count: int = 1200) -> str:
         path = tmp_path / (f"rows.{form}" if form != "folder" else "rows")
-        if form == "folder":
-            path.mkdir()
-            third = count // 3
-            for number, suffix in enumerate(("jsonl", "parquet", "csv")):
-                write(path / f"{number}.{suffix}", number * third, third)
-        else:
+        if form != "folder":
             write(path, 0, count)
+            return str(path)
+        path.mkdir()
+        for number, suffix in enumerate(("jsonl", "parquet", "csv")):
+            write(path / f"{number}.{suffix}", number * count // 3, count // 3)
         return str(path)
 
     return make
@@ -108,12 +97,10 @@ def test_a_part_is_that_of_the_datasets_library(form, split, written, built, tok
 def test_a_share_is_rounded_as_the_datasets_library_rounds_it(
     count, percent, written, built, tokenizer
 ):
-    from datasets import Dataset
     from datasets.arrow_reader import ReadInstruction
 
     path = written("jsonl", count)
     (expected,) = ReadInstruction.from_spec(f"train[:{percent}%]").to_absolute({"train": count})
-    assert Dataset is not None
     data = built([{"path": path, "split": f"train[:{percent}%]"}])
     assert len(numbers(data.train, tokenizer)) == expected.to
 
@@ -152,9 +139,9 @@ def test_rows_of_a_part_beside_weights(written, built, tokenizer, tmp_path):
 def test_bad_rows_outside_the_part_are_not_read(tmp_path, built, tokenizer):
     path = tmp_path / "bad.jsonl"
     write(path, 0, 20)
-    path.write_text(path.read_text() + "\n{broken")
+    path.write_text(path.read_text() + "{broken")
     assert len(numbers(built([{"path": str(path), "split": "[:20]"}]).train, tokenizer)) == 20
-    with pytest.raises(DataError, match=r"bad.jsonl:40"):
+    with pytest.raises(DataError, match=r"bad.jsonl:21"):
         built([{"path": str(path), "split": "[-1:]"}])
 
 
