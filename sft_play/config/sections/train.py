@@ -288,8 +288,8 @@ class TrainSection(Section):
     eval_time_budget: PositiveFloat | None = Field(
         0.1,
         le=1,
-        description="Largest share of the time in training for evaluations under eval_strategy, and "
-        "for the scores before and after it, which may need 10 seconds each or use a random "
+        description="Largest share of the time in training for evaluations under eval_strategy, "
+        "and for the scores before and after it, which may need 10 seconds each or use a random "
         "sample of rows; null: no limit.",
     )
     metric_for_best_model: str = Field(
