@@ -241,20 +241,36 @@ class ChunkTokenizer:
                 tally.noted[WEIGHTS] += 1
         return samples
 
-    def refuse_endless_row(self, task: ChunkTask) -> None:
-        """Raise DataError for the first row for which the model's files take more than they may."""
+    def refuse_endless_rows(self, task: ChunkTask) -> None:
+        """Raise DataError for the rows for which the model's files take more than they may.
+
+        They are found by halving the chunk: one row, or several that only take too much together.
+        """
         records = self._parse(task, TokenizedChunk(task.file, 0, Tally()))
         rows = [row for rows in records.values() for row in rows]
-        if not find_excess(partial(self._renderer.render, rows), *_limits(task.chunk)):
+        limits = _limits(task.chunk)
+
+        def exceeds(part: Sequence[Row]) -> bool:
+            """Return whether rendering some rows exceeds a limit."""
+            return find_excess(partial(self._renderer.render, part), *limits) is not None
+
+        if not exceeds(rows):
             return
+        while len(rows) > 1:
+            middle = len(rows) // 2
+            part = next(filter(exceeds, (rows[:middle], rows[middle:])), None)
+            if part is None:
+                break
+            rows = part
+        place = rows[0].origin
+        if len(rows) > 1:
+            place += f" and {len(rows) - 1} rows after it"
         steps = (
             ("the chat template", TEMPLATE_REMEDY, self._renderer.write_texts),
             ("the tokenizer", TOKENIZER_REMEDY, self._renderer.render),
         )
-        for row in rows:
-            for what, remedy, step in steps:
-                call = partial(step, [row])
-                refuse_endless(call, f"{row.origin}: {what}", remedy, CPU_SECONDS, GROWN_BYTES)
+        for what, remedy, step in steps:
+            refuse_endless(partial(step, rows), f"{place}: {what}", remedy, *limits)
 
     def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""

@@ -318,7 +318,7 @@ def tokenize_tasks(
                 in_flight.popleft()
         except (BrokenProcessPool, MemoryError):
             for task, _ in in_flight:
-                chunk_tokenizer.refuse_endless_row(task)
+                chunk_tokenizer.refuse_endless_rows(task)
             raise OutOfMemory(
                 "a process that tokenised rows was killed, most likely for memory; "
                 "free some, or split the file"
