@@ -95,6 +95,37 @@ def freeze() -> None:
     gc.freeze()
 
 
+# What a run does in a fork of itself: each takes 50 ms of a process of tests, and there are thousands
+IN_FORKS = (
+    patch(
+        "sft_play.data.tokenize.tokenize_tasks",
+        lambda tasks, chunk_tokenizer, processes: map(chunk_tokenizer, tasks),
+    ),
+    patch("sft_play.data.tokenizer.find_excess", lambda *_: None),
+    patch("sft_play.data.tokenizer.refuse_endless", lambda *_: None),
+    patch("sft_play.data.template_sources.refuse_endless", lambda *_: None),
+)
+# Files that are about the processes that tokenize rows, and about what does not end
+KEEP_FORKS = (
+    "limits",
+    "hostile",
+    "faults",
+    "odd_inputs",
+    "data_pipeline",
+    "data_tokenizer",
+    "stops",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks(request):
+    """Tokenize rows in the process of the tests, without limits, except in KEEP_FORKS."""
+    with contextlib.ExitStack() as stack:
+        for patched in () if any(word in request.path.name for word in KEEP_FORKS) else IN_FORKS:
+            stack.enter_context(patched)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_rank_before_its_rows():
     """Start no rank early for a run that is prepared in this process: it would wait to the end.
