@@ -101,6 +101,8 @@ IN_FORKS = (
         "sft_play.data.tokenize.tokenize_tasks",
         lambda tasks, chunk_tokenizer, processes: map(chunk_tokenizer, tasks),
     ),
+    # the limits of a chunk would end the process of the tests
+    patch("sft_play.data.chunk_tokenizer.limited", lambda *_: contextlib.nullcontext()),
     patch("sft_play.data.tokenizer.find_excess", lambda *_: None),
     patch("sft_play.data.tokenizer.refuse_endless", lambda *_: None),
     patch("sft_play.data.template_sources.refuse_endless", lambda *_: None),
