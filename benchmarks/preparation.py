@@ -1,7 +1,7 @@
 """Data preparation of SFT-Play and of TRL: from a file of rows to samples with loss masks.
 
 python benchmarks/preparation.py           seconds, and whether the samples are equal
-python benchmarks/preparation.py --kind chats   rows of several turns alone
+python benchmarks/preparation.py --kind chats   only rows of several turns
 python benchmarks/preparation.py --arms ours  without TRL, which requirements-bench.txt installs
 python benchmarks/preparation.py --memory --rows 1000000 --arms ours ours-epoch     peak memory
 

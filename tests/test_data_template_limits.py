@@ -1,5 +1,8 @@
 """sft_play.data.limits: what does not end, or grows, is ended by the kernel and named in words."""
 
+import os
+import signal
+
 import pytest
 from families import tokenizer
 from record_files import QA, run_data, write_rows
@@ -7,7 +10,7 @@ from renderings import CHATML
 
 from sft_play.config.sections.model import ModelSection
 from sft_play.data import chunk_tokenizer
-from sft_play.data.limits import refuse_endless
+from sft_play.data.limits import find_excess, refuse_endless
 from sft_play.data.template_sources import find_template
 from sft_play.errors import DataError
 
@@ -40,4 +43,9 @@ def test_a_template_that_never_ends_is_found_before_a_row_is_read(monkeypatch):
 
 
 def test_what_ends_is_within_the_limits_whatever_it_raises():
-    refuse_endless(lambda: 1 / 0, "a call", "")
+    assert find_excess(lambda: 1 / 0, 1, 64 << 20) is None
+
+
+def test_a_crash_is_not_taken_for_a_lack_of_memory():
+    excess = find_excess(lambda: os.kill(os.getpid(), signal.SIGSEGV), 1, 64 << 20)
+    assert excess == "is ended by SIGSEGV"

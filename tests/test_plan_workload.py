@@ -1,4 +1,4 @@
-"""How much a run trains: counted where its rows were prepared, else estimated from some of them."""
+"""How much a run trains: counted if its rows were prepared, else estimated from some of them."""
 
 import gzip
 import json
@@ -135,7 +135,7 @@ def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name, tmp_path):
     paths = (f"data.train_path={path}", f"data.val_path={path}")
     found = count_rows_or_reason(config_of(*paths, f"train.output_dir={tmp_path}"))
     assert isinstance(found, Counted)
-    assert found.is_estimated
+    assert found.is_estimated and found.by_characters
     assert found.samples == 1000
     assert found.tokens == pytest.approx(100_000, rel=0.1)
 

@@ -250,9 +250,9 @@ class ChunkTokenizer:
         rows = [row for rows in records.values() for row in rows]
         limits = _limits(task.chunk)
 
-        def exceeds(part: Sequence[Row]) -> bool:
-            """Return whether rendering some rows exceeds a limit."""
-            return find_excess(partial(self._renderer.render, part), *limits) is not None
+        def exceeds(part: Sequence[Row]) -> str | None:
+            """Return which limit rendering some rows exceeds."""
+            return find_excess(partial(self._renderer.render, part), *limits)
 
         if not exceeds(rows):
             return
@@ -262,9 +262,7 @@ class ChunkTokenizer:
             if part is None:
                 break
             rows = part
-        place = rows[0].origin
-        if len(rows) > 1:
-            place += f" and {len(rows) - 1} rows after it"
+        place = rows[0].origin + f" and {len(rows) - 1} rows after it" * (len(rows) > 1)
         steps = (
             ("the chat template", TEMPLATE_REMEDY, self._renderer.write_texts),
             ("the tokenizer", TOKENIZER_REMEDY, self._renderer.render),

@@ -71,9 +71,13 @@ def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) ->
         finally:
             os._exit(is_short)  # any other error comes again in the parent
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+    end = os.waitstatus_to_exitcode(status)
+    if end == -signal.SIGXCPU:
         return f"has not ended after {seconds:.0f} s"
-    return f"asks for {grown_bytes >> 20} MiB of memory or more" if status else None
+    if end < 0 and end != -signal.SIGABRT:
+        return f"is ended by {signal.Signals(-end).name}"
+    # a MemoryError in Python; C and Rust abort
+    return f"asks for {grown_bytes >> 20} MiB of memory or more" if end else None
 
 
 def refuse_endless(
@@ -84,8 +88,7 @@ def refuse_endless(
     grown_bytes: int = GROWN_BYTES,
 ) -> None:
     """Raise DataError, in which the call is `what`, if it exceeds a limit."""
-    excess = find_excess(call, seconds, grown_bytes)
-    if excess:
+    if excess := find_excess(call, seconds, grown_bytes):
         raise DataError(f"{what} {excess}; {remedy}")
 
 

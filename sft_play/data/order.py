@@ -118,7 +118,10 @@ def steps(samples: int, effective_batch: int, seed: int | None, epoch: int) -> I
 
 
 def shuffle(order: list[int], seed: int) -> None:
-    """Shuffle indices as torch.randperm does with a generator of the same seed."""
+    """Shuffle indices as torch.randperm does with a generator of the same seed.
+
+    Earlier runs resume in the order that torch gave them, and data-check imports no torch.
+    """
     draws = np.random.RandomState(seed % 2**32).randint(2**32, size=len(order), dtype=np.uint32)
     for place, draw in enumerate(draws.tolist()):
         other = place + draw % (len(order) - place)

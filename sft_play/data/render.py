@@ -147,7 +147,7 @@ class Renderer:
         return _WrittenRow(row, texts, notes, as_text)
 
     def _is_plain(self, row: Row) -> bool:
-        """Return whether a conversation has contents alone, with nothing that could be a mark."""
+        """Return whether a conversation has only contents, with nothing that could be a mark."""
         if row.tools or row.variables:
             return False
         for message in row.messages:

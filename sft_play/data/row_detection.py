@@ -119,8 +119,8 @@ def _refuse_other_training(
             f"and preference training is not here; {hint}"
         )
     labels = [record.get("label") for record in records]
-    is_prompt = found is not None and ROW_FORMATS[found.name].columns[0] == "prompt"
-    if is_prompt and all(isinstance(label, bool) for label in labels):
+    has_prompt = found and ROW_FORMATS[found.name].columns[0] == "prompt"
+    if has_prompt and all(isinstance(label, bool) for label in labels):
         raise DataError(
             f"{path}: label says which completions are good (KTO), "
             "and preference training is not here; to train on the good ones alone: "

@@ -78,10 +78,13 @@ def look_at_rows(
     drawn = [part for one in zip(begun, shares, strict=True) for part in _draw(*one, sum(shares))]
     is_here = any(find_file(model.name, file, model.revision, environ) for file in TOKENIZER_FILES)
     reason = None
-    if tokenizes and (may_fetch or is_here):
+    if not tokenizes:
+        reason = "a run tokenizes them when it starts"
+    elif not may_fetch and not is_here:
+        reason = f"the tokenizer of {model.name} is not on this machine"
+    if reason is None:
         lengths, labelled = _tokenize(drawn, config)
     else:
-        reason = f"the tokenizer of {model.name} is not on this machine"
         lengths, labelled = _count_characters(drawn, config), None
     if not lengths:
         return "none of the first rows can be used"

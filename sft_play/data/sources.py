@@ -147,8 +147,8 @@ class Source:
             row_format = row_format or self.detect(chunk)
             yield ChunkTask(number, chunk, row_format)
         if row_format is None:
-            example = '{"question": "...", "answer": "..."}'
-            raise DataError(f"{path}: no rows; a row is such as {example}")
+            row = '{"question": "...", "answer": "..."}'
+            raise DataError(f"{path}: no rows; a row is such as {row}")
 
     def detect(self, first: Chunk) -> RowFormat:
         """Return the row format of a file from its first chunk. Raises DataError."""
@@ -330,7 +330,7 @@ def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
         )
     if not files and notes:
         raise DataError(
-            f"{where}: holds no rows but {len(notes)} .md files, the first is {min(notes)}; "
+            f"{where}: holds only .md files ({len(notes)}, the first is {min(notes)}); "
             "DATA_FORMAT=text reads them as plain texts"
         )
     if not files:

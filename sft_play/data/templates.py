@@ -277,7 +277,7 @@ def render_template(
 ) -> str:
     """Return what a template writes for messages; `variables` have the special tokens, too.
 
-    Raises: RenderError where it refuses them, DataError for a template that may never end.
+    Raises: RenderError if it refuses them, DataError for a template that may never end.
     """
     try:
         return _compile(source).render(
@@ -322,7 +322,7 @@ def _compile(source: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    """Return an environment of Jinja, as transformers' own, with a fixed clock."""
+    """Return an environment of Jinja like that of transformers, with a fixed clock."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -333,7 +333,7 @@ def _environment() -> Any:
         tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
         def parse(self, parser: Any) -> Any:
-            """Return what is between the marks, as a scope of its own."""
+            """Return what is between the marks, in a separate scope."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)

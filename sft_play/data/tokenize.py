@@ -175,13 +175,13 @@ def build_store(
     )
     pace = Pace(stage)
     tokenize = ChunkTokenizer(config, tokenizer)
-    # the processor is loaded before processes begin, which share it
     chosen = None
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
         tally.rows_in = tally.dropped["not_chosen"] = rows - len(chosen)
     tasks = _iterate_tasks(source, chosen, group_by)
     first = next(tasks)
+    # the processor is loaded before processes begin, which share it
     shows_images = find_images(first, config) and tokenize.processor.reads_images
     processes = count_processes(source.file_bytes, shows_images)
     tasks = _split_tasks(chain([first], tasks), IMAGE_ROWS if shows_images else ROWS_PER_CHUNK)
@@ -234,9 +234,8 @@ def find_images(task: ChunkTask, config: Config) -> bool:
     if len(task.chunk.records) < IMAGE_ROWS:
         return False
     prompt = SystemPrompt.from_config(config, decodes=False)
-    chunk = task.chunk.take(range(IMAGE_ROWS))
-    for _ in parse_record_rows(chunk, task.row_format, prompt):
-        pass  # which enters the images
+    # which enters the images
+    list(parse_record_rows(task.chunk.take(range(IMAGE_ROWS)), task.row_format, prompt))
     return bool(prompt.images.states)
 
 

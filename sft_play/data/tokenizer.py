@@ -166,8 +166,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             # that has no offsets
             mistral_format=False,
         )
-        excess = find_excess(load, LOAD_SECONDS, LOAD_BYTES)
-        if excess:
+        if excess := find_excess(load, LOAD_SECONDS, LOAD_BYTES):
             raise ValueError(excess)
         with panics_as_errors():
             tokenizer = load()

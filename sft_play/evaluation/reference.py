@@ -121,7 +121,7 @@ def chosen_samples(split: Split) -> list[Sample]:
     """Return samples spread over a split that have a label among their first tokens.
 
     Those with images come first, as many as MOST_IMAGE_TOKENS allows and at least one: nothing else
-    shows that a tower is as it was. Of each the last prompt is whole, and so has all of them.
+    shows that a vision encoder is unchanged. The last prompt of a row has all of its images.
     """
     places = np.unique(np.linspace(0, len(split) - 1, 4 * MOST_ROWS, dtype=np.int64))
     labelled = filter(labelled_positions, map(split.__getitem__, places.tolist()))

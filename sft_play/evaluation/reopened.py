@@ -1,6 +1,6 @@
 """Saved weights that are opened again, and compared with what the evaluated model said.
 
-They are opened by transformers and PEFT alone. Legend: N labelled positions of all rows.
+Only transformers and PEFT open them. Legend: N labelled positions of all rows.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors, as vLLM serves them.
 
 The linear layers of the decoder are quantised, shard by shard. For awq llm-compressor does it, by
-rows of training and in a process of its own (`calibrate_awq`): it needs another compressed-tensors.
+rows of training and in a separate process (`calibrate_awq`): it needs another compressed-tensors.
 Embeddings, head, norms and routers stay as they are. The folder is opened by transformers and
 compressed-tensors alone and scored on test rows: what keeps too little of the run's gain is not
 published.
@@ -123,7 +123,7 @@ def require_llm_compressor() -> None:
 def calibrate(export: Export, source: Path, target: Path) -> None:
     """Write a folder of plain weights as llm-compressor quantises it, by rows of training.
 
-    Raises: EnvironmentFault where llm-compressor fails; ConfigError for experts.
+    Raises: EnvironmentFault if llm-compressor fails; ConfigError for experts.
     """
     train = export.data.train
     trusted = export.config.model.trust_remote_code

@@ -125,7 +125,7 @@ def chosen_rows(split: Split) -> list[int]:
 
 
 def reference_of(folder: RunFolder, config: Config) -> Reference:
-    """Return what the run's own model says of its test rows, computed if it was not written."""
+    """Return what the run's model says of its test rows, computed if it was not written."""
     written = Reference.read(folder.evaluation)
     if written is not None:
         return written
@@ -145,7 +145,7 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
 
 
 def trained_model(folder: RunFolder, config: Config) -> TrainedModel:
-    """Return the run's own model, with its weights as they are saved."""
+    """Return the run's model, with its weights as they are saved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_run(folder, device, without_rounding(config))
 

@@ -178,8 +178,7 @@ def has_weights(folder: Path) -> bool:
 
 def packed_for_llama_cpp(name: str, file: Path | None = None) -> str:
     """Say what GGUF files are packed for, what they were made from, and how one is unpacked."""
-    named = made_from(file) if file else ""
-    if named:
+    if file and (named := made_from(file)):
         command = UNPACK.format(folder=file.parent, file=file.name)
         return (
             f", packed for llama.cpp; {CAUSAL} in 16 bits. The metadata of {file.name} has "

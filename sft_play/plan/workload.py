@@ -33,14 +33,19 @@ class Counted:
     tokens: int
     labelled: float = LABELLED  # share of the tokens that have loss
     is_estimated: bool = False  # from some of the rows
+    by_characters: bool = False  # no tokenizer has counted them
 
     @classmethod
     def estimate(cls, facts: RowFacts, longest: int) -> Self:
         """Return what rows come to in an epoch, each of at most `longest` tokens."""
-        tokens = sum(min(length, longest) for length in facts.lengths)
-        mean_tokens = tokens / len(facts.lengths)
-        labelled = facts.labelled or LABELLED
-        return cls(facts.rows, round(facts.rows * mean_tokens), labelled, is_estimated=True)
+        mean_tokens = sum(min(length, longest) for length in facts.lengths) / len(facts.lengths)
+        return cls(
+            facts.rows,
+            round(facts.rows * mean_tokens),
+            facts.labelled or LABELLED,
+            is_estimated=True,
+            by_characters=facts.uncounted_because is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Workload:
     samples: int  # of an epoch
     tokens: int  # of an epoch
     is_estimated: bool
+    by_characters: bool
     epochs: float
     steps: int
     # real ones of these rows, all ranks; None if the speed is not known
@@ -65,10 +71,10 @@ def epoch_rows(sources: Sequence[tuple[float, float | None]]) -> list[float]:
     Weights set the ratio of the sources: the one that is scarcest for its weight is read once and
     the others are repeated, as the run mixes them.
     """
-    most = max((rows / weight for rows, weight in sources if weight), default=0.0)
     if any(weight is None for _, weight in sources):
         return [rows for rows, _ in sources]
-    return [most * weight if weight else rows for rows, weight in sources]
+    most = max(rows / weight for rows, weight in sources)
+    return [most * weight for _, weight in sources]
 
 
 def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
@@ -82,6 +88,7 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         samples=counted.samples,
         tokens=counted.tokens,
         is_estimated=counted.is_estimated,
+        by_characters=counted.by_characters,
         epochs=steps / steps_per_epoch,
         steps=steps,
         tokens_per_second=speed.tokens_per_second if speed else None,
@@ -232,10 +239,11 @@ def describe_run(workload: Workload | str) -> str:
     """Return how long a run takes; `workload` may be why that is not known."""
     if isinstance(workload, str):
         return f"length not known: {workload}"
-    counted = "estimated from some rows" if workload.is_estimated else "counted"
-    plural = "" if workload.epochs == 1 else "s"
+    counted = "counted"
+    if workload.is_estimated:
+        counted = f"estimated from {'the characters of ' * workload.by_characters}some rows"
     text = (
-        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
+        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{'s' * (workload.epochs != 1)} of "
         f"{workload.samples:,} rows and {workload.tokens:,} tokens ({counted})"
     )
     if workload.seconds is None or workload.gpu_hours is None:

@@ -224,7 +224,7 @@ def before_first_step(
     before = recorder.report.metrics.get("before")
     if before is None:
         held_out.score("before")
-    elif "rows" in before:  # the run goes on in its folder
+    elif "rows" in before:  # the run resumes in its folder
         held_out.evaluator.limit(before["rows"], before.get("answers", 0))
     warning = trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     if warning is not None and recorder.rank == 0:
@@ -282,7 +282,7 @@ def look_at_weights(
             log_experts(report)
     process = context.process
     step = trainer.state.global_step
-    # where each rank has all of them
+    # if each rank has all of them
     if process.world_size > 1 and has_equal_copies(trainer.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
             check_equal_ranks(trainer.model, process, step)
