@@ -103,13 +103,10 @@ def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ra
     assert any("share rows" in check["name"] for check in reports[1]["checks"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"train.packing": False},
-        # in `make test` the MLPs in tiles below are recomputed
-        pytest.param({"train.gradient_checkpointing": True}, marks=LONG),
-    ],
+    [{"train.packing": False}, {"train.gradient_checkpointing": True}],
     ids=["unpacked", "recomputed"],
 )
 def test_unpacked_and_recomputed_rows_train_alike(finished, changes):

@@ -176,6 +176,7 @@ print(json.dumps([waiting, unused, *(each.as_json() for each in found)]))
 """
 
 
+@pytest.mark.long
 def test_a_process_that_waited_opens_weights_as_a_fresh_one_does(finished) -> None:
     folder = finished("lora")
     weights = str(folder.weights("lora"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import write_image_model
+from marks import long
 from rank_processes import run_ranks, run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
@@ -71,8 +72,10 @@ def matrices(model) -> list[torch.nn.Module]:
     return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "mode, ranks",
+    [("full", 1), ("lora", 2), ("qlora", 1), long("full", 2), long("lora", 1), long("qlora", 2)],
+)
 def test_losses_are_those_of_a_base_that_was_resized_by_hand(
     plan_run, run_worker, losses_of, tiny_base, tool_rows, tmp_path, mode, ranks
 ):
@@ -119,8 +122,17 @@ def test_new_rows_are_the_mean_of_all_others(base_of, tmp_path, model_type, form
     assert compared == ({"weight", "bias"} if model_type == "gptj" else {"weight"})
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gpt2", "gptj", "gemma3", "qwen3_moe", "phi"])
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize(
+    "mode, model_type",
+    [
+        ("full", "mistral"),
+        ("full", "gptj"),
+        ("full", "qwen3_moe"),
+        ("lora", "gpt2"),
+        ("lora", "gemma3"),
+        ("lora", "phi"),
+    ],
+)
 def test_the_plan_counts_the_rows_of_every_kind_of_model(plan_run, base_of, model_type, mode):
     changes = {"model.name": base_of(model_type), "tuning.mode": mode}
     before, after = (
@@ -143,7 +155,7 @@ def test_the_plan_counts_the_rows_of_every_kind_of_model(plan_run, base_of, mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", long("zero3")])
 def test_divided_weights_have_the_same_rows(plan_run, losses_of, tool_rows, strategy):
     settings = {
         "tuning.mode": "full",
@@ -368,7 +380,7 @@ def test_an_embedding_under_another_name_is_refused(base_of):
         load_base(config_of(base_of("mamba2")), CPU)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["gemma3", long("qwen3_vl")])
 def test_the_language_model_of_an_image_model_gets_the_rows(tokenizer, tmp_path, model_type):
     base = write_image_model(model_type, tmp_path / "base", tokenizer)
     before = AutoConfig.from_pretrained(base).get_text_config().vocab_size

@@ -19,6 +19,7 @@ from architecture_steps import (
     settings,
     trained_step,
 )
+from marks import long
 from published_files import weight_files
 from published_models import (
     BUILT_TYPES,
@@ -113,10 +114,10 @@ def test_every_type_trains_or_says_why_not(model_type):
     ("model_type", "mode"),
     [
         ("gemma3", "full"),
-        ("qwen3_5", "full"),
+        long("qwen3_5", "full"),
         ("qwen3_5_moe", "lora"),
         ("mistral3", "qlora"),
-        ("llama4", "lora"),
+        long("llama4", "lora"),
     ],
 )
 def test_what_leaves_is_what_came(model_type, mode, tokenizer, tmp_path, plan_run, run_worker):

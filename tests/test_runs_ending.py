@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from marks import long
 
 from sft_play.runs.folder import ERROR_FILE, RunFolder, last_words, tell_launcher
 from sft_play.runs.report import RunReport
@@ -75,7 +76,7 @@ sys.exit(ExitClass.STOPPED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["launcher", "timeout"])
+@pytest.mark.parametrize("to", ["launcher", long("timeout")])
 def test_two_signals_at_once_end_a_launched_run_with_the_class_of_its_ranks(tmp_path, to):
     """As `timeout` of coreutils sends them: one to its child, one to the group."""
     folder = RunFolder(tmp_path / "run")
