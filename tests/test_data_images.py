@@ -235,9 +235,7 @@ def test_a_broken_image_is_named(data, words, folder):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("A.PNG", "is missing: no file '{0}/A.PNG'; did you mean 'a.png'? Paths begin in DATA_"),
-        ("a.jpg", "; did you mean 'a.png'?"),
-        ("subs/c.webp", "is missing: no file '{0}/subs/c.webp'; did you mean '{0}/sub'?"),
+        ("b.png", "is missing: no file '{0}/b.png'. Paths begin in DATA_IMAGE_FOLDER=<folder>"),
         ("sub", "cannot be read: Is a directory"),
         ("x" * 300, "cannot be read: File name too long"),
         ("pipe", "cannot be read: a FIFO, not a regular file"),

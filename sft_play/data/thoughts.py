@@ -260,33 +260,24 @@ class ThoughtPolicy:
     def _refuse_other_reasoning(self, is_open: bool, asked: AskedAnswer) -> None:
         """Raise RenderError for missing reasoning in an open block, and any after a closed one."""
         if is_open and not asked.reasoning and self._reasoning == "keep":
-            switch = self._find_switch(False, asked)
+            switch = self._find_switch(False)
             raise RenderError(
                 "the chat template opens a think block before an answer, and messages"
                 f"[{asked.index}] has no reasoning; DATA_REASONING=empty trains an empty block"
                 + (f", {switch} none" if switch else "")
             )
         if not is_open and asked.reasoning:
-            switch = self._find_switch(True, asked)
+            switch = self._find_switch(True)
             raise RenderError(
                 "the chat template closes the think block in the prompt, and the row has "
                 f"reasoning; {f'{switch} trains it, ' if switch else ''}DATA_REASONING=drop "
                 "leaves it out"
             )
 
-    def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
-        """Return the setting by which the model thinks, or does not; None if none is found."""
+    def _find_switch(self, on: bool) -> str | None:
+        """Return the setting that may let the model think, or not; None if there is none."""
         for name in SWITCHES:
-            if name not in self._template.variables_read - self._template.row_names:
-                continue
-            template = self._template.with_variables({name: on})
-            prompt, text = asked.render(template)
-            end = prompt.rstrip()
-            thinks = end.endswith(OPENED)
-            if on and not end.endswith(CLOSED):
-                has_marks = ThoughtPolicy(template, "keep")._form.kind == "marks"
-                thinks = thinks or has_marks or asked.reasoning in text
-            if on == thinks:
+            if name in self._template.variables_read - self._template.row_names:
                 return f"MODEL_TEMPLATE_KWARGS='{{{name}: {str(on).lower()}}}'"
         return None
 
