@@ -45,7 +45,8 @@ def test_joined_emoji_and_letters_stay_joined():
 def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer):
     sequence = shown(tokenizer, "word " * 900, "end")
     told = in_marks(sequence)
-    hidden = sequence.documents[0].tokens - preview.MAX_TOKENS
+    tokens = sum(len(span.ids) for span in sequence.documents[0].spans)
+    hidden = tokens - preview.MAX_TOKENS
     assert f"{hidden:,} tokens more, on the page" in told
     assert told.count("word") < Page(render_page({}, LEDGER, [sequence])).pre.count("word") == 900
 

@@ -25,14 +25,9 @@ SEARCHED_SAMPLES = 10_000  # to find one with several answers
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
 MAX_TOKENS = 400  # of a document; the page shows them all
 MAX_DOCUMENTS = 4  # of a sequence
-# rich's names of styles
-STYLES = {  # by whether tokens are trained, and special
-    (False, False): "",
-    (False, True): "cyan",
-    (True, False): "bold green",
-    (True, True): "bold green reverse",
-}
 Fragment = tuple[str, str]  # a text and its style
+# rich's names of styles
+TRAINED = "bold green"
 FAINT = "dim"
 HEADING = "bold"
 
@@ -56,14 +51,6 @@ class PreviewDocument:
     spans: tuple[TokenSpan, ...]
     note: str | None = None
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(span.ids) for span in self.spans)
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(len(span.ids) for span in self.spans if span.is_trained)
-
 
 @dataclass(frozen=True)
 class PreviewSequence:
@@ -84,8 +71,10 @@ class PreviewSequence:
 
 def counts(documents: Sequence[PreviewDocument]) -> str:
     """Return the tokens of documents, and how many of them are trained."""
-    tokens = sum(document.tokens for document in documents)
-    trained = sum(document.trained_tokens for document in documents)
+    tokens = trained = 0
+    for span in chain.from_iterable(document.spans for document in documents):
+        tokens += len(span.ids)
+        trained += len(span.ids) * span.is_trained
     return f"{tokens:,} tokens, {trained:,} trained"
 
 
@@ -301,13 +290,10 @@ def fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
 
 
 def _show_spans(spans: Sequence[TokenSpan], has_color: bool) -> Iterator[Fragment]:
-    """Yield the text of spans, those next to each other that look alike as one."""
-    for (is_trained, is_special), run in groupby(
-        spans, key=lambda span: (span.is_trained, span.is_special and has_color)
-    ):
+    """Yield the text of spans, trained and other ones in turn."""
+    for is_trained, run in groupby(spans, key=lambda span: span.is_trained):
         text = make_visible("".join(span.text for span in run))
         text = text.replace("\t", "⇥\t").replace("\n", "↵\n")
-        if has_color:
-            yield text, STYLES[is_trained, is_special]
-        else:
-            yield (f"⟦{text}⟧" if is_trained else text), ""
+        if is_trained and not has_color:
+            text = f"⟦{text}⟧"
+        yield text, TRAINED if is_trained else ""

@@ -72,10 +72,11 @@ class SpecialText:
         """
         if self._policy == "allow":
             return row
+        everything = [*map(get_texts, row.messages), row.tools, row.variables]
+        if not any(map(self.unusual.search, list_strings(everything))):
+            return row
         has_tokens = False
         for where, text in _list_texts(row):
-            if not self.unusual.search(text):
-                continue
             for words, pattern in self._turn_words.items():
                 # the first is quick, and mostly enough
                 if words in text and pattern.search(text):

@@ -52,6 +52,8 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GL
 # What transformers gives every template, besides the special tokens and Jinja's own functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 DEFAULTS = ("defined", "undefined", "default", "d")  # Jinja's words for a name that may be missing
+# What the Python in a template may raise
+PYTHON_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 
 
@@ -246,6 +248,8 @@ def render_template(
 
     Raises: RenderError if it refuses them, DataError for a template that may never end.
     """
+    from jinja2 import TemplateError
+
     try:
         return _compile(source).render(
             messages=messages,
@@ -256,17 +260,13 @@ def render_template(
         )
     except DataError:  # which is a ValueError
         raise
-    except _template_errors() as error:
+    except (TemplateError, *PYTHON_ERRORS) as error:
         refused = f"the chat template refuses the conversation: {error}"
         raise RenderError(refused[:MAX_REFUSED]) from error
     except (RecursionError, SyntaxError) as error:  # Python compiles no blocks that deep
-        raise _nested_too_deeply(error) from None
-
-
-def _nested_too_deeply(error: Exception) -> DataError:
-    return DataError(
-        f"the chat template is nested too deeply, or calls itself ({error}); {TEMPLATE_REMEDY}"
-    )
+        raise DataError(
+            f"the chat template is nested too deeply, or calls itself ({error}); {TEMPLATE_REMEDY}"
+        ) from None
 
 
 @functools.cache
@@ -316,11 +316,3 @@ def _environment() -> Any:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = CLOCK.strftime
     return environment
-
-
-@functools.cache
-def _template_errors() -> tuple[type[Exception], ...]:
-    """Return the ways in which a template may fail."""
-    from jinja2 import TemplateError
-
-    return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)

@@ -118,11 +118,6 @@ class AskedAnswer:
     def reasoning(self) -> str:
         return (self.row.messages[self.index].reasoning or "").strip()
 
-    def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
-        """Return prompt and text under a template, with other fields of the answer."""
-        answer = {**self.messages[self.index], **changes}
-        return template.render_both([*self.messages[: self.index], answer], self.row.tools)
-
 
 class _Form(NamedTuple):
     """How a template takes reasoning."""
@@ -213,16 +208,20 @@ class ThoughtPolicy:
                 return _Form("marks", block)
         return _Form("content" if inside in within else "field")
 
-    def write_text(self, asked: AskedAnswer) -> str | None:
-        """Return the text of an answer whose prompt ends in a think block, None if it does not.
+    def write_text(self, asked: AskedAnswer) -> tuple[str, Notes] | None:
+        """Return the text of an answer, put together, and what to say of it.
 
-        The text is put together if the conversation has another one: the prompt of use, then what
-        the model is to write after it.
+        That is the prompt of use, then what the model is to write after it: in the think block that
+        the prompt opens or has closed, else between marks of the template's own. None if the
+        template writes the answer, or has no such marks.
 
         Raises: RenderError for an answer without reasoning if none is to be put in its place, and
         for one with reasoning after a closed block.
         """
         prompt = asked.prompt.rstrip()
+        begins = asked.text.startswith(asked.prompt)
+        if begins and (not asked.reasoning or asked.reasoning in asked.text[len(asked.prompt) :]):
+            return None
         for block in BLOCKS:
             is_open = prompt.endswith(block.opened)
             if not is_open and not prompt.endswith(block.closed):
@@ -232,30 +231,23 @@ class ThoughtPolicy:
             before = before.removesuffix(block.opened).rstrip()
             if not asked.text.startswith(before):
                 return None
-            answer = _without_block(block, asked.text[len(before) :])
+            answer = asked.text[len(before) :]
+            if block.closed in answer:
+                answer = answer.partition(block.closed)[2].lstrip()
+            else:
+                answer = answer.lstrip().removeprefix(block.opened).lstrip()
             if is_open:
                 answer = asked.reasoning + self._find_block_end(block, asked) + answer
-            return asked.prompt + answer
-        return None
-
-    def write_lost(self, asked: AskedAnswer) -> tuple[str, Notes] | None:
-        """Return the text of an answer whose reasoning the template leaves out, and what to say.
-
-        It stands in the block that the prompt opens, or between marks of the template's own. None
-        if the template writes it, or has no such marks. Raises RenderError as `write_text` does.
-        """
-        answer = asked.text[len(asked.prompt) :]
-        if not asked.reasoning or asked.reasoning in answer:
+            return asked.prompt + answer, ()
+        if not begins or self._form.kind != "marks":
             return None
-        if asked.prompt.rstrip().endswith((*OPENED, *CLOSED)):
-            text = self.write_text(asked)
-            return (text, ()) if text else None
         block = self._form.block
-        if self._form.kind != "marks":
-            return None
-        written = block.write(asked.reasoning) + _without_empty(block, answer)
+        answer = asked.text[len(asked.prompt) :]
+        rest = answer.lstrip().removeprefix(block.opened).lstrip()
+        if rest.startswith(block.closed):  # an empty block
+            answer = rest.removeprefix(block.closed)
         note = AS_MARKS.format(marks=f"{block.opened} and {block.closed}")
-        return asked.prompt + written, (note,)
+        return asked.prompt + block.write(asked.reasoning) + answer, (note,)
 
     def _refuse_other_reasoning(self, is_open: bool, asked: AskedAnswer) -> None:
         """Raise RenderError for missing reasoning in an open block, and any after a closed one."""
@@ -284,7 +276,9 @@ class ThoughtPolicy:
     def _find_block_end(self, block: Block, asked: AskedAnswer) -> str:
         """Return how the template ends a think block, asked with words of our own."""
         words = f"Answer{PROBE}"
-        prompt, text = asked.render(self._template, content=words, reasoning_content=PROBE)
+        answer = {**asked.messages[asked.index], "content": words, "reasoning_content": PROBE}
+        messages = [*asked.messages[: asked.index], answer]
+        prompt, text = self._template.render_both(messages, asked.row.tools)
         after = text[len(prompt) :].partition(PROBE)[2]
         between, found, _ = after.partition(words)
         end = between[: between.find(block.closed) + len(block.closed)]
@@ -294,16 +288,3 @@ class ThoughtPolicy:
             return end + space
         is_empty = text.startswith(prompt + block.closed)  # as DeepSeek V3.1 writes it
         return block.closed if is_empty else block.usual_end
-
-
-def _without_block(block: Block, answer: str) -> str:
-    """Return an answer without the think block, whole or only its end, that it begins with."""
-    if block.closed in answer:
-        return answer.partition(block.closed)[2].lstrip()
-    return answer.lstrip().removeprefix(block.opened).lstrip()
-
-
-def _without_empty(block: Block, answer: str) -> str:
-    """Return an answer without the empty think block that it begins with, if it does."""
-    rest = answer.lstrip().removeprefix(block.opened).lstrip()
-    return rest.removeprefix(block.closed) if rest.startswith(block.closed) else answer

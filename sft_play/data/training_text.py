@@ -199,7 +199,11 @@ class TrainingTextBuilder:
         text = self._template.render_conversation(messages[: index + 1], row.tools)
         notes: Notes = ()
         if message.reasoning or not text.startswith(prompt):
-            text, notes = self._write_thought(AskedAnswer(row, messages, index, prompt, text))
+            written = self.thoughts.write_text(AskedAnswer(row, messages, index, prompt, text))
+            if written is not None:
+                text, notes = written
+            elif not text.startswith(prompt):
+                raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
         check_prompt(row.messages[:index], prompt)
         start = len(prompt)
         found = self._stop.search(text, start)
@@ -237,16 +241,6 @@ class TrainingTextBuilder:
                     f"{where} holds {found[0]}, which ends an answer, "
                     "so what stands behind it would not be learned"
                 )
-
-    def _write_thought(self, asked: AskedAnswer) -> tuple[str, Notes]:
-        """Return the text of an answer after its prompt, also if the template writes another."""
-        if asked.text.startswith(asked.prompt):
-            return self.thoughts.write_lost(asked) or (asked.text, ())
-        behind = self.thoughts.write_text(asked)
-        if behind is None:
-            reason = _why_not_prefix(asked.row.messages, asked.index, asked.prompt, asked.text)
-            raise RenderError(reason)
-        return behind, ()
 
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
         """Raise RenderError unless the template writes every message, and the last answer once.
