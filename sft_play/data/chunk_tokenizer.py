@@ -346,9 +346,7 @@ class ChunkTokenizer:
 def _limits(chunk: Chunk) -> tuple[float, int]:
     """Return the seconds and the bytes of memory that rendering a chunk may take."""
     records = chunk.records
-    if not isinstance(records, list):
-        size = records.nbytes
-    elif records and isinstance(records[0], bytes):
+    if records and isinstance(records[0], bytes):
         size = sum(map(len, records))
     else:
         size = len(str(records))

@@ -1,8 +1,8 @@
 """Data files (JSONL, JSON, CSV, TSV, Parquet, Arrow) as chunks of records.
 
 Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json
-files that are one object. Parsing is slow, so `parse_records` does it in any process: chunks have
-JSONL lines undecoded, and Parquet and Arrow rows as Arrow batches.
+files that are one object. Parsing JSON is slow, so `parse_records` does it in any process: chunks
+have JSONL lines undecoded.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from sft_play import reading
 from sft_play.config.layers import nearest_path
@@ -32,9 +32,6 @@ from sft_play.data.rows import (
 )
 from sft_play.data.tables import DELIMITERS, read_sheet, read_table
 from sft_play.errors import DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 SHEET = ".xlsx"
 MARKDOWN = ".md"
@@ -82,18 +79,13 @@ class Chunk:
 
     path: Path
     numbers: Sequence[int]  # of each record: its line from 1, or its index from 0
-    records: "list[bytes] | list[Json | UnreadableRecord] | pa.RecordBatch"
+    records: Sequence[bytes] | Sequence[Json | UnreadableRecord]
     bytes_read: int  # size of the records in the file on disk
 
     def take(self, positions: Sequence[int]) -> "Chunk":
         """Return the records at some positions of this chunk, at least one."""
         numbers = [self.numbers[position] for position in positions]
-        if isinstance(self.records, list):
-            records = [self.records[position] for position in positions]
-        else:
-            from sft_play.data import arrow
-
-            records = arrow.take_rows(self.records, positions)
+        records = [self.records[position] for position in positions]
         return replace(self, numbers=numbers, records=records)
 
     def origin(self, position: int) -> str:
@@ -102,10 +94,7 @@ class Chunk:
 
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it is in the file, else JSON."""
-        if isinstance(self.records, list):
-            record = self.records[position]
-        else:
-            record = next(_parse_batch(self.records.slice(position, 1)))
+        record = self.records[position]
         if isinstance(record, bytes):
             return record.decode("utf-8", "backslashreplace").rstrip("\r\n")
         if isinstance(record, UnreadableRecord):
@@ -166,7 +155,10 @@ def read_chunks(
         if path.is_dir():
             raise DataError(f"{path}: a folder, not a file")
         if suffix in COLUMNAR_FORMATS:
-            yield from _columnar_chunks(path, rows_per_chunk)
+            from sft_play.data.arrow import ColumnarFile  # takes a quarter of a second to load
+
+            file = ColumnarFile(path)
+            yield from _group(path, file.read(), file.tell, rows_per_chunk)
         elif suffix == SHEET:
             size = path.stat().st_size
             yield from _group(path, read_sheet(path), lambda: size, rows_per_chunk)
@@ -174,39 +166,14 @@ def read_chunks(
             yield from _text_chunks(path, rows_per_chunk, line_by_line)
 
 
-def parse_records(chunk: Chunk, columns: Iterable[str] | None = None) -> Iterator[Json | BadRow]:
-    """Yield every record of a chunk as an object with keys, or why it is none.
-
-    Arrow batches give only `columns`, if these are given.
-    """
-    records = chunk.records
-    if not isinstance(records, list):
-        records = _parse_batch(records, columns)
-    for position, record in enumerate(records):
+def parse_records(chunk: Chunk) -> Iterator[Json | BadRow]:
+    """Yield every record of a chunk as an object with keys, or why it is none."""
+    for position, record in enumerate(chunk.records):
         if isinstance(record, bytes):
             record = text_files.parse_json_line(record)
         if isinstance(record, UnreadableRecord):
             record = BadRow(chunk.origin(position), record.reason, record.raw)
         yield record
-
-
-def columns_with_values(chunk: Chunk) -> dict[str, int]:
-    """Return the rows that have a value in each column of an Arrow batch; {} for other files."""
-    if isinstance(chunk.records, list):
-        return {}
-    batch = chunk.records
-    return {
-        name: batch.num_rows - column.null_count
-        for name, column in zip(batch.schema.names, batch.columns, strict=True)
-    }
-
-
-def _parse_batch(
-    batch: "pa.RecordBatch", columns: Iterable[str] | None = None
-) -> Iterator[Json | UnreadableRecord]:
-    from sft_play.data import arrow  # takes a quarter of a second to load; JSONL does not need it
-
-    return arrow.batch_records(batch, columns)
 
 
 @contextlib.contextmanager
@@ -228,17 +195,6 @@ def _errors_naming(path: Path) -> Iterator[None]:
     except OSError as error:  # Arrow raises it, too, for damaged pages
         reason = error.strerror or str(error).partition("\n")[0]
         raise DataError(f"{path}: cannot be read: {reason}") from None
-
-
-def _columnar_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
-    from sft_play.data import arrow
-
-    first = 0
-    file_bytes = path.stat().st_size
-    for batch, file_share in arrow.read_batches(path, rows_per_chunk, CHUNK_BYTES):
-        numbers = range(first, first + batch.num_rows)
-        yield Chunk(path, numbers, batch, int(file_bytes * file_share))
-        first += batch.num_rows
 
 
 class _Decompressed(io.RawIOBase):
@@ -298,7 +254,7 @@ def _group(
     file_position: Callable[[], int],
     rows_per_chunk: int,
 ) -> Iterator[Chunk]:
-    """Group the records of a text file into chunks."""
+    """Group the records of a file into chunks."""
     numbers: list[int] = []
     values: list[Any] = []
     characters = 0

@@ -17,7 +17,6 @@ from sft_play.config.schema import Config
 from sft_play.data.calls import check_json, drop_filled, has_null_arguments, parse_tools
 from sft_play.data.files import (
     Chunk,
-    columns_with_values,
     parse_records,
     read_chunks,
     refuse_bad_rows,
@@ -156,11 +155,7 @@ def parse_record_rows(
     A record has one row, or several if a path of data.columns leads through a list. Keys that are
     not used are counted in `unused`, by the rows that have a value for them.
     """
-    if unused is not None:  # records of Arrow batches have only the used columns
-        for column, rows in columns_with_values(chunk).items():
-            if column not in row_format.file_columns and rows:
-                unused[column] += rows
-    for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
+    for position, record in enumerate(parse_records(chunk)):
         if isinstance(record, BadRow):
             yield record
             continue
@@ -175,7 +170,6 @@ def parse_record_rows(
             if row_format.group_by:
                 group = find_group(record, row_format.group_by)
                 if not group:
-                    (record,) = parse_records(chunk.take([position]))  # with all columns
                     raise InvalidRowError(
                         f"no value in data.split_by={row_format.group_by}; set "
                         f"DATA_SPLIT_BY=prompt, or to one of {list_columns(record)}"
