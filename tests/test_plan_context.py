@@ -1,12 +1,10 @@
 """How many GPUs share each row: as few as a step needs, and what says so where it does not fit."""
 
-from dataclasses import replace
-
 import pytest
 from plan_examples import plan_for
-from test_plan_inputs import inputs_of
+from test_plan_inputs import inputs_of, planned
 
-from sft_play.plan.advice import _context_options, _with
+from sft_play.plan.advice import _context_options
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
 LORA = ("tuning.mode=lora", "train.predict_with_generate=false")
@@ -58,8 +56,8 @@ def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs():
 
 
 def test_what_is_combined_with_sharing_is_kept():
-    inputs = replace(inputs_of(130, effective_batch_size=1), host_budget_bytes=2**40)
-    inputs = _with(_with(inputs, "model", max_seq_len=524_288), "tuning", mode="lora")
+    inputs = inputs_of(130, 1024, effective_batch_size=1, context_parallel=1)
+    inputs = inputs.changed("model", max_seq_len=524_288).changed("tuning", mode="lora")
     (sharing,) = _context_options(inputs, 1)
-    both = sharing.applied(_with(inputs, "tuning", mode="qlora"))
-    assert (both.config.tuning.mode, both.context_parallel) == ("qlora", 2)
+    step = planned(sharing.applied(inputs.changed("tuning", mode="qlora"))).step
+    assert (step.mode, step.context_parallel) == ("qlora", 2)

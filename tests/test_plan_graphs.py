@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from plan_examples import CPU, STEP, plan_for
 
-from sft_play.plan.fast import graph_bytes
+from sft_play.plan.activations import graph_bytes
 from sft_play.plan.step import Layout
 
 ONE_B_PLAN = plan_for("1xH200", "model.name=meta-llama/Llama-3.2-1B-Instruct").plan

@@ -7,7 +7,7 @@ import pytest
 from plan_examples import PROBED_REQUEST, PROBED_STEP, fit_of, measured
 
 from sft_play.plan import batch, counting, probe_fit
-from sft_play.plan.fast import graph_bytes
+from sft_play.plan.activations import graph_bytes
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.probe_fit import Line, MeasuredFit, Point
 from sft_play.plan.step import Layout

@@ -201,7 +201,7 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
     runs = [plan_of(folder), plan_of(folder, "train.batch_size=2"), plan_of(folder)]
     assert len(answers) == 1
     assert {run.plan.step.memory_source for run in runs} == {"traced"}
-    assert runs[0].kernels.describe() == "fused kernels but for linears (a reason)"
+    assert runs[0].plan.step.kernels.describe() == "fused kernels but for linears (a reason)"
     assert runs[0].plan.step.is_fast
     assert runs[1].plan.memory.phases["backward"].activations > 2 * 64 * 10**6
     plan_of(folder, "tuning.mode=qlora")

@@ -7,6 +7,7 @@ fitted to an 8B Llama and are rough elsewhere.
 from typing import NamedTuple
 
 from sft_play.config.sections.model import HEADS
+from sft_play.plan.model_shape import FOUR_NORMS, HEAD_NORMS
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
@@ -15,8 +16,6 @@ LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
 TILE_TOKENS = 16_384  # of an MLP over a long row that is recomputed: fast.linears.tiles
 OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: checkpointing.IN_FLIGHT
-HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
-FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, after attention and MLP
 
 
 class Working(NamedTuple):
@@ -130,7 +129,7 @@ def layer_bytes_per_token(step: StepSpec) -> int:
         heads += (model.heads + model.kv_heads) * model.head_dim
     norms = 4 if model.model_type in FOUR_NORMS else 2
     residual = 2 * norms * hidden
-    if step.shares_rows:  # its output once more, as attention has it
+    if step.context_parallel > 1:  # its output once more, as attention has it
         heads += model.heads * model.head_dim
     product = 0
     if step.is_full:
@@ -331,3 +330,27 @@ def stepping_bytes(step: StepSpec, gradients: int) -> int:
         sizes = [kind.inputs * kind.outputs for kind in model.matrices]
         return (step.trained_bytes + 8) * max(sizes, default=0)
     return 0
+
+
+HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its gradient
+
+
+def graph_bytes(step: StepSpec, layout: Layout) -> dict[str, int]:
+    """Return by phase what recordings allocate beyond a step, from the first one on.
+
+    Nothing else may use the memory of their activations, and they give it back before layers run by
+    themselves. The gradients of a replay are computed beside those that they are added to.
+    """
+    if not step.records_graphs or step.offloaded(layout.checkpointed_layers):
+        return {}
+    hidden = HIDDEN_COPIES * layout.tokens * step.compute_bytes * step.model.hidden
+    gradients = step.trained_bytes * step.trained_weights
+    replayed = hidden + gradients
+    held = replayed + working_bytes(step, layout).backward
+    return {
+        "forward": replayed,
+        "backward": replayed,
+        "optimizer": held,
+        "evaluation": gradients,
+        "save": held,
+    }

@@ -4,23 +4,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.context import COUNTS, why_not_shared
 from sft_play.plan.inputs import (
+    SHARING_RANKS,
+    Draft,
     PlanInputs,
-    choose_layout,
-    with_offloading,
-    with_placement,
+    draft_of,
+    plan_step,
+    step_of,
+    why_not_shared,
 )
-from sft_play.plan.memory import GIB, host_bytes, peak_bytes
+from sft_play.plan.memory import GIB, host_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
-from sft_play.plan.speed import Speed
 from sft_play.plan.step import LONG_ROW
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
 
@@ -53,14 +53,19 @@ class Option:
         return [self.group] if self.group in ("length", "batch") else self.words.split()
 
 
-def changes(inputs: PlanInputs, gpu_count: int) -> tuple[Change, ...]:
+def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     """Return what makes a step fit on a host of `gpu_count` GPUs: settings that are all needed.
 
     Those that train the same thing come first, then the others, each by speed, fastest first.
     Empty where no three settings make it fit.
     """
-    options = list(_options(inputs, gpu_count))
-    before = inputs.speed(choose_layout(inputs))
+    inputs = draft.inputs.changed(
+        "train",
+        activation_offloading=draft.step.offload_activations,
+        context_parallel=draft.step.context_parallel,
+    )
+    options = list(_options(replace(draft, inputs=inputs), gpu_count))
+    before = draft.tokens_per_second()
     found: dict[frozenset[str], Change] = {}
     for count in range(1, MAX_COMBINED + 1):
         for combined in combinations(options, count):
@@ -80,69 +85,71 @@ def _rank(change: Change) -> tuple[bool, float]:
     return bool(change.costs), -(change.relative_speed or 0.0)
 
 
-def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None) -> Change | None:
+def _draft(inputs: PlanInputs) -> Draft:
+    return plan_step(inputs, step_of(inputs))
+
+
+def _host_bytes(draft: Draft) -> int:
+    """Return what a draft keeps in host memory for each rank."""
+    return host_bytes(draft.step, draft.layout) + offloaded_bytes(draft.step, draft.layout)
+
+
+def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Change | None:
     """Return what the options do together, None if the step still does not fit."""
-    changed = inputs
     for option in options:
-        changed = option.applied(changed)
-    if changed.config.tuning.has_float8_base and changed.ranks.strategy == "deepspeed":
+        inputs = option.applied(inputs)
+    machine = inputs.machine
+    if inputs.config.tuning.has_float8_base and machine.ranks.strategy == "deepspeed":
         return None
-    if changed.ranks.strategy == "fsdp" and why_not_fsdp(changed.config, changed.is_float16):
+    is_float16 = machine.precision == "fp16"
+    if machine.ranks.strategy == "fsdp" and why_not_fsdp(inputs.config, is_float16):
         return None
-    changed = with_placement(changed)
-    layout = choose_layout(changed)
-    on_host = host_bytes(changed.step, layout) + offloaded_bytes(changed.step, layout)
-    if not changed.fits(layout) or on_host > changed.host_budget_bytes:
+    draft = _draft(inputs)
+    if not draft.fits or _host_bytes(draft) > machine.host_budget_bytes:
         return None
-    words = []
-    for option in options:
-        if option.group == "batch":
-            batch = f"TRAIN_BATCH_SIZE={layout.batch_size} TRAIN_GRAD_ACCUM={layout.grad_accum}"
-            words.append(batch)
-        else:
-            words.append(option.words)
+    layout = draft.layout
+    batch = f"TRAIN_BATCH_SIZE={layout.batch_size} TRAIN_GRAD_ACCUM={layout.grad_accum}"
+    words = [batch if option.group == "batch" else option.words for option in options]
     words.sort(key=lambda word: not word.startswith("make"))
-    after = changed.speed(layout)
-    relative = None
-    if before is not None and after is not None:
-        relative = after.tokens_per_second / before.tokens_per_second
+    after = draft.tokens_per_second()
     return Change(
         words=" ".join(words),
         costs=", ".join(option.costs for option in options if option.costs),
-        predicted_peak=peak_bytes(changed.step, layout),
-        relative_speed=relative,
+        predicted_peak=draft.peak_bytes,
+        relative_speed=after / before if before and after else None,
     )
 
 
-def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
+def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
     """Yield every setting that can free memory here."""
+    inputs, machine = draft.inputs, draft.inputs.machine
     train = inputs.config.train
     tuning = inputs.config.tuning
     if train.batch_size != "auto":
-        rows = choose_layout(inputs).rows_per_step
+        rows = draft.layout.rows_per_step
         yield Option("", partial(_with_automatic_batch, rows=rows), "batch")
     if train.gradient_checkpointing is False:
         yield _setting("train.gradient_checkpointing", "auto", "checkpointing")
-    offloaded = _with(inputs, "train", activation_offloading=True)
-    host_bytes = offloaded_bytes(offloaded.step, choose_layout(offloaded))
-    has_room = 0 < host_bytes <= inputs.host_budget_bytes
-    if has_room and not inputs.step.offload_activations:
-        costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
-        yield _setting("train.activation_offloading", True, "offloading", costs)
+    if inputs.can_offload_activations and not draft.step.offload_activations:
+        step = replace(draft.step, offload_activations=True)
+        on_host = offloaded_bytes(step, draft_of(inputs, step).layout)
+        if 0 < on_host <= machine.host_budget_bytes:
+            costs = f"{on_host / GIB:.0f} GiB of host memory for each GPU"
+            yield _setting("train.activation_offloading", True, "offloading", costs)
     yield from _engine_options(inputs, gpu_count)
     yield from _context_options(inputs, gpu_count)
     if tuning.mode == "full":
         yield from _full_options(inputs)
     if tuning.mode != "qlora":
-        changed = partial(_with, section="tuning", mode="qlora", base_dtype="auto")
+        changed = partial(PlanInputs.changed, section="tuning", mode="qlora", base_dtype="auto")
         words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
         yield Option(words, changed, "mode", "trains adapters over 4-bit weights")
-    if inputs.step.has_adapted_experts and tuning.lora.experts != "shared":
+    if draft.step.has_adapted_experts and tuning.lora.experts != "shared":
         lora = tuning.lora.model_copy(update={"experts": "shared"})
         costs = "shares one adapter among the experts of a layer"
-        changed = partial(_with, section="tuning", lora=lora)
+        changed = partial(PlanInputs.changed, section="tuning", lora=lora)
         yield Option("TUNING_LORA_EXPERTS=shared", changed, "experts", costs)
-    if may_be_float8(inputs.config, inputs.card) and not inputs.zero_stage:
+    if may_be_float8(inputs.config, machine.card) and not machine.zero_stage:
         yield _setting("tuning.base_dtype", "float8", "mode", "trains adapters over float8")
     tokens = inputs.config.model.max_seq_len // 2
     while tokens >= MIN_ROW_TOKENS:
@@ -155,34 +162,35 @@ def _setting(path: str, value: str | int, group: str, costs: str = "") -> Option
     """Return the option that changes one setting."""
     section, _, key = path.partition(".")
     text = "true" if value is True else value
-    changed = partial(_with, section=section, **{key: value})
+    changed = partial(PlanInputs.changed, section=section, **{key: value})
     return Option(f"{env_name(path)}={text}", changed, group, costs)
 
 
 def _full_options(inputs: PlanInputs) -> Iterator[Option]:
     """Yield what frees memory where every weight is trained."""
+    machine = inputs.machine
     is_float32 = inputs.config.model.dtype in ("auto", "float32")
-    if is_float32 and inputs.is_half and not inputs.zero_stage:
+    if is_float32 and machine.is_half and not machine.zero_stage:
         yield _setting("model.dtype", "bfloat16", "dtype", "weights are updated in 16 bits")
-    if inputs.ranks.device == "cuda" and "8bit" not in inputs.config.train.optim:
+    if machine.is_gpu and "8bit" not in inputs.config.train.optim:
         yield _setting("train.optim", "adamw_8bit", "optim", "optimizer state in 8 bits")
     yield _setting("tuning.mode", "lora", "mode", "trains adapters")
 
 
 def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     """Yield FSDP and ZeRO on the GPUs of the plan, and on all of the host if some are idle."""
-    ranks = inputs.ranks
-    if ranks.device != "cuda":
+    machine, ranks = inputs.machine, inputs.machine.ranks
+    if not machine.is_gpu:
         return
     no_map = "" if inputs.config.model.device_map is None else " MODEL_DEVICE_MAP=null"
     for per_node in sorted({ranks.per_node, gpu_count}):
         if per_node * ranks.nodes < 2 or per_node < ranks.per_node:
             continue
         number = ""
-        first_stage = max(2, inputs.zero_stage + 1)
+        first_stage = max(2, machine.zero_stage + 1)
         if per_node != ranks.per_node:
             number = f" NUM_GPUS={per_node}"
-            first_stage = max(2, inputs.zero_stage)
+            first_stage = max(2, machine.zero_stage)
         if number or ranks.strategy != "fsdp":
             changed = partial(_with_engine, strategy="fsdp", per_node=per_node)
             words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
@@ -191,8 +199,9 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             _with_engine, strategy="fsdp", per_node=per_node, offload_weights=True
         )
         offloaded = with_offload(inputs)
-        on_host = host_bytes(offloaded.step, choose_layout(offloaded))
-        if not inputs.offload_weights and on_host <= offloaded.host_budget_bytes:
+        draft = draft_of(offloaded, step_of(offloaded))
+        on_host = host_bytes(draft.step, draft.layout)
+        if not machine.offload_weights and on_host <= offloaded.machine.host_budget_bytes:
             words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true"
             if inputs.config.train.strategy not in ("auto", "fsdp"):
                 words += " TRAIN_STRATEGY=fsdp"
@@ -208,22 +217,22 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             )
             if inputs.config.train.strategy != "auto":
                 words += f" TRAIN_STRATEGY=zero{stage}"
-            words += no_map
-            yield Option(words, changed, "engine")
+            yield Option(words + no_map, changed, "engine")
 
 
 def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     """Yield the fewest GPUs for each of long rows, also those that this host does not have."""
-    ranks = inputs.ranks
-    if inputs.config.model.max_seq_len < LONG_ROW or ranks.device != "cuda":
+    ranks = inputs.machine.ranks
+    if inputs.config.model.max_seq_len < LONG_ROW or not inputs.machine.is_gpu:
         return
-    for count in COUNTS:
+    for count in SHARING_RANKS:
         per_node = max(ranks.per_node, count)
         changed = partial(_sharing, per_node=per_node, gpu_count=gpu_count, count=count)
         shared = changed(inputs)
-        if count <= inputs.context_parallel or why_not_shared(shared, count) is not None:
+        is_more = count > inputs.config.train.context_parallel
+        if not is_more or why_not_shared(shared, step_of(shared), count) is not None:
             continue
-        if not shared.fits(choose_layout(shared)):
+        if not _draft(shared).fits:
             continue
         words = f"make train-distributed NUM_GPUS={per_node} TRAIN_CONTEXT_PARALLEL={count}"
         words += " TRAIN_ACTIVATION_OFFLOADING=auto"
@@ -232,17 +241,17 @@ def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
 
 
 def _sharing(inputs: PlanInputs, per_node: int, gpu_count: int, count: int) -> PlanInputs:
-    strategy = inputs.ranks.strategy
+    strategy = inputs.machine.ranks.strategy
     more = _with_engine(inputs, "ddp" if strategy == "single" else strategy, per_node)
     if per_node > gpu_count:  # of another host
-        more = replace(more, host_budget_bytes=inputs.host_budget_bytes)
-    more = _with(more, "train", activation_offloading="auto")
-    return with_offloading(replace(more, context_parallel=count, host_layers=None))
+        host = inputs.machine.host_budget_bytes
+        more = replace(more, machine=replace(more.machine, host_budget_bytes=host))
+    return more.changed("train", activation_offloading="auto", context_parallel=count)
 
 
 def _with_automatic_batch(inputs: PlanInputs, rows: int) -> PlanInputs:
     settings = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows}
-    return replace(_with(inputs, "train", **settings), is_effective_set=True)
+    return replace(inputs.changed("train", **settings), is_effective_set=True)
 
 
 def _with_engine(
@@ -252,23 +261,18 @@ def _with_engine(
     zero_stage: int = 0,
     offload_weights: bool = False,
 ) -> PlanInputs:
-    fetching = inputs.fetching
+    machine = inputs.machine
+    fetching = machine.fetching
     if zero_stage:  # by the JSON that ships
         raw = deepspeed.read(ZERO_CONFIGS[f"zero{zero_stage}"])
         fetching = deepspeed.fetching(raw, inputs.model.hidden)
-    return replace(
-        inputs,
-        ranks=replace(inputs.ranks, strategy=strategy, per_node=per_node, gpus_per_process=1),
-        layers_by_gpu=(),
+    machine = replace(
+        machine,
+        ranks=replace(machine.ranks, strategy=strategy, per_node=per_node, gpus_per_process=1),
         zero_stage=zero_stage,
         fetching=fetching,
         offload=False,
         offload_weights=offload_weights,
-        host_budget_bytes=inputs.host_budget_bytes * inputs.ranks.per_node // per_node,
+        host_budget_bytes=machine.host_budget_bytes * machine.ranks.per_node // per_node,
     )
-
-
-def _with(inputs: PlanInputs, section: str, **settings: Any) -> PlanInputs:
-    config = inputs.config
-    changed = getattr(config, section).model_copy(update=settings)
-    return replace(inputs, config=config.model_copy(update={section: changed}))
+    return replace(inputs, machine=machine)

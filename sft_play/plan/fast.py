@@ -6,16 +6,15 @@ tests/test_models_adapters.py holds the two against each other. No torch.
 """
 
 import importlib.util
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import HEADS
-from sft_play.plan.activations import FOUR_NORMS, working_bytes
-from sft_play.plan.model_shape import LLAMA_LIKE
+from sft_play.plan.model_shape import FOUR_NORMS, LAYER_NORMS, LLAMA_LIKE
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.step import LAYER_NORMS, Layout, StepSpec
+from sft_play.plan.traced import TracedStep
 
 PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # as they are listed
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
@@ -41,13 +40,14 @@ class FastSetup:
     is_half: bool  # matrix products in 16 bits
     zero_stage: int
     capability: tuple[int, int] | None = None  # of the GPU, where it is known
+    traced: TracedStep | None = None  # of the model, if it is not like Llama
 
 
 @dataclass(frozen=True)
 class FastPlan:
     """The parts that are fused, and why the others are not."""
 
-    on: Collection[str]
+    on: tuple[str, ...]
     off: Mapping[str, str]
 
     def describe(self) -> str:
@@ -63,12 +63,19 @@ class FastPlan:
         return f"fused kernels but for {'; '.join(missing)}"
 
 
+UNKNOWN_KERNELS = FastPlan((), {ALL_PARTS: UNTRACED})
+
+
 def plan_kernels(setup: FastSetup) -> FastPlan:
     """Return which parts of a run are planned to be fused."""
+    if setup.traced is not None:
+        return FastPlan(setup.traced.on, setup.traced.off)
+    if backend_of(setup.config).has_own_kernels:
+        return FastPlan(tuple(NEEDED), {})
     if setup.config.train.fast_path is False:
         return FastPlan((), {ALL_PARTS: "train.fast_path=false"})
     if setup.model_type not in LLAMA_LIKE:
-        return FastPlan((), {ALL_PARTS: UNTRACED})
+        return UNKNOWN_KERNELS
     reasons = {
         "attention": _why_not_attention(setup),
         "linears": _why_not_linears(setup),
@@ -86,9 +93,11 @@ def is_fast(setup: FastSetup) -> bool:
 
     The estimates know them on a GPU in 16 bits. In mode full the linears are plain by nature.
     """
-    if not setup.is_gpu or not setup.is_half or has_packed_parts(setup):
+    if not setup.is_gpu or not setup.is_half:
         return False
-    if setup.model_type not in LLAMA_LIKE:
+    if setup.traced is not None:
+        return setup.traced.is_fused
+    if has_packed_parts(setup) or setup.model_type not in LLAMA_LIKE:
         return False
     if setup.config.tuning.mode != "full" and why_not_adapters(setup) is not None:
         return False
@@ -195,7 +204,6 @@ HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was me
 RECORDING_STRATEGIES = ("single", "ddp", "ep")
 PROVEN_EXPERTS = 4  # of a module, whose own code a proof runs
 MOST_RECORDINGS = 16  # shapes of micro-batches
-HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its gradient
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ class GraphSetup:
 
     config: Config
     ranks: Ranks
-    kernels: FastPlan | None  # None: not known before the model is loaded
+    kernels: FastPlan
     is_offloaded: bool = False  # the input of a layer, to the host's memory
 
 
@@ -214,7 +222,7 @@ def records_graphs(setup: GraphSetup) -> bool:
 
 
 def _can_record(setup: GraphSetup) -> bool:
-    return setup.kernels is not None and why_not_recorded(setup) is None
+    return setup.kernels != UNKNOWN_KERNELS and why_not_recorded(setup) is None
 
 
 def without_effect(setup: GraphSetup) -> str | None:
@@ -223,12 +231,11 @@ def without_effect(setup: GraphSetup) -> str | None:
     return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
 
 
-def graph_warnings(setup: GraphSetup, is_offloaded: bool, host_share: float) -> list[str]:
+def graph_warnings(setup: GraphSetup, host_share: float) -> list[str]:
     """Return what a plan says of train.cuda_graphs: why it records nothing, or that it would help.
 
     `host_share` is the time in which the CPU launches a micro-batch, in that of the GPU for it.
     """
-    setup = replace(setup, is_offloaded=is_offloaded)
     sentence = without_effect(setup)
     is_asked = setup.config.train.cuda_graphs
     if not is_asked and _can_record(setup) and host_share >= HOST_SETS_PACE:
@@ -256,14 +263,9 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def offloads(step: StepSpec, layout: Layout) -> bool:
-    """Return whether inputs of layers wait in the host's memory."""
-    return step.offloaded(layout.checkpointed_layers) > 0
-
-
-def _unfused_reasons(kernels: FastPlan | None) -> dict[str, bool]:
+def _unfused_reasons(kernels: FastPlan) -> dict[str, bool]:
     """Return what fused parts may have against a recording, and whether it is so."""
-    if kernels is None:
+    if kernels == UNKNOWN_KERNELS:
         return {}
     reasons = {}
     for part, words in NEEDED.items():
@@ -272,24 +274,3 @@ def _unfused_reasons(kernels: FastPlan | None) -> dict[str, bool]:
     for part, words in HINDERING.items():
         reasons[words] = part in kernels.on
     return reasons
-
-
-def graph_bytes(step: StepSpec, layout: Layout) -> dict[str, int]:
-    """Return by phase what recordings allocate beyond a step, from the first one on.
-
-    Nothing else may use the memory of their activations, and they give it back before layers run by
-    themselves. The gradients of a replay are computed beside those that they are added to.
-    """
-    if not step.records_graphs or offloads(step, layout):
-        return {}
-    hidden = HIDDEN_COPIES * layout.tokens * step.compute_bytes * step.model.hidden
-    gradients = step.trained_bytes * step.trained_weights
-    replayed = hidden + gradients
-    held = replayed + working_bytes(step, layout).backward
-    return {
-        "forward": replayed,
-        "backward": replayed,
-        "optimizer": held,
-        "evaluation": gradients,
-        "save": held,
-    }

@@ -1,19 +1,22 @@
-"""What a plan is made from: config, model, processes and devices. Pure: no torch, no I/O."""
+"""A step and its layout, from the config, the machine and the model: the choices of a plan.
+
+`step_of` may trace the model in another process. All else is arithmetic.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
+from typing import Any, Self
 
 from sft_play.config.backends import backend_of
-from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule
-from sft_play.plan import activations, batch, cards, memory, placement, speed
+from sft_play.errors import ConfigError
+from sft_play.plan import activations, batch, memory, placement, speed
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Device, Uncounted, load_trace
 from sft_play.plan.fast import (
-    NEEDED,
-    FastPlan,
+    UNKNOWN_KERNELS,
     FastSetup,
     GraphSetup,
     fuses_loss,
@@ -21,289 +24,287 @@ from sft_play.plan.fast import (
     plan_kernels,
     records_graphs,
 )
+from sft_play.plan.machine import Machine
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
-from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import LONG_ROW, AdapterOptions, Layout, StepSpec
-from sft_play.plan.traced import TracedStep
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TOY_PARAMETERS = 3e8  # a smaller model trains in minutes, whoever sets the pace
+SHARING_RANKS = (1, 2, 4, 8)  # that may share a row
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What batch and checkpointing follow from."""
+    """What a step and its layout follow from."""
 
     config: Config
     is_effective_set: bool  # train.effective_batch_size, by the user
+    machine: Machine
     model: ModelShape
-    ranks: Ranks
-    is_half: bool  # matrix products in 16 bits
-    zero_stage: int  # 0 without DeepSpeed
-    offload: bool  # of the optimizer's state
-    offload_weights: bool  # of ZeRO-3
-    budget_bytes: int  # that one rank may take
-    gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
-    host_budget_bytes: int = 0  # that one rank may take of host memory
     environ: Mapping[str, str] = field(default_factory=dict)
-    fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
-    layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
-    is_float16: bool = False  # the half is float16, which scales the loss
-    context_parallel: int = 1  # ranks that share each row
-    keeps_attention: bool = False  # outputs of attention in layers that are recomputed
-    host_layers: int | None = None  # whose inputs the host has room for; None: all
 
-    @cached_property
-    def request(self) -> BatchRequest:
-        """What the config says of batch, accumulation and checkpointing."""
-        train = self.config.train
-        row_tokens = self.config.model.max_seq_len
-        return BatchRequest(
-            batch_size=train.batch_size,
-            grad_accum=train.grad_accum,
-            effective_batch=train.effective_batch_size,
-            is_effective_set=self.is_effective_set,
-            gradient_checkpointing=train.gradient_checkpointing,
-            max_seq_len=row_tokens,
-            world_size=self.ranks.world_size,
-            layers=self.model.layers,
-            recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
-            in_one_row=self._takes_one_row,
-            pair_cost=speed.pair_cost(self.model, self.step.active_adapter_weights),
-            waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy in ("fsdp", "ep"),
-            context_parallel=self.context_parallel,
-            overhead_tokens=speed.overhead_tokens(self.step, row_tokens, self.card),
-            host_tokens=speed.host_tokens(self.step, row_tokens, self.card),
-        )
-
-    @property
-    def _takes_one_row(self) -> bool:
-        """Whether the packed documents of a micro-batch may be one long row."""
-        if isinstance(self.trace, TracedStep):
-            return self.trace.in_one_row
-        return self.kernels is not None and "attention" in self.kernels.on
-
-    @property
-    def kernels(self) -> FastPlan | None:
-        """The fused parts, None if they are not known before the model is loaded."""
-        if isinstance(self.trace, TracedStep):
-            return FastPlan(self.trace.on, self.trace.off)
-        if backend_of(self.config).has_own_kernels:
-            return FastPlan(NEEDED, {})
-        if self.model.model_type not in LLAMA_LIKE:
-            return None
-        return plan_kernels(self.fast_setup)
-
-    @property
-    def kernel_config(self) -> Config:
-        """The config by which kernels are chosen: a model on several GPUs has no fused ones."""
-        if self.ranks.gpus_per_process == 1:
-            return self.config
-        train = self.config.train.model_copy(update={"fast_path": False})
-        return self.config.model_copy(update={"train": train})
-
-    @property
-    def fast_setup(self) -> FastSetup:
-        """What the choice of kernels follows from."""
-        return FastSetup(
-            config=self.kernel_config,
-            model_type=self.model.model_type,
-            is_gpu=self.ranks.device == "cuda",
-            is_half=self.is_half,
-            zero_stage=self.zero_stage,
-            capability=self.card.capability if self.card else None,
-        )
-
-    @cached_property
-    def trace(self) -> TracedStep | str | None:
-        """The traced step, why there is none, or None if the closed form fits."""
-        if self.model.model_type in LLAMA_LIKE or self.model.guess is not None:
-            return self.model.guess
-        device = Device(self.ranks.device, self.is_half, self.zero_stage)
-        try:
-            return load_trace(self.kernel_config, device, self.environ)
-        except Uncounted as reason:
-            return str(reason)
-
-    @cached_property
-    def step(self) -> StepSpec:
-        """What each rank computes."""
-        tuning = self.config.tuning
-        train = self.config.train
-        compute_bytes = 2 if self.is_half else 4
-        default_bytes = 4 if tuning.mode == "full" else compute_bytes
-        targets = tuning.lora.target_modules
-        is_gpu = self.ranks.device == "cuda"
-        eval_batch_size = None if train.eval_batch_size == "auto" else train.eval_batch_size
-        step = StepSpec(
-            model=self.model,
-            mode=tuning.mode,
-            compute_bytes=compute_bytes,
-            weight_bytes=DTYPE_BYTES.get(self.config.model.dtype, default_bytes),
-            lora_rank=tuning.lora.r,
-            lora_targets=targets if isinstance(targets, str) else tuple(targets),
-            optim=train.optim,
-            double_quant=tuning.bnb_4bit_use_double_quant,
-            is_fast=is_fast(self.fast_setup),
-            fuses_loss=fuses_loss(self.fast_setup),
-            adapter_options=AdapterOptions.of(self.config),
-            zero_stage=self.zero_stage,
-            is_fsdp=self.ranks.strategy == "fsdp",
-            expert_ranks=self.ranks.world_size if self.ranks.strategy == "ep" else 1,
-            offload=self.offload,
-            fetching=self.fetching,
-            is_gpu=is_gpu,
-            eval_batch_size=eval_batch_size,
-            generates=train.predict_with_generate,
-            offload_weights=self.offload_weights,
-            offload_activations=self.offloads_activations,
-            shares_rows=self.context_parallel > 1,
-            keeps_attention=self.keeps_attention,
-            host_layers=self.host_layers,
-            layers_by_gpu=self.layers_by_gpu,
-            is_float8=tuning.has_float8_base,
-            records_graphs=records_graphs(self.graph_setup),
-        )
-        if isinstance(self.trace, TracedStep):
-            return step.with_trace(self.trace)
-        return replace(step, untraced=self.trace)
-
-    def host_share(self, layout: Layout) -> float:
-        """Return how long the CPU launches a micro-batch, in the GPU's time for it; 0 for toys."""
-        is_toy = self.model.parameters < TOY_PARAMETERS
-        return 0.0 if is_toy else self.request.host_tokens / layout.mean_tokens
-
-    @property
-    def graph_setup(self) -> GraphSetup:
-        """What is known of recording the layers, where none is offloaded."""
-        return GraphSetup(self.config, self.ranks, self.kernels)
-
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether inputs of checkpointed layers go to the host."""
-        return self.config.train.activation_offloading is True and self.can_offload_activations
+    def changed(self, section: str, **settings: Any) -> Self:
+        """Return the inputs with other settings of a section."""
+        values = getattr(self.config, section).model_copy(update=settings)
+        return replace(self, config=self.config.model_copy(update={section: values}))
 
     @property
     def can_offload_activations(self) -> bool:
         """Whether activation_offloading does anything here."""
-        is_gpu = self.ranks.device == "cuda"
-        return is_gpu and backend_of(self.config).recomputes_by_layer
+        return self.machine.is_gpu and backend_of(self.config).recomputes_by_layer
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A step, and the fastest layout that fits, else the smallest one."""
+
+    inputs: PlanInputs
+    step: StepSpec
+    request: BatchRequest
+    layout: Layout
+    peak_bytes: int
 
     @property
-    def may_keep_attention(self) -> bool:
-        """Whether attention takes most of a row's time, and recomputed layers may keep it."""
-        row_tokens = self.config.model.max_seq_len // self.context_parallel
-        return row_tokens >= LONG_ROW and self.can_offload_activations and self.step.is_fast
+    def fits(self) -> bool:
+        """Whether the step is expected to fit."""
+        return self.peak_bytes <= self.inputs.machine.budget_bytes
 
-    @property
-    def card(self) -> cards.Card | None:
-        """What is known of the GPUs."""
-        return cards.card_of(self.gpu_names)
-
-    def fits(self, layout: Layout) -> bool:
-        """Return whether a step is expected to fit."""
-        return memory.peak_bytes(self.step, layout) <= self.budget_bytes
-
-    def speed(self, layout: Layout) -> speed.Speed | None:
+    def tokens_per_second(self) -> float | None:
         """Return the speed where all rows are full; None if nothing is known of the device."""
-        work = speed.full_rows(layout)
-        return speed.predict(self.step, layout, work, self.card, self.ranks.nodes)
+        machine = self.inputs.machine
+        work = speed.full_rows(self.layout)
+        found = speed.predict(self.step, self.layout, work, machine.card, machine.ranks.nodes)
+        return None if found is None else found.tokens_per_second
 
 
-def choose_layout(inputs: PlanInputs) -> Layout:
-    """Return the fastest layout that fits, else the smallest one.
+def step_of(inputs: PlanInputs) -> StepSpec:
+    """Return what each rank computes, with what is auto for lack of memory off.
 
-    Raises: ConfigError when the user's numbers contradict each other.
+    A step of a model that is not like Llama is traced, which takes seconds if it is not known.
     """
-    peak_bytes = partial(memory.peak_bytes, inputs.step)
-    chosen = batch.choose(inputs.request, peak_bytes, inputs.budget_bytes)
-    return chosen or batch.smallest(inputs.request)
+    config, machine, model = inputs.config, inputs.machine, inputs.model
+    if machine.ranks.gpus_per_process > 1:  # fused kernels are for one GPU
+        train = config.train.model_copy(update={"fast_path": False})
+        config = config.model_copy(update={"train": train})
+    traced = None
+    untraced = model.guess
+    if model.model_type not in LLAMA_LIKE and model.guess is None:
+        device = Device(machine.ranks.device, machine.is_half, machine.zero_stage)
+        try:
+            traced = load_trace(config, device, inputs.environ)
+        except Uncounted as reason:
+            untraced = str(reason)
+    setup = FastSetup(
+        config=config,
+        model_type=model.model_type,
+        is_gpu=machine.is_gpu,
+        is_half=machine.is_half,
+        zero_stage=machine.zero_stage,
+        capability=machine.card.capability if machine.card else None,
+        traced=traced,
+    )
+    kernels = plan_kernels(setup)
+    tuning, train = config.tuning, config.train
+    strategy = machine.ranks.strategy
+    compute_bytes = 2 if machine.is_half else 4
+    default_bytes = 4 if tuning.mode == "full" else compute_bytes
+    targets = tuning.lora.target_modules
+    return StepSpec(
+        model=model,
+        mode=tuning.mode,
+        compute_bytes=compute_bytes,
+        weight_bytes=DTYPE_BYTES.get(config.model.dtype, default_bytes),
+        lora_rank=tuning.lora.r,
+        lora_targets=targets if isinstance(targets, str) else tuple(targets),
+        optim=train.optim,
+        double_quant=tuning.bnb_4bit_use_double_quant,
+        kernels=kernels,
+        is_fast=is_fast(setup),
+        fuses_loss=fuses_loss(setup),
+        adapter_options=AdapterOptions.of(config),
+        zero_stage=machine.zero_stage,
+        is_fsdp=strategy == "fsdp",
+        expert_ranks=machine.ranks.world_size if strategy == "ep" else 1,
+        offload=machine.offload,
+        fetching=machine.fetching,
+        is_gpu=machine.is_gpu,
+        eval_batch_size=None if train.eval_batch_size == "auto" else train.eval_batch_size,
+        generates=train.predict_with_generate,
+        offload_weights=machine.offload_weights,
+        offload_activations=train.activation_offloading is True and inputs.can_offload_activations,
+        is_float8=tuning.has_float8_base,
+        records_graphs=records_graphs(GraphSetup(config, machine.ranks, kernels)),
+        traced=traced,
+        untraced=untraced,
+    )
 
 
-def with_placement(inputs: PlanInputs) -> PlanInputs:
-    """Return the inputs with the layers of each GPU, where one process has several.
+def draft_of(inputs: PlanInputs, step: StepSpec) -> Draft:
+    """Return a step with its layout. Raises: ConfigError for numbers that contradict each other."""
+    request = request_of(inputs, step)
+    peak_bytes = partial(memory.peak_bytes, step)
+    layout = batch.choose(request, peak_bytes, inputs.machine.budget_bytes)
+    layout = layout or batch.smallest(request)
+    return Draft(inputs, step, request, layout, peak_bytes(layout))
+
+
+def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
+    """Return what the config says of batch, accumulation and checkpointing."""
+    train, machine = inputs.config.train, inputs.machine
+    row_tokens = inputs.config.model.max_seq_len
+    in_one_row = "attention" in step.kernels.on
+    if step.traced is not None:
+        in_one_row = step.traced.in_one_row
+    return BatchRequest(
+        batch_size=train.batch_size,
+        grad_accum=train.grad_accum,
+        effective_batch=train.effective_batch_size,
+        is_effective_set=inputs.is_effective_set,
+        gradient_checkpointing=train.gradient_checkpointing,
+        max_seq_len=row_tokens,
+        world_size=machine.ranks.world_size,
+        layers=inputs.model.layers,
+        recomputes_by_layer=backend_of(inputs.config).recomputes_by_layer,
+        in_one_row=in_one_row,
+        pair_cost=speed.pair_cost(inputs.model, step.active_adapter_weights),
+        waits_each_micro_batch=step.zero_stage >= 2 or step.is_fsdp or step.expert_ranks > 1,
+        context_parallel=step.context_parallel,
+        overhead_tokens=speed.overhead_tokens(step, row_tokens, machine.card),
+        host_tokens=speed.host_tokens(step, row_tokens, machine.card),
+    )
+
+
+def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
+    """Return the first draft of a step that fits, else the first: what is auto is decided.
+
+    A model on several GPUs is divided, as few ranks share a row as it fits with, long rows keep the
+    outputs of attention, and activations are offloaded if it does not fit otherwise.
+
+    Raises: ConfigError for numbers that contradict each other.
+    """
+    step = _placed(inputs, step)
+    asked = inputs.config.train.context_parallel
+    counts = SHARING_RANKS if asked == "auto" else (asked,)
+    if asked == "auto" and inputs.config.model.max_seq_len < LONG_ROW:
+        counts = (1,)  # shorter rows have other ways to fit
+    first: Draft | None = None
+    refused: ConfigError | None = None  # fewer rows a step than ranks
+    for count in counts:
+        if count > 1 and why_not_shared(inputs, step, count) is not None:
+            continue
+        try:
+            draft = _with_offloading(inputs, replace(step, context_parallel=count))
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        if draft.fits:
+            return draft
+        first = first or draft
+    if first is None:
+        assert refused is not None, "one rank can always have a row"
+        raise refused
+    return first
+
+
+def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None:
+    """Return why `count` ranks cannot share each row, None if they can."""
+    model, ranks, config = inputs.model, inputs.machine.ranks, inputs.config
+    backend = backend_of(config)
+    has_other_attention = step.kernels != UNKNOWN_KERNELS and "attention" not in step.kernels.on
+    reasons = {
+        f"{ranks.world_size} ranks are no multiple of it": ranks.world_size % count,
+        f"the {model.heads} heads of attention cannot be divided by it": model.heads % count,
+        f"the {model.kv_heads} heads of keys and values cannot be divided among as many": (
+            model.kv_heads % count and count % model.kv_heads
+        ),
+        "recurrent layers need the tokens before theirs": model.counts.recurrent_layers,
+        "model.device_map places one model on several GPUs": ranks.gpus_per_process > 1,
+        f"tuning.backend={config.tuning.backend} has attention of its own": (
+            backend.has_own_kernels or not backend.is_traceable
+        ),
+        "attention is not that of the fused kernels": has_other_attention,
+        "the balance of experts is counted over whole rows": (
+            config.train.router_aux_loss_coef not in (None, "auto", 0)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
+    """Return the draft with train.activation_offloading decided if it is auto.
+
+    It is on if no layout fits without it, and one does with it: with as many layers as the host
+    has room for. Long rows keep the outputs of attention if that fits without it.
+    """
+    asked = inputs.config.train.activation_offloading
+    row_tokens = inputs.config.model.max_seq_len // step.context_parallel
+    is_long = row_tokens >= LONG_ROW and step.is_fast and inputs.can_offload_activations
+    if is_long and asked is not True:
+        kept = draft_of(inputs, replace(step, keeps_attention=True))
+        if kept.fits:
+            return kept
+    draft = draft_of(inputs, step)
+    if asked != "auto" or draft.fits or not inputs.can_offload_activations:
+        return draft
+    step = replace(step, offload_activations=True)
+    offloaded = draft_of(inputs, step)
+    host_bytes = activations.offloaded_bytes(step, offloaded.layout)
+    if host_bytes > inputs.machine.host_budget_bytes:
+        layers = offloaded.layout.checkpointed_layers
+        room = inputs.machine.host_budget_bytes * layers // host_bytes
+        offloaded = draft_of(inputs, replace(step, host_layers=room))
+    return offloaded if offloaded.fits else draft
+
+
+def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:
+    """Return the step with the layers of each GPU, if one process has several.
 
     sequential gives GPU 0 the most layers with which a step fits.
     """
-    gpus = inputs.ranks.gpus_per_process
+    gpus = inputs.machine.ranks.gpus_per_process
     rule = inputs.config.model.device_map
     layers = inputs.model.layers
     if gpus == 1:
-        return replace(inputs, layers_by_gpu=())
+        return step
     if isinstance(rule, dict):
-        return replace(inputs, layers_by_gpu=placement.counts(placement.map_layers(rule, layers)))
+        return replace(step, layers_by_gpu=placement.counts(placement.map_layers(rule, layers)))
     fewest = -(-layers // gpus)
-    if rule != "sequential":
-        return _with_layers_placed(inputs, rule, fewest)
-    for most_layers in range(layers, fewest, -1):
-        placed = _with_layers_placed(inputs, rule, most_layers)
-        if placed.fits(choose_layout(placed)):
+    for most_layers in range(layers, fewest, -1) if rule == "sequential" else ():
+        placed = _placed_by_rule(step, rule, gpus, most_layers)
+        if draft_of(inputs, placed).fits:
             return placed
-    return _with_layers_placed(inputs, rule, fewest)
+    return _placed_by_rule(step, rule, gpus, fewest)
 
 
-def _with_layers_placed(inputs: PlanInputs, rule: MapRule, most_layers: int) -> PlanInputs:
-    step = inputs.step
-    matrix = step.weight_bytes * step.model.vocab * step.model.hidden
-    others = matrix if step.model.is_tied else 2 * matrix
-    layer = max(1, memory.base_weight_bytes(step, step.weight_bytes) - others) // step.model.layers
+def _placed_by_rule(step: StepSpec, rule: MapRule, gpus: int, most_layers: int) -> StepSpec:
+    model = step.model
+    matrix = step.weight_bytes * model.vocab * model.hidden
+    others = matrix if model.is_tied else 2 * matrix
+    layer = max(1, memory.base_weight_bytes(step, step.weight_bytes) - others) // model.layers
     places = placement.places_by_rule(
         rule,
         before=matrix,
-        layers=[layer] * step.model.layers,
-        behind=0 if step.model.is_tied else matrix,
-        gpus=inputs.ranks.gpus_per_process,
+        layers=[layer] * model.layers,
+        behind=0 if model.is_tied else matrix,
+        gpus=gpus,
         most_layers=most_layers,
     )
-    return replace(inputs, layers_by_gpu=placement.counts(places[1:-1]))
+    return replace(step, layers_by_gpu=placement.counts(places[1:-1]))
 
 
-def with_offloading(inputs: PlanInputs) -> PlanInputs:
-    """Return the inputs with train.activation_offloading decided where it is auto.
-
-    It is on where no layout fits without it, and one does with it: with as many layers as the host
-    has room for. Long rows keep the outputs of attention where that fits without it.
-    """
-    train = inputs.config.train
-    if inputs.may_keep_attention:
-        kept = replace(_with_offloading_set(inputs, False), keeps_attention=True)
-        if train.activation_offloading is not True and kept.fits(choose_layout(kept)):
-            return kept
-    if train.activation_offloading != "auto":
-        return inputs
-    without = _with_offloading_set(inputs, False)
-    if inputs.fits(choose_layout(without)) or not inputs.can_offload_activations:
-        return without
-    offloaded = _with_offloading_set(inputs, True)
-    layout = choose_layout(offloaded)
-    host_bytes = activations.offloaded_bytes(offloaded.step, layout)
-    if host_bytes > inputs.host_budget_bytes:
-        room = inputs.host_budget_bytes * layout.checkpointed_layers // host_bytes
-        offloaded = replace(offloaded, host_layers=room)
-        layout = choose_layout(offloaded)
-    return offloaded if offloaded.fits(layout) else without
-
-
-def _with_offloading_set(inputs: PlanInputs, is_on: bool) -> PlanInputs:
-    train = inputs.config.train.model_copy(update={"activation_offloading": is_on})
-    return replace(inputs, config=inputs.config.model_copy(update={"train": train}))
-
-
-def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
-    """Return why a layout is not expected to fit, None if it is."""
-    request = inputs.request
-    peak_bytes = memory.peak_bytes(inputs.step, layout)
-    if peak_bytes <= inputs.budget_bytes:
+def shortage(draft: Draft) -> str | None:
+    """Return why a draft is not expected to fit, None if it is."""
+    if draft.fits:
         return None
-    needed = f"{peak_bytes / GIB:.2f} GiB"
-    budget = f"{inputs.budget_bytes / GIB:.2f} GiB"
+    request, layout, machine = draft.request, draft.layout, draft.inputs.machine
+    needed = f"{draft.peak_bytes / GIB:.2f} GiB"
+    budget = f"{machine.budget_bytes / GIB:.2f} GiB"
     if request.batch_size != "auto":
         return (
             f"train.batch_size={layout.batch_size} is estimated to need {needed} and {budget} "
             "are there"
         )
-    device = "a GPU" if inputs.ranks.device == "cuda" else "this host for each process"
+    device = "a GPU" if machine.is_gpu else "this host for each process"
     rows = "1 row"
     if layout.batch_size > 1:
         called_for = f"train.grad_accum={request.grad_accum} calls for"
@@ -311,44 +312,44 @@ def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
     recomputed = " with checkpointing" if layout.checkpointed_layers else ""
     return (
         f"train.batch_size=auto: even {rows} of {request.max_seq_len} tokens{recomputed} needs "
-        f"{needed}{_needed_offloaded(inputs, peak_bytes)}, {device} has {budget} to give"
+        f"{needed}{_needed_offloaded(draft)}, {device} has {budget} to give"
     )
 
 
-def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
-    """Say what the smallest step needs with activations offloaded, where that is less."""
-    if inputs.step.offload_activations or not inputs.can_offload_activations:
+def _needed_offloaded(draft: Draft) -> str:
+    """Say what the smallest step needs with activations offloaded, if that is less."""
+    if draft.step.offload_activations or not draft.inputs.can_offload_activations:
         return ""
-    offloaded = _with_offloading_set(inputs, True)
-    layout = batch.smallest(offloaded.request)
-    layouts = [layout]
-    if offloaded.request.gradient_checkpointing == "auto" and layout.checkpointed_layers > 1:
+    step = replace(draft.step, offload_activations=True)
+    layouts = [batch.smallest(draft.request)]
+    if draft.request.gradient_checkpointing == "auto" and layouts[0].checkpointed_layers > 1:
         # the last layer, kept, is freed before another is recomputed
-        layouts.append(replace(layout, checkpointed_layers=layout.checkpointed_layers - 1))
-    needed_bytes = min(memory.peak_bytes(offloaded.step, each) for each in layouts)
-    if needed_bytes >= peak_bytes:
+        layers = layouts[0].checkpointed_layers - 1
+        layouts.append(replace(layouts[0], checkpointed_layers=layers))
+    needed_bytes = min(memory.peak_bytes(step, layout) for layout in layouts)
+    if needed_bytes >= draft.peak_bytes:
         return ""
     return f", {needed_bytes / GIB:.2f} GiB with TRAIN_ACTIVATION_OFFLOADING=true"
 
 
-def offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
+def offloading_warnings(draft: Draft) -> list[str]:
     """Return what to know of offloaded weights and activations."""
-    step = inputs.step
-    weights = memory.host_bytes(step, layout)
-    inputs_of_layers = activations.offloaded_bytes(step, layout)
+    weights = memory.host_bytes(draft.step, draft.layout)
+    inputs_of_layers = activations.offloaded_bytes(draft.step, draft.layout)
     offloaded = (
         ("train.fsdp_offload", weights, "set TUNING_MODE=qlora, or use more machines"),
         ("train.activation_offloading", inputs_of_layers, "set a smaller MODEL_MAX_SEQ_LEN"),
     )
+    host_budget = draft.inputs.machine.host_budget_bytes
     warnings = []
     for setting, needed, remedy in offloaded:
-        if needed > inputs.host_budget_bytes:
+        if needed > host_budget:
             warnings.append(
                 f"{setting}=true needs {needed / GIB:.1f} GiB of host memory for each process, "
-                f"and {inputs.host_budget_bytes / GIB:.1f} GiB are there; {remedy}"
+                f"and {host_budget / GIB:.1f} GiB are there; {remedy}"
             )
-    wants_offloading = inputs.config.train.activation_offloading is True
-    if wants_offloading and not inputs.can_offload_activations:
+    wants_offloading = draft.inputs.config.train.activation_offloading is True
+    if wants_offloading and not draft.inputs.can_offload_activations:
         warnings.append(
             "train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"
         )

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
+    graph_bytes,
     layer_working_bytes,
     stepping_bytes,
     working_bytes,
 )
 from sft_play.plan.devices import GIB
-from sft_play.plan.fast import PROVEN_EXPERTS, graph_bytes
+from sft_play.plan.fast import PROVEN_EXPERTS
 from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 

@@ -36,6 +36,9 @@ TOWERS = ("vision_config", "audio_config", "speech_config")
 LLAMA_LIKE = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3")
 )
+HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
+FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, after attention and MLP
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 # their config.json on the hub leaves tie_word_embeddings to the class
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from sft_play.plan import counting
+from sft_play.plan.activations import graph_bytes
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.fast import graph_bytes
 from sft_play.plan.memory import StepBytes, is_fullest_at_begin, step_bytes
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import read_json, write_json

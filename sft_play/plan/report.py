@@ -9,10 +9,10 @@ from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
+from sft_play.plan.machine import RESERVE
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
 from sft_play.plan.ranks import DTYPE_NAMES, precision
 from sft_play.plan.recipe import describe_weights, format_count
-from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
@@ -256,7 +256,7 @@ def _what(planned: PlannedRun) -> str:
             layers += " and experts"
         layers += planned.plan.step.adapter_options.describe()
         method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
-    kernels = planned.kernels.describe()
+    kernels = planned.plan.step.kernels.describe()
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title

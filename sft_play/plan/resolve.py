@@ -15,17 +15,19 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
 from sft_play.plan.adapter_choice import refuse_misspelt_targets, with_largest_adapters
-from sft_play.plan.context import with_context
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.fast import graph_warnings, offloads
+from sft_play.plan.fast import GraphSetup, graph_warnings
 from sft_play.plan.inputs import (
+    Draft,
     PlanInputs,
-    choose_layout,
     offloading_warnings,
+    plan_step,
     shortage,
-    with_placement,
+    step_of,
+    why_not_shared,
 )
+from sft_play.plan.machine import machine_of, used_before
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.needs import recurrent_warnings, resolve_packing
 from sft_play.plan.ranks import Precision, Ranks, choose_precision, plan_ranks
@@ -42,8 +44,8 @@ from sft_play.plan.strategy import (
 )
 from sft_play.runs import stamp
 
-RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
 NCCL_SECONDS = 1800
+TOY_PARAMETERS = 3e8  # a smaller model trains in minutes, whoever sets the pace
 # accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -140,45 +142,33 @@ def _resolve(
     precision, warnings = choose_precision(loaded, hardware, raw, deepspeed_path)
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
         _refuse_bfloat16(loaded, deepspeed_path, raw)
-    offload, offload_weights = deepspeed.offloads(raw)
-    inputs = PlanInputs(
-        config=config,
-        is_effective_set=loaded.is_set("train.effective_batch_size"),
-        model=model,
-        ranks=ranks,
-        is_half=precision != "float32",
-        is_float16=precision == "fp16",
-        zero_stage=deepspeed.zero_stage(raw),
-        offload=offload,
-        offload_weights=offload_weights or config.train.fsdp_offload,
-        fetching=deepspeed.fetching(raw, model.hidden),
-        budget_bytes=_budget_bytes(hardware, ranks),
-        gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
-        host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
-        environ=environ,
-    )
+    machine = machine_of(hardware, ranks, precision, raw, config.train.fsdp_offload, model.hidden)
+    is_set = loaded.is_set("train.effective_batch_size")
+    inputs = PlanInputs(config, is_set, machine, model, environ)
     _refuse_combinations(loaded, inputs)
-    inputs = with_context(with_placement(inputs), loaded)
-    layout = choose_layout(inputs)
-    warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
+    step = step_of(inputs)
+    _refuse_shared_rows(loaded, inputs, step)
+    draft = plan_step(inputs, step)
+    layout = draft.layout
+    warnings += _model_warnings(loaded, step) + _position_warnings(loaded, environ)
     warnings += _batch_warnings(loaded, layout) + _setting_warnings(loaded)
-    warnings += _machine_warnings(loaded, inputs, layout, hardware, environ)
+    warnings += _machine_warnings(loaded, draft, hardware, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
-    lack = shortage(inputs, layout)
+    lack = shortage(draft)
     plan = RunPlan(
         ranks=ranks,
-        request=inputs.request,
-        step=inputs.step,
+        request=draft.request,
+        step=draft.step,
         layout=layout,
         packing=packing,
         unpacked_because=unpacked_because,
-        memory=memory.step_bytes(inputs.step, layout),
-        budget_bytes=inputs.budget_bytes,
-        gpu_names=inputs.gpu_names,
-        used_before_bytes=_used_before(hardware, ranks),
-        deepspeed=_deepspeed_plan(raw, deepspeed_path, inputs, layout, precision),
+        memory=memory.step_bytes(draft.step, layout),
+        budget_bytes=machine.budget_bytes,
+        gpu_names=machine.gpu_names,
+        used_before_bytes=used_before(hardware, ranks),
+        deepspeed=_deepspeed_plan(raw, deepspeed_path, draft, precision),
         shortage=lack,
-        changes=advice.changes(inputs, hardware.count) if lack else (),
+        changes=advice.changes(draft, hardware.count) if lack else (),
         warnings=tuple(warnings),
         recipe=recipe.sentences(loaded),
     )
@@ -187,19 +177,23 @@ def _resolve(
 
 
 def _machine_warnings(
-    loaded: LoadedConfig,
-    inputs: PlanInputs,
-    layout: Layout,
-    hardware: Hardware,
-    environ: Mapping[str, str],
+    loaded: LoadedConfig, draft: Draft, hardware: Hardware, environ: Mapping[str, str]
 ) -> list[str]:
     """Return what is to be said of how the machine will run the step."""
-    warnings = strategy.map_sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
-    warnings += recurrent_warnings(inputs.model, hardware) + faster_than_zero3(inputs, layout)
-    warnings += offloading_warnings(inputs, layout)
-    is_offloaded = offloads(inputs.step, layout)
-    warnings += graph_warnings(inputs.graph_setup, is_offloaded, inputs.host_share(layout))
-    return warnings + needs.switch_warnings(inputs.config, inputs.ranks, environ)
+    config, ranks, step = loaded.config, draft.inputs.machine.ranks, draft.step
+    warnings = strategy.map_sentences(loaded, ranks, step.layers_by_gpu)
+    warnings += recurrent_warnings(step.model, hardware) + faster_than_zero3(draft)
+    warnings += offloading_warnings(draft)
+    is_offloaded = step.offloaded(draft.layout.checkpointed_layers) > 0
+    host_share = 0.0
+    if step.model.parameters >= TOY_PARAMETERS:
+        host_share = draft.request.host_tokens / draft.layout.mean_tokens
+    graphs = GraphSetup(config, ranks, step.kernels, is_offloaded)
+    return (
+        warnings
+        + graph_warnings(graphs, host_share)
+        + needs.switch_warnings(config, ranks, environ)
+    )
 
 
 def _refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
@@ -216,20 +210,19 @@ def _refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJ
 def _deepspeed_plan(
     raw: deepspeed.DeepSpeedJson,
     path: Path | None,
-    inputs: PlanInputs,
-    layout: Layout,
+    draft: Draft,
     precision: Precision,
 ) -> DeepSpeedPlan | None:
     if path is None:
         return None
     run = deepspeed.DeepSpeedRun(
-        micro_batch=layout.batch_size,
-        grad_accum=layout.grad_accum,
-        world_size=layout.world_size,
+        micro_batch=draft.layout.batch_size,
+        grad_accum=draft.layout.grad_accum,
+        world_size=draft.layout.world_size,
         bf16=precision == "bf16",
         fp16=precision == "fp16",
-        max_grad_norm=inputs.config.train.max_grad_norm,
-        hidden_size=inputs.model.hidden,
+        max_grad_norm=draft.inputs.config.train.max_grad_norm,
+        hidden_size=draft.step.model.hidden,
     )
     settings = deepspeed.resolve(raw, run, source=str(path))
     return DeepSpeedPlan(settings, str(path), stamp.digest_of_text(path.read_text("utf-8")))
@@ -292,51 +285,47 @@ def _setting_warnings(loaded: LoadedConfig) -> list[str]:
     return recipe.foreign_recipe(loaded) + unread
 
 
+def _refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec) -> None:
+    asked = loaded.config.train.context_parallel
+    reason = None
+    if asked not in ("auto", 1):
+        reason = why_not_shared(inputs, step, asked)
+    if reason is not None:
+        raise ConfigError(
+            f"{loaded.described('train.context_parallel')}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
+        )
+
+
 def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
-    config = loaded.config
-    if inputs.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
+    config, machine = loaded.config, inputs.machine
+    if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
         raise ConfigError(
             f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
             "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the "
             "DeepSpeed JSON"
         )
     is_qlora = config.tuning.mode == "qlora"
-    if inputs.zero_stage == 3 and is_qlora and inputs.ranks.device == "cpu":
+    if machine.zero_stage == 3 and is_qlora and machine.ranks.device == "cpu":
         raise ConfigError(
             "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
             "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
-    needs.refuse_deepspeed(loaded, inputs.ranks)
-    if inputs.ranks.strategy == "ep" and inputs.model.guess is None:
-        strategy.refuse_remainder(inputs.model.counts.stacked_experts, inputs.ranks.world_size)
+    needs.refuse_deepspeed(loaded, machine.ranks)
+    if machine.ranks.strategy == "ep" and inputs.model.guess is None:
+        strategy.refuse_remainder(inputs.model.counts.stacked_experts, machine.ranks.world_size)
     whole = unsharded(config)
-    if inputs.zero_stage == 3 and config.tuning.mode != "full" and whole:
+    if machine.zero_stage == 3 and config.tuning.mode != "full" and whole:
         raise ConfigError(
             f"{', '.join(map(loaded.described, whole))}: PEFT "
             "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
             "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
         )
     backend = backend_of(config)
-    if inputs.zero_stage and not backend.runs_under_deepspeed:
+    if machine.zero_stage and not backend.runs_under_deepspeed:
         raise ConfigError(
             f"tuning.backend={backend.name} does not run under DeepSpeed; "
             "use make train-distributed, or set TUNING_BACKEND=bnb"
         )
-
-
-def _budget_bytes(hardware: Hardware, ranks: Ranks) -> int:
-    """Return what one rank may take: the least free of its GPUs, or its share of the host."""
-    free_bytes = hardware.ram_available_bytes // ranks.per_node
-    if hardware.kind == "cuda":
-        free_bytes = min(gpu.free_bytes for gpu in hardware.gpus[: ranks.gpus_per_node])
-    return int(free_bytes * (1 - RESERVE))
-
-
-def _used_before(hardware: Hardware, ranks: Ranks) -> tuple[int, ...]:
-    if ranks.device == "cpu":
-        return (0,) * ranks.per_node
-    gpus = hardware.gpus[: ranks.gpus_per_node]
-    return tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
 
 
 def _resolved(

@@ -14,7 +14,6 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, speed
 from sft_play.plan.advice import Change
 from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
-from sft_play.plan.fast import FastPlan, FastSetup, plan_kernels
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
@@ -169,24 +168,6 @@ class PlannedRun:
 
     config: Config
     plan: RunPlan
-
-    @property
-    def kernels(self) -> FastPlan:
-        """Which parts of the run are planned to be fused."""
-        plan = self.plan
-        traced = plan.step.traced
-        if traced is not None:
-            return FastPlan(traced.on, traced.off)
-        return plan_kernels(
-            FastSetup(
-                config=self.config,
-                model_type=plan.step.model.model_type,
-                is_gpu=plan.ranks.device == "cuda",
-                is_half=plan.step.is_half,
-                zero_stage=plan.zero_stage,
-                capability=plan.card.capability if plan.card else None,
-            )
-        )
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self:

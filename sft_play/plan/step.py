@@ -11,7 +11,8 @@ from typing import Literal
 from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
-from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.fast import UNKNOWN_KERNELS, FastPlan
+from sft_play.plan.model_shape import LAYER_NORMS, ModelShape
 from sft_play.plan.structure import MatrixKind, adapted_matrices
 from sft_play.plan.traced import TracedStep
 
@@ -111,7 +112,6 @@ STATE_BYTES = {
     "lion_8bit": 1,
     "sgd": 0,
 }
-LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class StepSpec:
     lora_targets: str | tuple[str, ...]
     optim: str
     double_quant: bool
-    is_fast: bool  # fused kernels: see plan.fast
+    is_fast: bool  # on fused kernels
     zero_stage: int  # 0 without DeepSpeed
     offload: bool  # of the optimizer's state, to the host
     is_gpu: bool
@@ -232,7 +232,7 @@ class StepSpec:
     offload_weights: bool = False  # ZeRO-3's or FSDP's, to the host
     adapter_options: AdapterOptions = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
-    shares_rows: bool = False  # with other ranks
+    context_parallel: int = 1  # ranks that share each row
     keeps_attention: bool = False  # outputs of attention in layers that are recomputed
     host_layers: int | None = None  # whose inputs the host has room for; None: all
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
@@ -243,13 +243,8 @@ class StepSpec:
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
-    records_graphs: bool = False  # layers are CUDA graphs: plan.fast
-
-    def with_trace(self, traced: TracedStep) -> "StepSpec":
-        """Return the step with what a trace found of it."""
-        is_fast = self.is_gpu and self.is_half and traced.is_fused
-        fuses_loss = self.is_gpu and self.is_half and "loss" in traced.on
-        return replace(self, traced=traced, is_fast=is_fast, fuses_loss=fuses_loss)
+    records_graphs: bool = False  # layers are CUDA graphs
+    kernels: FastPlan = UNKNOWN_KERNELS
 
     @property
     def memory_source(self) -> Literal["closed form", "traced", "guess"]:

@@ -16,11 +16,10 @@ from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
-from sft_play.plan import memory, speed
 from sft_play.plan.devices import Hardware
-from sft_play.plan.inputs import PlanInputs
+from sft_play.plan.inputs import Draft
+from sft_play.plan.memory import peak_bytes
 from sft_play.plan.ranks import Ranks, Strategy, visible_entries
-from sft_play.plan.step import Layout
 
 # For a stage where the user names no JSON
 ZERO_CONFIGS = {
@@ -150,24 +149,21 @@ def resolved_name(strategy: Strategy, zero_stage: int) -> str:
     return "ddp" if strategy == "single" else strategy
 
 
-def faster_than_zero3(inputs: PlanInputs, layout: Layout) -> list[str]:
+def faster_than_zero3(draft: Draft) -> list[str]:
     """Return a sentence where the planner expects FSDP to train the same step faster than ZeRO-3.
 
     Nobody asked for the host's memory, and the step fits under FSDP too.
     """
-    step = inputs.step
+    step, machine = draft.step, draft.inputs.machine
     offloads = step.offload or step.offload_weights
-    if step.zero_stage != 3 or offloads or why_not_fsdp(inputs.config, inputs.is_float16):
+    is_float16 = machine.precision == "fp16"
+    if step.zero_stage != 3 or offloads or why_not_fsdp(draft.inputs.config, is_float16):
         return []
-    fsdp = replace(step, zero_stage=0, is_fsdp=True)
-    if memory.peak_bytes(fsdp, layout) > inputs.budget_bytes:
+    fsdp_step = replace(step, zero_stage=0, is_fsdp=True)
+    fsdp = replace(draft, step=fsdp_step, peak_bytes=peak_bytes(fsdp_step, draft.layout))
+    zero_speed, fsdp_speed = draft.tokens_per_second(), fsdp.tokens_per_second()
+    if not fsdp.fits or zero_speed is None:
         return []
-    work = speed.full_rows(layout)
-    nodes = inputs.ranks.nodes
-    found = [speed.predict(each, layout, work, inputs.card, nodes) for each in (step, fsdp)]
-    if None in found:
-        return []
-    zero_speed, fsdp_speed = (each.tokens_per_second for each in found)
     if fsdp_speed < WORTH_A_WORD * zero_speed:
         return []
     return [

@@ -49,13 +49,7 @@ from sft_play.models.fast.graphs.recorded import (
 from sft_play.models.fast.graphs.recording import Record, free_gpu_memory, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.plan.fast import (
-    MOST_RECORDINGS,
-    FastPlan,
-    GraphSetup,
-    offloads,
-    without_effect,
-)
+from sft_play.plan.fast import MOST_RECORDINGS, FastPlan, GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import RunPlan
 from sft_play.process import Process
@@ -234,7 +228,8 @@ def graph_layers(
     if not config.train.cuda_graphs:
         return None
     ranks = plan.ranks
-    sentence = without_effect(graph_setup(model, config, ranks, offloads(plan.step, plan.layout)))
+    is_offloaded = plan.step.offloaded(plan.layout.checkpointed_layers) > 0
+    sentence = without_effect(graph_setup(model, config, ranks, is_offloaded))
     if sentence is not None:
         if sentence not in plan.warnings:
             logger.warning("warning: %s", sentence)
