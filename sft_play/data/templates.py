@@ -54,6 +54,7 @@ ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_e
 DEFAULTS = ("defined", "undefined", "default", "d")  # Jinja's words for a name that may be missing
 # What the Python in a template may raise
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+TOO_DEEP = (RecursionError, SyntaxError)  # Python compiles no blocks that deep
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 
 
@@ -263,7 +264,7 @@ def render_template(
     except (TemplateError, *PYTHON_ERRORS) as error:
         refused = f"the chat template refuses the conversation: {error}"
         raise RenderError(refused[:MAX_REFUSED]) from error
-    except (RecursionError, SyntaxError) as error:  # Python compiles no blocks that deep
+    except TOO_DEEP as error:
         raise DataError(
             f"the chat template is nested too deeply, or calls itself ({error}); {TEMPLATE_REMEDY}"
         ) from None

@@ -56,11 +56,6 @@ def unbounded(one: Any, texts: list[str]) -> list[Any]:
     return [encoding.ids for encoding in one.encode_batch(texts)]
 
 
-def as_it_is(error: Exception) -> Exception:
-    """Return an error without words of ours."""
-    return error
-
-
 class Pickled:
     """An object whose pickle runs a command."""
 
@@ -155,7 +150,7 @@ ROWS = (
         "hostile-recursion",
         "a macro of the chat template calls itself",
         RECURSION,
-        Guard("sft_play.data.templates:_nested_too_deeply", as_it_is),
+        Guard("sft_play.data.templates:TOO_DEEP", ()),
         "or calls itself",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
@@ -187,7 +182,7 @@ ROWS = (
         "hostile-template",
         "the chat template is nested 250 deep",
         template("{{ " + "(" * 250 + "1" + ")" * 250 + " }}"),
-        Guard("sft_play.data.templates:_nested_too_deeply", as_it_is),
+        Guard("sft_play.data.templates:TOO_DEEP", ()),
         "is nested too deeply, or calls itself",
         "choose another with MODEL_CHAT_TEMPLATE",
     )._replace(exit_class=ExitClass.DATA),
