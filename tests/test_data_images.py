@@ -235,7 +235,9 @@ def test_a_broken_image_is_named(data, words, folder):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("b.png", "is missing: no file '{0}/b.png'. Paths begin in DATA_IMAGE_FOLDER=<folder>"),
+        ("A.PNG", "is missing: no file '{0}/A.PNG'; did you mean 'a.png'? Paths begin in DATA_"),
+        ("a.jpg", "; did you mean 'a.png'?"),
+        ("subs/c.webp", "is missing: no file '{0}/subs/c.webp'; did you mean '{0}/sub'?"),
         ("sub", "cannot be read: Is a directory"),
         ("x" * 300, "cannot be read: File name too long"),
         ("pipe", "cannot be read: a FIFO, not a regular file"),

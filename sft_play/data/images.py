@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit
 
 from sft_play import reading
+from sft_play.config.layers import nearest_path
 from sft_play.config.schema import Config
 from sft_play.data.rows import (
     MAX_ENCODED_BYTES,
@@ -287,7 +288,8 @@ def _explain(image: ImageFile, error: Exception) -> str:
 
     path = Path(image.path)
     if isinstance(error, FileNotFoundError):
-        return f"is missing: no file '{path}'. Paths begin in DATA_IMAGE_FOLDER=<folder>"
+        hint = _suggest_file(path)
+        return f"is missing: no file '{path}'{hint} Paths begin in DATA_IMAGE_FOLDER=<folder>"
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     if not isinstance(error, UnidentifiedImageError):
@@ -305,3 +307,23 @@ def _explain(image: ImageFile, error: Exception) -> str:
     return (
         f"is no image that is read: it begins with {shorten(repr(begins[:16])[1:])}; {AS_FORMATS}"
     )
+
+
+def _suggest_file(missing: Path) -> str:
+    """Return a hint that names a file or folder like a missing one, "." if there is none."""
+    near = ""
+    with contextlib.suppress(OSError):  # of a folder that may not be listed
+        if os.path.isdir(missing.parent):
+            near = _names_by_stem(missing.parent).get(missing.stem.lower(), "")
+        else:
+            near = _near_folder(missing.parent)
+    return f"; did you mean '{near}'?" if near else "."
+
+
+# A set may lack many files of one folder, which is listed once
+_near_folder = lru_cache(maxsize=64)(nearest_path)
+
+
+@lru_cache(maxsize=4)
+def _names_by_stem(folder: Path) -> dict[str, str]:
+    return {Path(name).stem.lower(): name for name in os.listdir(folder)}

@@ -6,6 +6,7 @@ checks them on the tokens. Training equals use: the ids before an answer are tho
 Legend: T tokens of one sample.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from sft_play.data.rows import ImageFile, Json, Message, Notes, PromptIds, Row, Segment
-from sft_play.data.special_text import TokensInText, encode, special_text
+from sft_play.data.special_text import TokensInText, encode, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
@@ -28,6 +29,7 @@ from sft_play.data.training_text import (
 
 get_images = attrgetter("images")
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
+TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
 TWO_BOS = (
     "the text begins with the beginning-of-text token twice: "
     "the row brings one that is written anyway"
@@ -85,10 +87,11 @@ class Renderer:
         self._decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         self._eos = tokenizer.eos_token_id
         self._added_tokens = {
-            token_id: token.content
+            token.content: token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip()
         }
+        self._added_token = match_any(self._added_tokens)
         (with_special,) = encode(self._tokenizer, ["a"], add_special_tokens=True)
         (without,) = encode(self._tokenizer, ["a"])
         bos = self._two_bos[:1]
@@ -162,20 +165,23 @@ class Renderer:
         tail is the whole prompt.
         """
         written = text.text
-        last: dict[int, int] = {}  # where an added token is, by its id
-        for token_id in self._added_tokens.keys() & set(text.ids):
-            last[token_id] = written.rfind(self._added_tokens[token_id], 0, prompt_end)
-        found = max(last, key=last.__getitem__, default=None)
-        if found is None or last[found] < 0:
+        matches: list[re.Match[str]] = []
+        searched = TAIL_CHARACTERS
+        while not matches and searched < 16 * prompt_end:
+            start = max(0, prompt_end - searched)
+            matches = list(self._added_token.finditer(written, start, prompt_end))
+            searched *= 16
+        if not matches:
             return PromptTail(0, written[:prompt_end])
-        content = self._added_tokens[found]
-        if text.ids.count(found) != written.count(content):
+        found = matches[-1]
+        token_id = self._added_tokens[found[0]]
+        if text.ids.count(token_id) != written.count(found[0]):
             return PromptTail(0, written[:prompt_end])
         # the n-th occurrence in the text is the n-th among the tokens
         token = -1
-        for _ in range(written.count(content, 0, prompt_end)):
-            token = text.ids.index(found, token + 1)
-        return PromptTail(token, written[last[found] : prompt_end])
+        for _ in range(written.count(found[0], 0, found.end())):
+            token = text.ids.index(token_id, token + 1)
+        return PromptTail(token, written[found.start() : prompt_end])
 
     def _label(
         self, written: _WrittenRow, tails: Mapping[str, list[int]]

@@ -51,7 +51,6 @@ WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GLM, gpt-oss, Solar
 # What transformers gives every template, besides the special tokens and Jinja's own functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
-DEFAULTS = ("defined", "undefined", "default", "d")  # Jinja's words for a name that may be missing
 # What the Python in a template may raise
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 TOO_DEEP = (RecursionError, SyntaxError)  # Python compiles no blocks that deep
@@ -71,22 +70,56 @@ class Span(NamedTuple):
 
 @functools.cache
 def _names_read(jinja: str) -> frozenset[str]:
-    """Return the names that a template reads and does not only set itself."""
-    from jinja2 import TemplateError, meta, nodes
+    """Return the names that a template reads and nothing in it sets first."""
+    from jinja2 import TemplateError, nodes
 
     environment = _environment()
     try:
         tree = environment.parse(jinja)
-        undeclared = meta.find_undeclared_variables(tree)
     except (TemplateError, RecursionError):  # rendering says what is wrong
         return frozenset()
-    # a name that is set in a branch is given from outside only if the template has a default of it
-    names = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
-    for node in tree.find_all((nodes.Test, nodes.Filter)):
-        if node.name in DEFAULTS and isinstance(node.node, nodes.Name):
-            names.discard(node.node.name)
-    names |= environment.globals.keys()
-    return frozenset(name for name in undeclared - names if not SPECIAL_TOKEN.fullmatch(name))
+    read: set[str] = set()
+    macros = {macro.name for macro in tree.find_all(nodes.Macro)}
+    _collect_read(tree.body, macros | environment.globals.keys(), read)
+    return frozenset(name for name in read if not SPECIAL_TOKEN.fullmatch(name))
+
+
+def _collect_read(body: Sequence[Any], known: set[str], read: set[str]) -> None:
+    """Add the names that statements read before they are set; those set are `known` afterwards."""
+    from jinja2 import nodes
+
+    def add(*parts: Any) -> None:
+        for part in parts:
+            names = [part] if isinstance(part, nodes.Name) else part.find_all(nodes.Name)
+            read.update(
+                name.name for name in names if name.ctx == "load" and name.name not in known
+            )
+
+    for node in body:
+        bound = {name.name for name in node.iter_child_nodes() if _is_stored(name)}
+        if isinstance(node, nodes.If):
+            branches = [node.body, *(branch.body for branch in node.elif_), node.else_]
+            add(node.test, *(branch.test for branch in node.elif_))
+            ends = []
+            for branch in branches:
+                ends.append(set(known))
+                _collect_read(branch, ends[-1], read)
+            known |= set.intersection(*ends)
+        elif isinstance(node, nodes.For):
+            add(node.iter)
+            inner = known | {name.name for name in node.find_all(nodes.Name) if _is_stored(name)}
+            _collect_read(node.body, inner | {"loop"}, read)
+            _collect_read(node.else_, set(known), read)
+        elif hasattr(node, "body"):  # a macro, a block that is set or filtered
+            _collect_read(node.body, known | bound, read)
+            known |= {node.name} if isinstance(node, nodes.Macro) else bound
+        else:
+            add(node)
+            known |= bound
+
+
+def _is_stored(node: Any) -> bool:
+    return getattr(node, "ctx", None) in ("store", "param") and hasattr(node, "name")
 
 
 class ChatTemplate:

@@ -118,6 +118,11 @@ class AskedAnswer:
     def reasoning(self) -> str:
         return (self.row.messages[self.index].reasoning or "").strip()
 
+    def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
+        """Return prompt and text under a template, with other fields of the answer."""
+        answer = {**self.messages[self.index], **changes}
+        return template.render_both([*self.messages[: self.index], answer], self.row.tools)
+
 
 class _Form(NamedTuple):
     """How a template takes reasoning."""
@@ -212,8 +217,8 @@ class ThoughtPolicy:
         """Return the text of an answer, put together, and what to say of it.
 
         That is the prompt of use, then what the model is to write after it: in the think block that
-        the prompt opens or has closed, else between marks of the template's own. None if the
-        template writes the answer, or has no such marks.
+        the prompt opens or has closed, else between the marks of the template. None if the template
+        writes the answer, or has no such marks.
 
         Raises: RenderError for an answer without reasoning if none is to be put in its place, and
         for one with reasoning after a closed block.
@@ -252,33 +257,40 @@ class ThoughtPolicy:
     def _refuse_other_reasoning(self, is_open: bool, asked: AskedAnswer) -> None:
         """Raise RenderError for missing reasoning in an open block, and any after a closed one."""
         if is_open and not asked.reasoning and self._reasoning == "keep":
-            switch = self._find_switch(False)
+            switch = self._find_switch(False, asked)
             raise RenderError(
                 "the chat template opens a think block before an answer, and messages"
                 f"[{asked.index}] has no reasoning; DATA_REASONING=empty trains an empty block"
                 + (f", {switch} none" if switch else "")
             )
         if not is_open and asked.reasoning:
-            switch = self._find_switch(True)
+            switch = self._find_switch(True, asked)
             raise RenderError(
                 "the chat template closes the think block in the prompt, and the row has "
                 f"reasoning; {f'{switch} trains it, ' if switch else ''}DATA_REASONING=drop "
                 "leaves it out"
             )
 
-    def _find_switch(self, on: bool) -> str | None:
-        """Return the setting that may let the model think, or not; None if there is none."""
+    def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
+        """Return the setting by which the model thinks, or does not; None if none is found."""
         for name in SWITCHES:
-            if name in self._template.variables_read - self._template.row_names:
+            if name not in self._template.variables_read - self._template.row_names:
+                continue
+            template = self._template.with_variables({name: on})
+            prompt, text = asked.render(template)
+            end = prompt.rstrip()
+            thinks = end.endswith(OPENED)
+            if on and not end.endswith(CLOSED):
+                has_marks = ThoughtPolicy(template, "keep")._form.kind == "marks"
+                thinks = thinks or has_marks or asked.reasoning in text
+            if on == thinks:
                 return f"MODEL_TEMPLATE_KWARGS='{{{name}: {str(on).lower()}}}'"
         return None
 
     def _find_block_end(self, block: Block, asked: AskedAnswer) -> str:
         """Return how the template ends a think block, asked with words of our own."""
         words = f"Answer{PROBE}"
-        answer = {**asked.messages[asked.index], "content": words, "reasoning_content": PROBE}
-        messages = [*asked.messages[: asked.index], answer]
-        prompt, text = self._template.render_both(messages, asked.row.tools)
+        prompt, text = asked.render(self._template, content=words, reasoning_content=PROBE)
         after = text[len(prompt) :].partition(PROBE)[2]
         between, found, _ = after.partition(words)
         end = between[: between.find(block.closed) + len(block.closed)]
