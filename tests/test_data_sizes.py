@@ -317,6 +317,16 @@ def test_views_as_polars_writes_them_are_read_in_parts(column, tmp_path):
     assert values == absent
 
 
+def test_compressed_buffers_are_refused_before_they_are_decompressed(tmp_path, monkeypatch):
+    table = pa.table({"text": ["word " * (2 * MIB)]})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema, options=options) as file:
+        file.write_table(table)
+    monkeypatch.setattr(pa.ipc, "open_file", lambda source: pytest.fail("it is decompressed"))
+    with pytest.raises(DataError, match=r"a.arrow: cannot be read: .* write them as JSON lines"):
+        list(read_chunks(tmp_path / "a.arrow", 5))
+
+
 def test_runs_of_equal_values_are_read_as_rows(tmp_path):
     ends = pa.array([10, 20], pa.int32())
     table = pa.table({"text": pa.RunEndEncodedArray.from_arrays(ends, ["a", "b"])})

@@ -3,6 +3,7 @@
 Loads no torch.
 """
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -89,8 +90,7 @@ class ColumnarFile:
 
     def _read_arrow(self) -> Iterator[tuple[pa.RecordBatch, float]]:
         """Yield batches of rows, each with its bytes in the file."""
-        # What is mapped ends the process once another program cuts the file off
-        with pa.OSFile(str(self.path)) as source:
+        with pa.memory_map(str(self.path)) as source:
             is_file = source.read(6) == b"ARROW1"
             source.seek(max(0, source.size() - len(END_OF_STREAM)))
             # Arrow takes a stream that is cut off between two batches for a complete one
@@ -98,7 +98,11 @@ class ColumnarFile:
                 raise DataError(
                     f"{self.path}: no Arrow stream, or one that breaks off; fetch or write it anew"
                 )
-            source.seek(0)
+            source.seek(8 if is_file else 0)
+            size = sum(map(_stated_bytes, pa.ipc.MessageReader.open_stream(source)))
+            reading.refuse_bomb(self.file_bytes, size, REWRITE, MAX_RATIO)
+        # What is mapped ends the process once another program cuts the file off
+        with pa.OSFile(str(self.path)) as source:
             batches = reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             _check_names(self.path, reader.schema.names)
             if is_file:
@@ -130,6 +134,38 @@ def _count_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return VALUE_BYTES * len(value) + sum(map(_count_bytes, value))
     return VALUE_BYTES
+
+
+def _stated_bytes(message: pa.ipc.Message) -> int:
+    """Return how many bytes a message's compressed buffers become, 0 if none is compressed.
+
+    Arrow's Message.fbs has the numbers of the fields.
+    """
+    data = message.metadata
+
+    def field(table: int, number: int) -> int:
+        """Return where a field of a flatbuffers table is, 0 if it has none."""
+        fields = table - struct.unpack_from("<i", data, table)[0]
+        offset = 0
+        if 4 + 2 * number < struct.unpack_from("<H", data, fields)[0]:
+            (offset,) = struct.unpack_from("<H", data, fields + 4 + 2 * number)
+        return table + offset if offset else 0
+
+    def follow(place: int) -> int:
+        return place + struct.unpack_from("<I", data, place)[0]
+
+    batch = follow(field(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(field(batch, 1))
+    if message.type == "schema" or not field(batch, 3):
+        return 0
+    buffers = follow(field(batch, 2))
+    total = 0
+    for number in range(struct.unpack_from("<I", data, buffers)[0]):
+        start, size = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
+        if size:
+            total += max(size, struct.unpack_from("<q", message.body, start)[0])
+    return total
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
