@@ -262,7 +262,9 @@ class ChunkTokenizer:
             if part is None:
                 break
             rows = part
-        place = rows[0].origin + f" and {len(rows) - 1} rows after it" * (len(rows) > 1)
+        place = rows[0].origin
+        if len(rows) > 1:
+            place += f" and {len(rows) - 1} rows after it"
         steps = (
             ("the chat template", TEMPLATE_REMEDY, self._renderer.write_texts),
             ("the tokenizer", TOKENIZER_REMEDY, self._renderer.render),

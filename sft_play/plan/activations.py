@@ -339,7 +339,7 @@ def graph_bytes(step: StepSpec, layout: Layout) -> dict[str, int]:
     """Return by phase what recordings allocate beyond a step, from the first one on.
 
     Nothing else may use the memory of their activations, and they give it back before layers run by
-    themselves. The gradients of a replay are computed beside those that they are added to.
+    themselves. The gradients of a replay are computed in addition to those that they are added to.
     """
     if not step.records_graphs or step.offloaded(layout.checkpointed_layers):
         return {}

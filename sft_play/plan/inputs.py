@@ -70,7 +70,7 @@ class Draft:
         return self.peak_bytes <= self.inputs.machine.budget_bytes
 
     def tokens_per_second(self) -> float | None:
-        """Return the speed where all rows are full; None if nothing is known of the device."""
+        """Return the speed if all rows are full; None if nothing is known of the device."""
         machine = self.inputs.machine
         work = speed.full_rows(self.layout)
         found = speed.predict(self.step, self.layout, work, machine.card, machine.ranks.nodes)

@@ -239,11 +239,12 @@ def describe_run(workload: Workload | str) -> str:
     """Return how long a run takes; `workload` may be why that is not known."""
     if isinstance(workload, str):
         return f"length not known: {workload}"
-    counted = "counted"
-    if workload.is_estimated:
-        counted = f"estimated from {'the characters of ' * workload.by_characters}some rows"
+    counted = "estimated from some rows" if workload.is_estimated else "counted"
+    if workload.by_characters:
+        counted = "estimated from the characters of some rows"
+    plural = "" if workload.epochs == 1 else "s"
     text = (
-        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{'s' * (workload.epochs != 1)} of "
+        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
         f"{workload.samples:,} rows and {workload.tokens:,} tokens ({counted})"
     )
     if workload.seconds is None or workload.gpu_hours is None:

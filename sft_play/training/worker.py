@@ -282,7 +282,7 @@ def look_at_weights(
             log_experts(report)
     process = context.process
     step = trainer.state.global_step
-    # if each rank has all of them
+    # only if each rank has all of them
     if process.world_size > 1 and has_equal_copies(trainer.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
             check_equal_ranks(trainer.model, process, step)
