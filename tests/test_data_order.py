@@ -8,7 +8,9 @@ from accelerate.data_loader import BatchSamplerShard
 
 from sft_play.config import loader
 from sft_play.config.metrics import is_higher_better
-from sft_play.data.order import StepSampler, fullest_step, padding, shuffle, steps
+from sft_play.data import order as data_order
+from sft_play.data.order import StepSampler, epoch_order, fullest_step, padding, steps
+from sft_play.data.packing import pack
 from sft_play.errors import ConfigError
 from sft_play.plan.step import Layout
 
@@ -141,13 +143,42 @@ def test_tokens_with_padding_are_counted_packed_and_not():
     assert vars(found) == {"real": 48, "unpacked": 2 * 24 + 2 * 8, "packed": 48}
 
 
+@pytest.mark.parametrize("lengths", [(1, 64), (20, 24), (33, 40), (5, 6)], ids=str)
+@pytest.mark.parametrize("rows_per_step", [1, 7, 64])
+def test_the_fullest_step_is_found_as_if_each_were_packed(lengths, rows_per_step):
+    documents = [random.Random(n).randint(*lengths) for n in range(500)]
+    layout = layout_of(64, 1, rows_per_step)
+    packed = [
+        len(pack([documents[index] for index in samples], 64))
+        for epoch in range(3)
+        for samples in steps(500, rows_per_step, SEED, epoch)
+    ]
+    assert fullest_step(documents, layout, SEED, 3) == max(packed)
+
+
+def test_a_sample_that_is_too_long_for_a_sequence_is_an_error():
+    with pytest.raises(ConfigError, match="set MODEL_MAX_SEQ_LEN=11"):
+        fullest_step([4, 11, 2], layout_of(10, 1, 4), SEED, 1)
+
+
+def test_padding_of_a_long_epoch_is_taken_from_its_first_steps(monkeypatch):
+    lengths = [random.Random(n).randint(20, 900) for n in range(4000)]
+    layout = layout_of(1024, 2, 16)
+    packed = layout.packed(fullest_step(lengths, layout, SEED, 1))
+    exact = padding(lengths, layout, packed, SEED)
+    monkeypatch.setattr(data_order, "MEASURED_ROWS", 1000)
+    found = padding(lengths, layout, packed, SEED)
+    assert found.real == exact.real and found != exact
+    assert found.unpacked == pytest.approx(exact.unpacked, rel=0.02)
+    assert found.packed == pytest.approx(exact.packed, rel=0.02)
+
+
 @pytest.mark.parametrize("samples", [1, 2, 1000, 52_002])
-@pytest.mark.parametrize("seed", [0, 42, 42_000_126, 2**40 + 5])
-def test_an_order_is_that_of_torch(samples, seed):
-    order = list(range(samples))
-    shuffle(order, seed)
-    generator = torch.Generator().manual_seed(seed)
-    assert order == torch.randperm(samples, generator=generator).tolist()
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (42, 126), (2**40 + 5, 1)])
+def test_an_order_is_that_of_torch(samples, seed, epoch):
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    expected = torch.randperm(samples, generator=generator)
+    assert epoch_order(samples, seed, epoch).tolist() == expected.tolist()
 
 
 def test_the_loss_of_a_named_source_may_choose_the_best_checkpoint():
