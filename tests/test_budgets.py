@@ -38,7 +38,7 @@ TOKENS = {
     "commands": 20_430,
     "compat": 1_270,
     "config": 24_080,
-    "data": 70_300,
+    "data": 70_320,
     "evaluation": 13_100,
     "inference": 19_350,
     "models": 112_700,

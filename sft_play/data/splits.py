@@ -125,8 +125,11 @@ def find_overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
 def count_duplicates(records: np.ndarray) -> EqualRows:
     """Return how many rows repeat an earlier one: exactly, by their words, by their question."""
     rows = records[begins_row(records)]
-    keys = ("exact", "normalized", "question")
-    return EqualRows(*(len(rows) - len(np.unique(rows[key])) for key in keys))
+    repeated = []
+    for key in ("exact", "normalized", "question"):
+        values = np.sort(rows[key])  # np.unique takes 20 times as long for millions of rows
+        repeated.append(int(np.count_nonzero(values[1:] == values[:-1])))
+    return EqualRows(*repeated)
 
 
 def mix_sources(
