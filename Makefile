@@ -181,16 +181,16 @@ test: $(ENV) ## run the tests that need no GPU, but for those of test-faults and
 test-fast: $(ENV) ## run the fast tests
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m "not gpu and not slow and not faults and not long and not architectures and not gguf"
-test-faults: $(ENV) ## inject every fault, or ROWS=kill,flip COUNT=5; writes docs/reliability.md
+test-faults: $(ENV) ## inject every fault, or ROWS=kill,flip COUNT=5; writes docs/evidence/reliability.md
 	@$(CHECK)
 	@$(PY) tests/run_faults.py
 test-long: $(ENV) ## run the tests with long counts (minutes)
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m long
-test-architectures: $(ENV) ## train every model type that was tried; write docs/architectures.md
+test-architectures: $(ENV) ## train every model type that was tried; write docs/evidence/architectures.md
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m architectures
-test-newest: ## test with TRANSFORMERS=newest or a version, in .venv-newest; write docs/architectures-newest.md
+test-newest: ## test with TRANSFORMERS=newest or a version, in .venv-newest; write docs/evidence/architectures-newest.md
 	@"$$PYTHON" -m tools.install
 	@$(NEWEST_PY) -m sft_play check-variables
 	@$(NEWEST_PY) -m pytest -m "not gpu and not faults and not long and not architectures and not gguf" \

@@ -1,4 +1,4 @@
-"""The table of docs/architectures.md: what was tried of each model type, and how it is written.
+"""The table of docs/evidence/architectures.md: what was tried of each model type.
 
 The tests marked `architectures` record a row each; the process that started them writes the page
 when all rows are there.
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "architectures.md"
 NEWEST_PAGE = PAGE.with_name("architectures-newest.md")
 PROPERTY = "architecture"  # of a test's report
 MODES = ("lora", "qlora", "full")

@@ -1,4 +1,4 @@
-"""`make test-faults`: the matrix and the counts, then docs/reliability.md.
+"""`make test-faults`: the matrix and the counts, then docs/evidence/reliability.md.
 
 ROWS=kill,flip takes the rows with these words in their names alone; COUNT=5 counts up to 5.
 """

@@ -21,7 +21,7 @@ EVERY_PAGE = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "AGENTS.md",
-    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
 )
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPEED = re.compile(r"\b\d{1,3},\d{3}\b")  # tokens a second
@@ -30,8 +30,7 @@ PARSERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load}
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_that_the_code_writes_is_up_to_date(name):
-    path = DOCS / name
-    assert path.read_text(encoding="utf-8") == page(path), "run python -m tools.docs"
+    assert (DOCS / name).read_text(encoding="utf-8") == page(name), "run python -m tools.docs"
 
 
 def test_the_picture_is_the_one_that_is_drawn():

@@ -1,4 +1,4 @@
-"""Faults by the hundred: `make test-faults`, which writes what was seen to docs/reliability.md."""
+"""Faults by the hundred: `make test-faults`, which writes what was seen to docs/evidence/reliability.md."""
 
 import json
 import os

@@ -56,7 +56,7 @@ class Fault(NamedTuple):
     """A row of the matrix."""
 
     name: str
-    injected: str  # in words, for docs/reliability.md
+    injected: str  # in words, for docs/evidence/reliability.md
     inject: Callable[["Bench"], Outcome]
     exit_class: ExitClass
     says: tuple[str, ...]  # parts of what is said; the last is what to do

@@ -1,6 +1,6 @@
-"""docs/reliability.md: the matrix and the counts as they were seen, from what `make test-faults` noted.
+"""docs/evidence/reliability.md: the matrix and the counts, from what `make test-faults` noted.
 
-What was seen is kept in seen.json, by row, so that some rows can be run again.
+It is kept in seen.json, by row, so that some rows can be run again.
 """
 
 import json
@@ -15,7 +15,7 @@ from faults.bench import Fault
 from faults.table import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "evidence" / "reliability.md"
 MARK = "<!-- From here on written by `make test-faults` from what it saw. -->\n"
 SEEN = Path(__file__).with_name("seen.json")
 CELL = 90  # characters

@@ -1,13 +1,12 @@
 """Writes the parts of docs/ that the code knows: `python -m tools.docs`. No torch.
 
-A page has a mark: what stands above it is written by hand, what stands below it is written here.
+A page has a mark: the part above it is written by hand, the part below it is written here.
 `make docs` runs this, and a test compares the pages with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sft_play.config.loader import PROJECT_ROOT
 from tools.docs import commands, errors, migration, promises, support, timelines
@@ -18,25 +17,24 @@ MARK = "<!-- From here on written by `python -m tools.docs`; edit the code inste
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands.markdown,
     "coming-from.md": migration.markdown,
-    "promises.md": promises.markdown,
+    "evidence/errors.md": errors.markdown,
+    "evidence/promises.md": promises.markdown,
     "support.md": support.markdown,
-    "troubleshooting.md": errors.markdown,
 }
 
 
-def page(path: Path) -> str:
-    """Return a page with its lower part written anew."""
-    head, mark, _ = path.read_text(encoding="utf-8").partition(MARK)
-    assert mark, f"{path} has lost its mark line"
-    return f"{head}{MARK}\n{PAGES[path.name]().strip()}\n"
+def page(name: str) -> str:
+    """Return a page with its lower part written again."""
+    head, mark, _ = (DOCS / name).read_text(encoding="utf-8").partition(MARK)
+    assert mark, f"docs/{name} has lost its mark line"
+    return f"{head}{MARK}\n{PAGES[name]().strip()}\n"
 
 
 def main() -> None:
     """Write the pages, and the picture that is drawn."""
     PICTURE.write_text(timelines.svg(), encoding="utf-8")
     for name in PAGES:
-        path = DOCS / name
-        path.write_text(page(path), encoding="utf-8")
+        (DOCS / name).write_text(page(name), encoding="utf-8")
 
 
 if __name__ == "__main__":

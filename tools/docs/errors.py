@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every error that the code raises, as it is written there. No torch.
+"""docs/evidence/errors.md: every error message that the code raises. No torch.
 
 A message is a text in the source with names where values will stand. They are read from the syntax
 tree, so an error that is added is in the page, and none is there that the code does not have.

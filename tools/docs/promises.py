@@ -1,4 +1,4 @@
-"""docs/promises.md: what the guides promise, row by row, and what shows that it is kept. No torch.
+"""docs/evidence/promises.md: what the guides promise, and what shows that it is kept. No torch.
 
 promises.yaml has the rows; `problems` holds them against the tests and files that there are.
 """
@@ -132,7 +132,7 @@ def _shown(name: str) -> str:
     file, separator, _ = name.partition("::")
     if not separator and file.startswith("docs/"):
         page = file.removeprefix("docs/")
-        return f"[{page}]({page})"
+        return f"[{page}](../{page})"
     return f"`{name}`{' (GPU)' if needs_gpu(name) else ''}"
 
 
