@@ -15,9 +15,8 @@ from rank_processes import ON_CPU, QUIET, ROOT, SECONDS
 from tiny_models import tiny_model
 from torch import distributed
 
-from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.collate import Batch, PackCollator, PadCollator, RowPart, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.row_parts import RowPart
 from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.install import fused_kernels_of

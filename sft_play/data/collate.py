@@ -1,26 +1,42 @@
-"""Samples to batches: sequences of one or more documents as tensors.
+"""Samples to batches: sequences of one or more documents as tensors, and the parts of a rank.
 
-The documents of a sequence never see each other, and nothing predicts the first token of each.
-Legend: B sequences of a micro-batch, T tokens of its widest, N documents.
+The documents of a sequence never see each other, and nothing predicts the first token of each. The
+pixels of all images of a batch are one input, in the order of their tokens, so the vision encoder
+runs once. Images are opened here, in the processes that load batches.
+
+If several ranks share each row, the batch is collated whole, and cut: part r of c has tokens
+r T / c to (r + 1) T / c of every row. Boundaries of documents stay those of whole rows. Every
+labelled token belongs to one part: that of the token which predicts it, so a document's labels may
+be on other ranks than its tokens.
+Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I images, c parts.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 
-from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.images import decode
 from sft_play.data.packing import batch_shape, padded_width
+from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile
 from sft_play.data.store import Sample, Split
 
-Batch = dict[str, torch.Tensor | int | list[int]]
+Batch = dict[str, Tensor | int | list[int]]
 WEIGHTS = "loss_weights"  # (B, T) float32 of labels, where some weigh other than 1
+TYPES = ("mm_token_type_ids", "token_type_ids")  # how models call the types of tokens
+IMAGE_BLOCKS = "image_blocks"  # no argument of the model
+CUT = ("input_ids", "position_ids")  # (B, T) each
+UNUSED = ("attention_mask", "labels")  # boundaries and labelled tokens stand for them
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,105 @@ def _weights(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         np.ones(len(sequence.ids), np.float32) if sequence.weights is None else sequence.weights
         for sequence in sequences
     ]
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Makes the inputs of images for one model.
+
+    `arguments` are those of the model's forward method. `rope` has transformers' `get_rope_index`
+    where positions are of three axes; packed batches need it. With `gives_blocks`, images are read
+    in both directions, and a packed batch has `image_blocks`, see `image_blocks`.
+    """
+
+    processor: Processor
+    arguments: frozenset[str]
+    dtype: torch.dtype = torch.float32  # of pixels, as the tower computes
+    rope: nn.Module | None = None  # on the meta device
+    gives_blocks: bool = False
+
+    def __call__(
+        self,
+        images: Sequence[Sequence[ImageFile]],
+        ids: Tensor,
+        documents: Sequence[Sequence[int]] = (),
+    ) -> dict[str, Any]:
+        """Return the inputs for the images of each document; {} where none has any.
+
+        ids (B, T); `documents` are the lengths of the documents of each row, () where each row is
+        one and the model finds its positions by itself.
+
+        Raises: DataError for an image that is not what it was when its row was read.
+        """
+        opened = [decode(image) for image in chain.from_iterable(images)]
+        if not opened:
+            return {}
+        batch: dict[str, Any] = self.processor.inputs(opened)
+        for name, tensor in batch.items():
+            if tensor.is_floating_point():
+                batch[name] = tensor.to(self.dtype)  # half the bytes to copy
+        types = torch.tensor(list(map(self.processor.token_types, ids.tolist())))
+        batch |= {name: types for name in TYPES if name in self.arguments}
+        if documents and self.gives_blocks:
+            batch[IMAGE_BLOCKS] = image_blocks(types, documents)
+        if documents and self.rope is not None:
+            batch["position_ids"] = self._positions(self.rope, images, ids, types, documents, batch)
+        return batch
+
+    @staticmethod
+    def _positions(
+        rope: nn.Module,
+        images: Sequence[Sequence[ImageFile]],
+        ids: Tensor,
+        types: Tensor,
+        documents: Sequence[Sequence[int]],
+        batch: dict[str, Any],
+    ) -> Tensor:
+        """Return positions (4, B, T): in the text, then by time, height and width."""
+        of_images = inspect.signature(rope.get_rope_index).parameters.keys() & batch.keys()
+        of_images -= set(TYPES)
+        found = torch.zeros(4, *ids.shape, dtype=torch.int64)
+        counts = iter(map(len, images))
+        first = 0  # image of a document
+        for row, lengths in enumerate(documents):
+            start = 0
+            for length in (*lengths, ids.shape[1] - sum(lengths)):
+                here = slice(start, start + length)
+                is_padding = start == sum(lengths)
+                count = 0 if is_padding else next(counts)
+                own = {name: batch[name][first : first + count] for name in of_images}
+                found[:, row, here] = torch.arange(length)
+                if count:
+                    found[1:, row, here] = rope.get_rope_index(
+                        ids[row : row + 1, here],
+                        mm_token_type_ids=types[row : row + 1, here],
+                        **own,
+                    )[0][:, 0]
+                start += length
+                first += count
+        return found
+
+
+def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """Return where images are read in both directions: start and end of each, and its document's.
+
+    types (B, T) are 1 where a token is of an image; all count in the flattened rows.
+
+    >>> image_blocks(torch.tensor([[0, 1, 1, 1, 0, 1]]), [[3, 3]])
+    [(1, 3, 0), (3, 4, 3), (5, 6, 3)]
+    """
+    found = []
+    for row, lengths in enumerate(documents):
+        begin = row * types.shape[1]
+        start = 0
+        for length in lengths:
+            is_image = [0, *types[row, start : start + length].tolist(), 0]
+            edges = [at for at in range(length + 1) if is_image[at] != is_image[at + 1]]
+            document = begin + start
+            for first, last in zip(edges[::2], edges[1::2], strict=True):
+                found.append((document + first, document + last, document))
+            start += length
+    return found
 
 
 @dataclass(frozen=True)
@@ -201,11 +316,11 @@ def images_by_document(sequences: Sequence[TokenSequence]) -> list[tuple[ImageFi
 class LabelledPositions(NamedTuple):
     """Where the labels (B, T) of a batch are predicted, and what is: each (N,) int64."""
 
-    positions: torch.Tensor  # in the flattened (B * T)
-    targets: torch.Tensor
+    positions: Tensor  # in the flattened (B * T)
+    targets: Tensor
 
 
-def labelled(labels: torch.Tensor) -> LabelledPositions:
+def labelled(labels: Tensor) -> LabelledPositions:
     """Return the positions whose next token has a label, and these labels.
 
     Computed here, on the CPU: a GPU that counts them makes its CPU wait for the number.
@@ -218,7 +333,7 @@ def labelled(labels: torch.Tensor) -> LabelledPositions:
     return LabelledPositions(rows * labels.shape[1] + columns, next_labels[rows, columns])
 
 
-def _position_ids(sequences: Sequence[TokenSequence], width: int) -> torch.Tensor:
+def _position_ids(sequences: Sequence[TokenSequence], width: int) -> Tensor:
     position_ids = np.zeros((len(sequences), width), dtype=np.int64)  # (B, T)
     for row, sequence in zip(position_ids, sequences, strict=True):
         lengths = (*sequence.lengths, width - len(sequence.ids))
@@ -234,8 +349,49 @@ def _pad_weights(sequences: Sequence[TokenSequence], width: int) -> Batch:
 
 def _pad(
     rows: Sequence[np.ndarray], fill: int, width: int, dtype: type[np.generic] = np.int64
-) -> torch.Tensor:
+) -> Tensor:
     padded = np.full((len(rows), width), fill, dtype=dtype)  # (B, T)
     for target, values in zip(padded, rows, strict=True):
         target[: len(values)] = values
     return torch.from_numpy(padded)
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Cuts the `rank`-th of `size` parts out of every row."""
+
+    rank: int
+    size: int
+
+    def tokens(self, width: int) -> int:
+        """Return the tokens of a part of rows of `width` tokens."""
+        return -(-width // self.size)
+
+    def cut(self, batch: Batch) -> Batch:
+        """Return this part of a collated batch; what is neither cut nor unused stays.
+
+        Rows are padded to a multiple of `size`, as part of their last document. A batch without
+        boundaries has padded rows of one document each, and gets boundaries and positions.
+        """
+        rows, width = batch["input_ids"].shape
+        padding = self.size * self.tokens(width) - width
+        found = {name: value for name, value in batch.items() if name not in UNUSED}
+        if BOUNDARIES[0] not in batch:
+            found["position_ids"] = torch.arange(width).expand(rows, width)
+            found |= dict.fromkeys(BOUNDARIES, torch.arange(0, (rows + 1) * width, width).int())
+            found |= {"max_length_q": width, "max_length_k": width}
+        for name in CUT:
+            whole = functional.pad(found[name], (0, padding))
+            found[name] = whole.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
+        for name in BOUNDARIES:
+            found[name] = found[name] + padding * (found[name] // width)
+        for name in ("max_length_q", "max_length_k"):
+            found[name] += padding
+        return found
+
+    def own(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return which of positions (N,) in rows of `width` tokens are here, and where (own,)."""
+        tokens = self.tokens(width)
+        rows, columns = positions // width, positions % width - self.rank * tokens
+        is_here = (columns >= 0) & (columns < tokens)
+        return is_here, (rows * tokens + columns)[is_here]

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.collate import ImageInputs
 from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split

@@ -18,7 +18,7 @@ from transformers.utils import logging as hf_logging
 
 from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
-from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.collate import ImageInputs
 from sft_play.data.render import images_of, render_prompt
 from sft_play.data.rows import InvalidRowError, Json, Message, PromptIds, Row
 from sft_play.data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
-from sft_play.data.image_inputs import ImageInputs
+from sft_play.data.collate import ImageInputs
 from sft_play.data.processor import Processor
 from sft_play.models.architecture import empty_twin, towers_of
 from sft_play.models.fast.setup import base_model_of

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sft_play.data.collate import WEIGHTS, Batch, TokenSequence, labelled
-from sft_play.data.row_parts import RowPart
+from sft_play.data.collate import WEIGHTS, Batch, RowPart, TokenSequence, labelled
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 

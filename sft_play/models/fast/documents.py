@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sft_play.data.image_inputs import IMAGE_BLOCKS
+from sft_play.data.collate import IMAGE_BLOCKS
 from sft_play.models.architecture import towers_of
 from sft_play.models.fast.attention.ulysses import ContextGroup
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from sft_play.data.row_parts import RowPart
+from sft_play.data.collate import RowPart
 from sft_play.process import Process
 
 
