@@ -24,12 +24,7 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.rows import ImageFile, PromptIds, Row
 
 HASHED = 64  # messages, each of which is hashed several times
-IDS = "ids.bin"
-TRAINED = "trained.bin"
-WEIGHTS = "weights.bin"
 RECORDS = "samples.bin"
-IMAGES = "images.bin"
-IMAGE_BYTES = "image_bytes.bin"  # of each image: its path, or itself
 ID = np.dtype("<i4")
 WEIGHT = np.dtype("<f4")
 RECORD = np.dtype(
@@ -59,13 +54,13 @@ IMAGE = np.dtype(
 )
 
 
-ARRAYS = {  # the fields of SampleArrays
-    IDS: ID,
-    TRAINED: np.dtype(np.bool_),
-    WEIGHTS: WEIGHT,
+ARRAYS = {  # the files of the fields of SampleArrays
+    "ids.bin": ID,
+    "trained.bin": np.dtype(np.bool_),
+    "weights.bin": WEIGHT,
     RECORDS: RECORD,
-    IMAGES: IMAGE,
-    IMAGE_BYTES: np.dtype(np.uint8),
+    "images.bin": IMAGE,
+    "image_bytes.bin": np.dtype(np.uint8),  # of each image: its path, or itself
 }
 
 
@@ -101,12 +96,8 @@ class Store:
         self.folder = folder
         self.files = files
         self.name = name
-        self.records = _map_array(folder / RECORDS, RECORD)
-        self.ids = _map_array(folder / IDS, ID)
-        self.trained = _map_array(folder / TRAINED, np.dtype(np.bool_))
-        self.weights = _map_array(folder / WEIGHTS, WEIGHT)
-        self.images = _map_array(folder / IMAGES, IMAGE)
-        self.image_bytes = _map_array(folder / IMAGE_BYTES, np.dtype(np.uint8))
+        arrays = [_map_array(folder / file, dtype) for file, dtype in ARRAYS.items()]
+        self.ids, self.trained, self.weights, self.records, self.images, self.image_bytes = arrays
 
     def __len__(self) -> int:
         return len(self.records)
@@ -188,29 +179,23 @@ class StoreWriter(contextlib.ExitStack):
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         self._files = [self.enter_context((folder / name).open("wb")) for name in ARRAYS]
-        self._tokens = 0
-        self._weights = 0
-        self._images = 0
-        self._image_bytes = 0
+        self._sizes = dict.fromkeys(SampleArrays._fields, 0)  # elements written so far
 
     def append(self, samples: SampleArrays) -> None:
         """Add samples whose `end`, `weights` and `images` count from 0."""
-        records = samples.records.copy()
+        records, images = samples.records.copy(), samples.images.copy()
         tokens = int(records["end"][-1]) if len(records) else 0
         assert len(samples.ids) == len(samples.trained) == tokens, (
             "the records end where the ids do"
         )
-        records["end"] += self._tokens
-        self._tokens += tokens
-        records["weights"][records["weights"] >= 0] += self._weights
-        self._weights += len(samples.weights)
-        records["images"] += self._images
-        self._images += len(samples.images)
-        images = samples.images.copy()
-        images["end"] += self._image_bytes
-        self._image_bytes += len(samples.image_bytes)
+        records["end"] += self._sizes["ids"]
+        records["weights"][records["weights"] >= 0] += self._sizes["weights"]
+        records["images"] += self._sizes["images"]
+        images["end"] += self._sizes["image_bytes"]
         arrays = samples._replace(records=records, images=images)
-        for file, array, dtype in zip(self._files, arrays, ARRAYS.values(), strict=True):
+        named = zip(self._files, arrays._asdict().items(), ARRAYS.values(), strict=True)
+        for file, (name, array), dtype in named:
+            self._sizes[name] += len(array)
             file.write(np.ascontiguousarray(array, dtype=dtype).tobytes())
 
 
@@ -280,8 +265,7 @@ class Split:
     @property
     def image_counts(self) -> np.ndarray:
         """Images of each sample, (N,) int64."""
-        counts = np.dtype(np.int64)
-        return self._gather(lambda store: np.diff(store.records["images"], prepend=0), counts)
+        return self._gather(lambda store: np.diff(store.records["images"], prepend=0))
 
     def source(self, index: int) -> str | None:
         """Return the name of a sample's source in scores, None if there is but one."""
@@ -297,7 +281,7 @@ class Split:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, (N,) int64."""
-        return self._gather(lambda store: store.lengths, np.dtype(np.int64))
+        return self._gather(lambda store: store.lengths)
 
     @cached_property
     def records(self) -> np.ndarray:
@@ -310,9 +294,9 @@ class Split:
     @cached_property
     def pixels(self) -> np.ndarray:
         """Pixels of the images of each sample, (N,) int64."""
-        return self._gather(lambda store: store.pixels, np.dtype(np.int64))
+        return self._gather(lambda store: store.pixels)
 
-    def _gather(self, column: Callable[[Store], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    def _gather(self, column: Callable[[Store], np.ndarray], dtype: Any = np.int64) -> np.ndarray:
         values = np.zeros(len(self), dtype=dtype)
         for number, store in enumerate(self.stores):
             is_in_store = self.store_of == number
