@@ -6,12 +6,8 @@ import pytest
 from families import FAMILIES, family
 from renderings import assert_consistent, row, samples_of, trained
 
-from sft_play.data import chunk_tokenizer
 from sft_play.data.chunk_tokenizer import fit_sample
-from sft_play.data.render import (
-    IGNORE_INDEX,
-    RenderedSample,
-)
+from sft_play.data.render import IGNORE_INDEX, RenderedSample
 
 LONG = RenderedSample([1, 11, 12, 13, 14, 15, 16, 17], [IGNORE_INDEX] * 4 + [14, 15, 16, 17], 4)
 MANY = RenderedSample(
@@ -21,32 +17,31 @@ X = IGNORE_INDEX
 
 
 @pytest.mark.parametrize(
-    ("sample", "limit", "policy", "parts", "lost", "cut", "reason"),
+    ("sample", "limit", "policy", "parts"),
     [
-        (LONG, 7, "drop", [], 4, 8, "too_long"),
-        (LONG, 7, "truncate_left", [("1 12 13 14 15 16 17", 3, 3)], 0, 1, "truncated"),
-        (LONG, 5, "truncate_left", [("1 14 15 16 17", 2, 0)], 1, 3, "truncated"),
-        (LONG, 2, "truncate_left", [], 4, 8, "too_long"),
-        (MANY, 7, "truncate_left", [("21 22 23 24 25 26 27", 4, 4)], 1, 1, "truncated"),
-        (LONG, 4, "split", [("14 15 16 17", 1, 0)], 1, 4, "split"),
-        (LONG, 7, "split", [("1 11 12 13 14 15 16", 4, 4)], 1, 1, "split"),
+        (LONG, 7, "drop", []),
+        (LONG, 7, "truncate_left", [("1 12 13 14 15 16 17", 3, 3)]),
+        (LONG, 5, "truncate_left", [("1 14 15 16 17", 2, 0)]),
+        (LONG, 2, "truncate_left", []),
+        (MANY, 7, "truncate_left", [("21 22 23 24 25 26 27", 4, 4)]),
+        (LONG, 4, "split", [("14 15 16 17", 1, 0)]),
+        (LONG, 7, "split", [("1 11 12 13 14 15 16", 4, 4)]),
     ],
 )
-def test_what_a_limit_leaves(sample, limit, policy, parts, lost, cut, reason):
+def test_what_a_limit_leaves(sample, limit, policy, parts):
     samples = []
     for text, first, answer_start in parts:
         ids = list(map(int, text.split()))
         samples.append(RenderedSample(ids, [X] * first + ids[first:], answer_start))
-    fitted = fit_sample(sample, limit, policy, 1)
-    assert fitted == chunk_tokenizer.FittedSample(tuple(samples), lost, cut, reason)
+    assert fit_sample(sample, limit, policy, 1) == samples
 
 
 def test_a_split_sample_keeps_the_labels_of_each_part():
-    assert fit_sample(MANY, 3, "split", 1).samples == (
+    assert fit_sample(MANY, 3, "split", 1) == [
         RenderedSample([20, 21, 22], [X, 21, X], 0),
         RenderedSample([23, 24, 25], [X, X, 25], 2),
         RenderedSample([26, 27], [X, 27], 0),
-    )
+    ]
 
 
 def random_sample(rng: random.Random) -> RenderedSample:
@@ -62,17 +57,14 @@ def random_sample(rng: random.Random) -> RenderedSample:
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
-def test_tokens_are_kept_or_counted_as_lost(policy):
+def test_what_is_left_is_trained_as_it_was_and_fits(policy):
     rng = random.Random(policy)
     for _ in range(2000):
         sample, limit = random_sample(rng), rng.randint(2, 45)
-        fitted = fit_sample(sample, limit, policy, rng.choice([1, None]))
-        assert sample.trained_tokens == fitted.lost_trained_tokens + sum(
-            part.trained_tokens for part in fitted.samples
-        )
-        assert len(sample.ids) == fitted.cut_tokens + sum(len(part.ids) for part in fitted.samples)
-        assert (fitted.reason is None) == (len(sample.ids) <= limit)
-        for part in fitted.samples:
+        parts = fit_sample(sample, limit, policy, rng.choice([1, None]))
+        assert len(sample.ids) > limit or parts == [sample]
+        assert sum(part.trained_tokens for part in parts) <= sample.trained_tokens
+        for part in parts:
             assert_consistent(part)
             assert part.trained_tokens > 0
             assert len(part.ids) <= limit
@@ -85,17 +77,17 @@ def test_splits_in_order_are_the_sample():
     rng = random.Random(3)
     for _ in range(200):
         ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
-        fitted = fit_sample(RenderedSample(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
-        assert [token for part in fitted.samples for token in part.ids] == (
-            ids[:-1] if fitted.cut_tokens else ids
-        )
+        limit = rng.randint(2, 30)
+        parts = fit_sample(RenderedSample(ids, [X, *ids[1:]]), limit, "split")
+        is_cut = len(ids) % limit == 1  # a last token alone is predicted by nothing
+        assert [token for part in parts for token in part.ids] == (ids[:-1] if is_cut else ids)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_truncated_conversation_still_ends_with_its_answer(name):
     tok = family(name)
     sample = samples_of(row("What is red? " * 20, "A rose."), tok)[0]
-    (part,) = fit_sample(sample, 60, "truncate_left", tok.bos_token_id).samples
+    (part,) = fit_sample(sample, 60, "truncate_left", tok.bos_token_id)
     assert trained(part, tok) == trained(sample, tok)
     assert part.ids[part.answer_start :] == sample.ids[sample.answer_start :]
     assert (part.ids[0] == tok.bos_token_id) == (sample.ids[0] == tok.bos_token_id)

@@ -81,9 +81,9 @@ def test_a_row_s_weight_is_that_of_all_it_trains(column):
 def test_pieces_of_a_cut_sample_keep_their_weights():
     ids = list(range(1, 9))
     sample = RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], 0, weights=[float(i) for i in ids])
-    pieces = fit_sample(sample, 3, "split").samples
+    pieces = fit_sample(sample, 3, "split")
     assert [piece.weights for piece in pieces] == [[1, 2, 3], [4, 5, 6], [7, 8]]
-    (kept,) = fit_sample(sample, 4, "truncate_left", bos_id=1).samples
+    (kept,) = fit_sample(sample, 4, "truncate_left", bos_id=1)
     assert (kept.ids, kept.weights) == ([1, 6, 7, 8], [1.0, 6, 7, 8])
 
 

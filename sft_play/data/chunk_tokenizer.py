@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
@@ -28,17 +28,16 @@ from sft_play.data.limits import (
     refuse_endless,
 )
 from sft_play.data.processor import Processor
-from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError, get_images
+from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
+from sft_play.data.row_detection import ChunkTask
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import (
     MAX_COLUMNS_CHARACTERS,
-    MAX_LISTED_ROWS,
     BadRow,
     InvalidRowError,
     Row,
     shorten,
 )
-from sft_play.data.sources import ChunkTask
 from sft_play.data.store import (
     SampleArrays,
     StoredSample,
@@ -53,14 +52,7 @@ from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenized import LongRow
 from sft_play.data.training_text import is_trained
 
-
-class FittedSample(NamedTuple):
-    """What the length policy keeps of a sample, and what it loses."""
-
-    samples: tuple[RenderedSample, ...]
-    lost_trained_tokens: int = 0
-    cut_tokens: int = 0  # trained or not, that are in no sample
-    reason: Literal["too_long", "truncated", "split"] | None = None  # None: it was short enough
+CUT = {"truncate_left": "truncated", "split": "split"}  # what a policy does to rows
 
 
 def fit_sample(
@@ -68,47 +60,41 @@ def fit_sample(
     max_tokens: int,
     policy: Literal["drop", "truncate_left", "split"],
     bos_id: int | None = None,
-) -> FittedSample:
-    """Return what is left of a sample under a limit in tokens.
+) -> list[RenderedSample]:
+    """Return what is left of a sample under a limit in tokens, as samples with a trained token.
 
-    drop: nothing. truncate_left: the last `max_tokens` tokens, of which the first is bos if the
-    sample began with it. split: consecutive pieces of `max_tokens` tokens; bos is not repeated,
-    since it tells the model that a text begins, and a piece continues one. The first token of a
-    piece carries no loss, since nothing in the piece predicts it. Pieces without a trained token
-    are dropped. A sample of which nothing is left is too_long.
+    drop: nothing, also of a sample with images, as a cut would go through one. truncate_left: the
+    last `max_tokens` tokens, of which the first is bos if the sample began with it. split:
+    consecutive pieces of `max_tokens` tokens; bos is not repeated, since it tells the model that a
+    text begins, and a piece continues one. The first token of a piece carries no loss, since
+    nothing in the piece predicts it.
 
     >>> answered = RenderedSample([1, 5, 6, 7, 8], [-100, -100, -100, 7, 8], answer_start=3)
-    >>> fit_sample(answered, 4, "truncate_left", bos_id=1).samples
-    (RenderedSample(ids=[1, 6, 7, 8], labels=[-100, -100, 7, 8], answer_start=2, as_text=()),)
+    >>> fit_sample(answered, 4, "truncate_left", bos_id=1)
+    [RenderedSample(ids=[1, 6, 7, 8], labels=[-100, -100, 7, 8], answer_start=2, as_text=())]
     >>> text = RenderedSample([5, 6, 7, 8], [-100, 6, 7, 8])
-    >>> [piece.ids for piece in fit_sample(text, 2, "split").samples]
+    >>> [piece.ids for piece in fit_sample(text, 2, "split")]
     [[5, 6], [7, 8]]
     """
     assert max_tokens > 1, f"a sample of {max_tokens} tokens has nothing to learn"
     total = len(rendered.ids)
-    if total <= max_tokens:
-        return FittedSample((rendered,))
     pieces: list[RenderedSample] = []
-    if rendered.images:
-        policy = "drop"  # a cut would go through an image
-    if policy == "split":
+    if total <= max_tokens:
+        pieces.append(rendered)
+    elif policy == "split" and not rendered.images:
         for start in range(0, total, max_tokens):
             pieces.append(_cut_piece(rendered, start, start + max_tokens))
-    elif policy == "truncate_left":
+    elif policy == "truncate_left" and not rendered.images:
         keeps_bos = rendered.ids[0] == bos_id
         piece = _cut_piece(rendered, total - max_tokens + keeps_bos, total)
         if keeps_bos:
-            start = piece.answer_start + 1 if piece.answer_start else 0
-            labels = [IGNORE_INDEX, *piece.labels]
-            weights = piece.weights and [1.0, *piece.weights]
-            piece = RenderedSample([bos_id, *piece.ids], labels, start, weights=weights)
+            piece.ids.insert(0, bos_id)
+            piece.labels.insert(0, IGNORE_INDEX)
+            piece.answer_start += piece.answer_start > 0
+            if piece.weights:
+                piece.weights.insert(0, 1.0)
         pieces.append(piece)
-    kept = tuple(piece for piece in pieces if piece.trained_tokens)
-    lost = rendered.trained_tokens - sum(piece.trained_tokens for piece in kept)
-    cut = total - sum(len(piece.ids) for piece in kept)
-    if not kept:
-        return FittedSample((), lost, cut, "too_long")
-    return FittedSample(kept, lost, cut, "truncated" if policy == "truncate_left" else "split")
+    return [piece for piece in pieces if piece.trained_tokens]
 
 
 def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample:
@@ -116,12 +102,9 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     ids = rendered.ids[start:end]
     labels = [IGNORE_INDEX, *rendered.labels[start + 1 : end]]
     has_prompt_end = start < rendered.answer_start < start + len(ids)
-    return RenderedSample(
-        ids,
-        labels,
-        rendered.answer_start - start if has_prompt_end else 0,
-        weights=rendered.weights and rendered.weights[start:end],
-    )
+    answer_start = rendered.answer_start - start if has_prompt_end else 0
+    weights = rendered.weights and rendered.weights[start:end]
+    return RenderedSample(ids, labels, answer_start, weights=weights)
 
 
 # What answers of a scraped or exported table look like: the words of the note, and what finds it
@@ -184,16 +167,8 @@ class ChunkTokenizer:
             rendered = iter(self._renderer.render(parsed))
         stored: list[StoredSample] = []
         for number, rows in records.items():
-            samples = self._collect(rows, rendered, tally)
-            if isinstance(samples, RenderError):
-                done.drop(_bad_row(rows, str(samples)), "unproven")
-                continue
-            tokens = max([len(sample.ids) for sample in samples], default=0)
-            if tokens > self._max_seq_len:
-                done.long_rows.append(LongRow(task.file, number, tokens))
-            stored += self._fit(task.file, number, rows, samples, tally)
+            stored += self._store(task, number, rows, rendered, done)
         done.samples = to_arrays(stored)
-        done.long_rows = longest_first(done.long_rows)
         tally.samples = len(stored)
         tally.tokens = len(done.samples.ids)
         tally.images = len(done.samples.images)
@@ -202,29 +177,29 @@ class ChunkTokenizer:
         tally.check()
         return done
 
-    def _collect(
+    def _store(
         self,
+        task: ChunkTask,
+        number: int,
         rows: Sequence[Row],
         rendered: Iterator[tuple[RenderedSample, ...] | RenderError],
-        tally: Tally,
-    ) -> list[RenderedSample] | RenderError:
-        """Return the samples of a record's rows, or why one of them has none; count both."""
+        done: TokenizedChunk,
+    ) -> list[StoredSample]:
+        """Return what is stored of a record, and count what becomes of it."""
+        tally = done.tally
         samples: list[RenderedSample] = []
-        unusual: list[RenderedSample] = []
-        refused: RenderError | None = None
+        refused: list[RenderError] = []
         for row in rows:
-            result = next(rendered)
+            found = next(rendered)
             try:
-                if isinstance(result, RenderError):
-                    raise result
-                for sample in result:
+                if isinstance(found, RenderError):
+                    raise found
+                for sample in found:
                     self.processor.check(sample)
-                    if sample.notes or sample.as_text or sample.weights:
-                        unusual.append(sample)
             except RenderError as error:
-                refused = refused or error
+                refused.append(error)
                 continue
-            samples += result
+            samples += found
             answers = [message.content for message in row.messages if message.role == "assistant"]
             for words, finds in DOUBTS.items():
                 if any(map(finds, answers)):
@@ -232,14 +207,62 @@ class ChunkTokenizer:
             excluded = list(map(is_trained, row.messages)).count(False)
             if excluded and excluded > row.begins_with_answer:
                 tally.untrained["excluded"] += excluded - row.begins_with_answer
-        if refused is not None:
-            return refused
-        if unusual:
-            tally.as_text.update({name for sample in unusual for name in sample.as_text})
-            tally.noted.update({note for sample in unusual for note in sample.notes})
-            if any(sample.weights for sample in unusual):
-                tally.noted[WEIGHTS] += 1
-        return samples
+        if refused:
+            done.drop(_bad_row(rows, str(refused[0])), "unproven")
+            return []
+        if not samples:
+            tally.dropped["all_excluded"] += 1
+            return []
+        tally.as_text.update({token for sample in samples for token in sample.as_text})
+        tally.noted.update({note for sample in samples for note in sample.notes})
+        if [sample for sample in samples if sample.weights]:
+            tally.noted[WEIGHTS] += 1
+        tokens = max([len(sample.ids) for sample in samples])
+        if tokens > self._max_seq_len:
+            done.long_rows.append(LongRow(task.file, number, tokens))
+        stored = self._fit(task.file, number, rows, samples, tally)
+        if stored:
+            tally.rows_used += 1
+            shown = {image for part in stored for image in part.rendered.images}
+            if shown:
+                tally.image_rows += 1
+                notes = map(self.processor.describe_scale, shown)
+                tally.noted.update(set(chain.from_iterable(notes)))
+        else:
+            is_long = tokens > self._max_seq_len
+            tally.dropped["too_long" if is_long else "nothing_to_train"] += 1
+        return stored
+
+    def _fit(
+        self,
+        file: int,
+        number: int,
+        rows: Sequence[Row],
+        samples: Sequence[RenderedSample],
+        tally: Tally,
+    ) -> list[StoredSample]:
+        """Return what the length policy keeps of a record's samples, and count what it cuts."""
+        is_text = rows[0].text is not None
+        policy = self._too_long
+        if policy == "auto":
+            policy = "split" if is_text else "drop"
+        hashes = hash_row(rows[0]) if len(rows) == 1 else hash_rows(rows)
+        stored: list[StoredSample] = []
+        reasons: set[str] = set()
+        for sample in samples:
+            parts = fit_sample(sample, self._max_seq_len, policy, self._bos_id)
+            cut = len(sample.ids) - sum([len(part.ids) for part in parts])
+            if len(sample.ids) > self._max_seq_len:
+                reasons.add(CUT[policy] if parts else "too_long")
+                kept = sum([part.trained_tokens for part in parts])
+                tally.lost_trained_tokens += sample.trained_tokens - kept
+            for part in parts:
+                own = hash_piece(hashes, len(stored)) if is_text and stored else hashes
+                image_tokens = self.processor.count(part.images) if part.images else 0
+                stored.append(StoredSample(part, file, number, own, cut, image_tokens))
+        if stored:
+            tally.shortened.update(reasons)
+        return stored
 
     def refuse_endless_rows(self, task: ChunkTask) -> None:
         """Raise DataError for the rows for which the model's files take more than they may.
@@ -297,53 +320,6 @@ class ChunkTokenizer:
         tally.unused = Counter({shown: tally.unused[key] for shown, key in named})
         return records
 
-    def _fit(
-        self,
-        file: int,
-        number: int,
-        rows: Sequence[Row],
-        rendered: Sequence[RenderedSample],
-        tally: Tally,
-    ) -> list[StoredSample]:
-        """Return a record's samples within the limit; count what becomes of it."""
-        is_text = rows[0].text is not None
-        policy = self._too_long
-        if policy == "auto":
-            policy = "split" if is_text else "drop"
-        hashes = hash_row(rows[0]) if len(rows) == 1 else hash_rows(rows)
-        stored: list[StoredSample] = []
-        reasons: list[str] = []
-        for sample in rendered:
-            fitted = fit_sample(sample, self._max_seq_len, policy, self._bos_id)
-            if fitted.reason:
-                reasons.append(fitted.reason)
-                tally.lost_trained_tokens += fitted.lost_trained_tokens
-            for part in fitted.samples:
-                if not part.trained_tokens:  # the model learns nothing from it
-                    continue
-                own = hash_piece(hashes, len(stored)) if is_text and stored else hashes
-                image_tokens = self.processor.count(part.images) if part.images else 0
-                facts = (file, number, own, fitted.cut_tokens, image_tokens)
-                stored.append(StoredSample(part, *facts))
-        if stored:
-            tally.rows_used += 1
-            tally.shortened.update(set(reasons))
-            if any(map(get_images, rendered)):
-                self._count_images(stored, tally)
-        elif not rendered:
-            tally.dropped["all_excluded"] += 1
-        else:
-            tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
-        return stored
-
-    def _count_images(self, stored: Sequence[StoredSample], tally: Tally) -> None:
-        """Count a row whose samples have images, and those that are resized."""
-        shown = set(chain.from_iterable(part.rendered.images for part in stored))
-        if shown:
-            tally.image_rows += 1
-            notes = (self.processor.describe_scale(image) for image in shown)
-            tally.noted.update(set(chain.from_iterable(notes)))
-
 
 def _limits(chunk: Chunk) -> tuple[float, int]:
     """Return the seconds and the bytes of memory that rendering a chunk may take."""
@@ -361,8 +337,3 @@ def _bad_row(rows: Sequence[Row], reason: str) -> BadRow:
     facts = facts[0] if len(facts) == 1 else facts
     text = json.dumps(facts, ensure_ascii=False, default=lambda data: f"{len(data):,} bytes")
     return BadRow(origin, reason.removeprefix(f"{origin}: "), text)
-
-
-def longest_first(rows: Sequence[LongRow]) -> list[LongRow]:
-    """Return the longest rows, as many as an error lists."""
-    return sorted(rows, key=lambda row: -row.tokens)[:MAX_LISTED_ROWS]

@@ -8,60 +8,31 @@ Legend: T tokens of one sample.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any
 
-from sft_play.data.rows import ImageFile, Json, Message, Notes, PromptIds, Row, Segment
+from sft_play.data.rows import ImageFile, Json, Message, PromptIds, Row, Segment
 from sft_play.data.special_text import TokensInText, encode, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
-    AnswerSpan,
-    PromptTail,
-    TrainingText,
+    IGNORE_INDEX,
+    Answer,
+    RenderedSample,
     TrainingTextBuilder,
     TrainOn,
+    get_images,
 )
 
-get_images = attrgetter("images")
-IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
 TWO_BOS = (
     "the text begins with the beginning-of-text token twice: "
     "the row brings one that is written anyway"
 )
 MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedSample:
-    """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
-
-    ids: list[int]
-    labels: list[int]
-    answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
-    as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
-    weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
-    notes: Notes = field(default=(), repr=False)  # what becomes of its row otherwise
-    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # that its ids stand for
-
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens that carry loss."""
-        return len(self.labels) - self.labels.count(IGNORE_INDEX)
-
-
-class _WrittenRow(NamedTuple):
-    """A row with placeholders for special tokens in its messages, and the texts that train it."""
-
-    row: Row
-    texts: list[TrainingText]
-    notes: Notes = ()
-    as_text: tuple[str, ...] = ()  # the special tokens that placeholders stand for
 
 
 class _JoinedLineBreaks(RenderError):
@@ -108,43 +79,48 @@ class Renderer:
         sample.
         """
         written = self.write_texts(rows)
-        texts: list[TrainingText] = []
-        for row in written:
-            if not isinstance(row, RenderError):
-                texts += row.texts
+        texts: list[RenderedSample] = []
+        for found in written:
+            if not isinstance(found, RenderError):
+                texts += found
         tails: dict[str, list[int]] = {}
         for text, ids in zip(
             texts, self._special.encode([text.text for text in texts]), strict=True
         ):
             text.ids = ids
             for answer in text.answers:
-                tail = self._prompt_tail(text, answer.start)
-                text.tails.append(tail)
-                tails[tail.text] = []
+                answer.tail_token, answer.tail = self._prompt_tail(text, answer.start)
+                tails[answer.tail] = []
         tails = dict(zip(tails, self._special.encode(list(tails)), strict=True))
-        return [row if isinstance(row, RenderError) else self._label(row, tails) for row in written]
+        return [
+            found if isinstance(found, RenderError) else self._label(row, found, tails)
+            for row, found in zip(rows, written, strict=True)
+        ]
 
-    def write_texts(self, rows: Sequence[Row]) -> list[_WrittenRow | RenderError]:
+    def write_texts(self, rows: Sequence[Row]) -> list[list[RenderedSample] | RenderError]:
         """Return the texts of each row, or why what they train cannot be proven."""
         return [self._write(row) for row in rows]
 
-    def _write(self, given: Row) -> _WrittenRow | RenderError:
-        if given.segments:
-            return _WrittenRow(given, [TrainingText(segment.text) for segment in given.segments])
-        if given.text is not None:
-            return _WrittenRow(given, [TrainingText(given.text)])
+    def _write(self, row: Row) -> list[RenderedSample] | RenderError:
+        if row.segments:
+            return [RenderedSample([], [], text=segment.text) for segment in row.segments]
+        if row.text is not None:
+            return [RenderedSample([], [], text=row.text)]
         try:
-            if self._is_plain(given):
-                return _WrittenRow(given, self._texts.build(given))
-            builder = self._texts.for_row(given)
-            arranged, notes = builder.thoughts.apply(given)
-            row = self._special.escape(arranged)
-            texts = builder.for_row(row).build(row)
+            if self._is_plain(row):
+                return self._texts.build(row)
+            builder = self._texts.for_row(row)
+            arranged, notes = builder.thoughts.apply(row)
+            escaped = self._special.escape(arranged)
+            texts = builder.for_row(escaped).build(escaped)
             notes += builder.describe_unread(arranged)
         except RenderError as error:
-            return RenderError(self._special.plain(f"{given.origin}: {error}"))
-        as_text = () if row is arranged else self._special.find_tokens(row)
-        return _WrittenRow(row, texts, notes, as_text)
+            return RenderError(self._special.plain(f"{row.origin}: {error}"))
+        as_text = () if escaped is arranged else self._special.find_tokens(escaped)
+        for text in texts:
+            text.notes += notes
+            text.as_text = as_text
+        return texts
 
     def _is_plain(self, row: Row) -> bool:
         """Return whether a conversation has only contents, with nothing that could be a mark."""
@@ -157,8 +133,10 @@ class Renderer:
                 return False
         return True
 
-    def _prompt_tail(self, text: TrainingText, prompt_end: int) -> PromptTail:
+    def _prompt_tail(self, text: RenderedSample, prompt_end: int) -> tuple[int, str]:
         """Return the tail of a prompt, from its last added token, such as `<|im_start|>`.
+
+        The first value is the token at which it begins.
 
         Tokenizers split texts at their added tokens first, so the tokens before an added token do
         not depend on what follows it, and comparing from the last one is enough. Without one, the
@@ -172,42 +150,34 @@ class Renderer:
             matches = list(self._added_token.finditer(written, start, prompt_end))
             searched *= 16
         if not matches:
-            return PromptTail(0, written[:prompt_end])
+            return 0, written[:prompt_end]
         found = matches[-1]
         token_id = self._added_tokens[found[0]]
         if text.ids.count(token_id) != written.count(found[0]):
-            return PromptTail(0, written[:prompt_end])
+            return 0, written[:prompt_end]
         # the n-th occurrence in the text is the n-th among the tokens
         token = -1
         for _ in range(written.count(found[0], 0, found.end())):
             token = text.ids.index(token_id, token + 1)
-        return PromptTail(token, written[found.start() : prompt_end])
+        return token, written[found.start() : prompt_end]
 
     def _label(
-        self, written: _WrittenRow, tails: Mapping[str, list[int]]
+        self, row: Row, texts: Sequence[RenderedSample], tails: Mapping[str, list[int]]
     ) -> tuple[RenderedSample, ...] | RenderError:
-        row = written.row
         if row.segments:
-            return (_join_segments(row.segments, written.texts),)
+            return (_join_segments(row.segments, texts),)
         samples: list[RenderedSample] = []
         try:
-            for text in written.texts:
+            for text in texts:
                 if row.text is None:
                     samples += self._label_answers(text, tails, row.messages)
                 elif row.weight:
                     samples.append(self._label_text(text, row.weight))
         except RenderError as error:
             return RenderError(self._special.plain(f"{row.origin}: {error}"))
-        notes = written.notes
-        for text in written.texts:
-            notes += text.notes
-        if notes or written.as_text:
-            notes = tuple(dict.fromkeys(notes))
-            more = {"notes": notes, "as_text": written.as_text}
-            samples = [replace(sample, **more) for sample in samples]
         return tuple(samples)
 
-    def _label_text(self, text: TrainingText, weight: float) -> RenderedSample:
+    def _label_text(self, text: RenderedSample, weight: float) -> RenderedSample:
         """Return the sample of a plain text."""
         ids = text.ids
         if ids[:1] != self._text_prefix:
@@ -219,7 +189,7 @@ class Renderer:
         weights = None if weight == 1 else [weight] * len(ids)
         return RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights)
 
-    def _has_end(self, text: TrainingText) -> bool:
+    def _has_end(self, text: RenderedSample) -> bool:
         """Return whether a plain text ends with a token that ends answers, as rendered ones do."""
         blanks = len(text.text) - len(text.text.rstrip())
         ends = text.ids[-1 - blanks :]  # a blank has one token at most
@@ -229,7 +199,7 @@ class Renderer:
         )
 
     def _label_answers(
-        self, text: TrainingText, tails: Mapping[str, list[int]], messages: Sequence[Message]
+        self, text: RenderedSample, tails: Mapping[str, list[int]], messages: Sequence[Message]
     ) -> list[RenderedSample]:
         """Return the sample of a text, and one of each answer whose line breaks join its prompt's.
 
@@ -238,58 +208,62 @@ class Renderer:
         ids = text.ids
         if ids[:2] == self._two_bos:
             raise RenderError(TWO_BOS)
-        spans: list[Span] = []
-        weights: list[float] = []
+        labels = [IGNORE_INDEX] * len(ids)
+        weights = [1.0] * len(ids)
         apart: list[RenderedSample] = []
-        has_images = any(map(get_images, messages))
-        images: tuple[ImageFile, ...] = ()  # before the last answer
-        for answer, tail in zip(text.answers, text.tails, strict=True):
+        last: Answer | None = None
+        for answer in text.answers:
             weight = messages[answer.message].weight
-            before = images_of(messages[: answer.message]) if has_images else ()
             try:
-                spans.append(self._find_answer(text, answer, tail.first_token, tails[tail.text]))
-                weights.append(weight)
-                images = before
+                start, end = self._find_answer(text, answer, tails[answer.tail])
             except _JoinedLineBreaks:
-                sample = self._label_apart(text.text, answer, weight)
-                apart.append(replace(sample, images=before))
-        if not spans:
+                apart.append(self._label_apart(text, answer, weight))
+                continue
+            last = answer
+            labels[start:end] = ids[start:end]
+            weights[start:end] = [weight] * (end - start)
+        if last is None:
             return apart
         if apart:
-            ids = ids[: spans[-1].end]
-        labels = [IGNORE_INDEX] * len(ids)
-        for start, end in spans:
-            labels[start:end] = ids[start:end]
+            ids, labels, weights = ids[:end], labels[:end], weights[:end]
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
-        of_tokens = None
-        if weights.count(1.0) < len(weights):
-            of_tokens = [1.0] * len(ids)
-            for (start, end), weight in zip(spans, weights, strict=True):
-                of_tokens[start:end] = [weight] * (end - start)
-        start = spans[-1].start
-        return [*apart, RenderedSample(ids, labels, start, weights=of_tokens, images=images)]
+        sample = replace(
+            text,
+            ids=ids,
+            labels=labels,
+            answer_start=start,
+            weights=weights if weights.count(1.0) < len(ids) else None,
+            images=last.images,
+        )
+        return [*apart, sample]
 
-    def _label_apart(self, text: str, answer: AnswerSpan, weight: float) -> RenderedSample:
+    def _label_apart(self, text: RenderedSample, answer: Answer, weight: float) -> RenderedSample:
         """Return the sample of one answer, its tokens after those of the prompt."""
-        written = text[answer.start : answer.end]
-        prompt, ids = self._special.encode([text[: answer.start], written])
+        written = text.text[answer.start : answer.end]
+        prompt, ids = self._special.encode([text.text[: answer.start], written])
         if self._decode(ids) != self._special.plain(written) or ids[-1] not in self._stop_ids:
             raise RenderError(
                 f"the tokenizer does not read messages[{answer.message}] by itself as the answer"
             )
         labels = [*[IGNORE_INDEX] * len(prompt), *ids]
         weights = None if weight == 1 else [weight] * len(labels)
-        return RenderedSample([*prompt, *ids], labels, len(prompt), weights=weights)
+        return replace(
+            text,
+            ids=[*prompt, *ids],
+            labels=labels,
+            answer_start=len(prompt),
+            weights=weights,
+            images=answer.images,
+        )
 
-    def _find_answer(
-        self, text: TrainingText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
-    ) -> Span:
+    def _find_answer(self, text: RenderedSample, answer: Answer, tail_ids: list[int]) -> Span:
         """Return the tokens of an answer with its stop token.
 
         Raises RenderError unless they decode to exactly its text.
         """
         ids = text.ids
         where = f"messages[{answer.message}]"
+        tail_start = answer.tail_token
         start = tail_start + len(tail_ids)
         if ids[tail_start:start] != tail_ids:
             same = len(commonprefix((ids[tail_start:start], tail_ids)))  # noqa: RUF071 - of ids
@@ -329,10 +303,10 @@ class Renderer:
 
 def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...]:
     """Return the images of messages in their order."""
-    return tuple(chain.from_iterable(message.images for message in messages))
+    return tuple(chain.from_iterable(map(get_images, messages)))
 
 
-def _join_segments(segments: Sequence[Segment], texts: Sequence[TrainingText]) -> RenderedSample:
+def _join_segments(segments: Sequence[Segment], texts: Sequence[RenderedSample]) -> RenderedSample:
     ids: list[int] = []
     labels: list[int] = []
     weights: list[float] = []
@@ -395,4 +369,6 @@ def render_prompt(
     asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
     row = special.escape(asked)
     text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
-    return PromptIds(special.encode([text])[0], images_of(messages))
+    return PromptIds(
+        special.encode([text])[0], tuple(chain.from_iterable(map(get_images, messages)))
+    )

@@ -7,7 +7,8 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,26 @@ ALL_FIELDS = set(chain.from_iterable(one.fields for one in ROW_FORMATS.values())
 QUESTIONS, EXTRAS, ANSWERS = (text.split() for text in FORMS["likely"].values())
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
+
+
+class ChunkTask(NamedTuple):
+    """A chunk of the file number `file` of a source, and the row format of that file."""
+
+    file: int
+    chunk: Chunk
+    row_format: RowFormat
+
+
+def take_rows(tasks: Iterable[ChunkTask], positions: Sequence[int]) -> Iterator[ChunkTask]:
+    """Yield chunks with only the rows at sorted positions among the rows of all tasks."""
+    start = 0
+    for task in tasks:
+        end = start + len(task.chunk.records)
+        first, last = bisect_left(positions, start), bisect_left(positions, end)
+        if first < last:
+            chosen = [position - start for position in positions[first:last]]
+            yield task._replace(chunk=task.chunk.take(chosen))
+        start = end
 
 
 def detect_format(chunk: Chunk, columns: Columns) -> RowFormat:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
+from sft_play.data.row_detection import ChunkTask, take_rows
+from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow
 from sft_play.data.sources import (
     SETTINGS,
-    ChunkTask,
     Source,
     find_source,
     find_sources,
@@ -175,18 +176,12 @@ def _draw(begun: Beginning, share: float, all_shares: float) -> list[ChunkTask]:
     positions = range(begun.rows)
     if begun.rows > wanted:
         positions = sorted(random.Random(0).sample(positions, wanted))
-    drawn = []
-    start = 0  # of a chunk, among all rows
-    row_format = None
-    for number, chunk in enumerate(begun.chunks):
-        if row_format is None or chunk.path != begun.chunks[number - 1].path:
-            row_format = begun.source.detect(chunk)
-        end = start + len(chunk.records)
-        chosen = [position - start for position in positions if start <= position < end]
-        if chosen:
-            drawn.append(ChunkTask(0, chunk.take(chosen), row_format))
-        start = end
-    return drawn
+    formats: dict[Path, RowFormat] = {}
+    for chunk in begun.chunks:
+        if chunk.path not in formats:
+            formats[chunk.path] = begun.source.detect(chunk)
+    tasks = [ChunkTask(0, chunk, formats[chunk.path]) for chunk in begun.chunks]
+    return list(take_rows(tasks, positions))
 
 
 def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:

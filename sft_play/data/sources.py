@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from sft_play.config.schema import Config, DataSection, SourceSection, env_name
 from sft_play.data import cache
@@ -24,7 +23,7 @@ from sft_play.data.files import (
     read_chunks,
     suggest_path,
 )
-from sft_play.data.row_detection import detect_format
+from sft_play.data.row_detection import ChunkTask, detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.rows import Columns, Json
 from sft_play.data.text_files import split_of
@@ -113,14 +112,6 @@ def _sentence(error: Exception) -> str:
     """Return what a library's error says, as one sentence."""
     words = (str(error) or type(error).__name__).split()
     return " ".join(words)[:MAX_REASON_CHARACTERS].rstrip(".") + "."
-
-
-class ChunkTask(NamedTuple):
-    """A chunk of the source's file number `file`, and the format of that file."""
-
-    file: int
-    chunk: Chunk
-    row_format: RowFormat
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,14 @@ import numpy as np
 from sft_play import stops
 from sft_play.config.schema import Config
 from sft_play.data import cache
-from sft_play.data.chunk_tokenizer import (
-    ChunkTokenizer,
-    TokenizedChunk,
-    longest_first,
-)
+from sft_play.data.chunk_tokenizer import ChunkTokenizer, TokenizedChunk
 from sft_play.data.files import ROWS_PER_CHUNK, BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.processor import digest_settings
+from sft_play.data.row_detection import ChunkTask, take_rows
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.sources import ChunkTask, Source, digest_source
+from sft_play.data.rows import MAX_LISTED_ROWS
+from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import StoreWriter
 from sft_play.data.templates import template_text
 from sft_play.data.tokenized import (
@@ -175,16 +173,16 @@ def build_store(
     )
     pace = Pace(stage)
     tokenize = ChunkTokenizer(config, tokenizer)
-    chosen = None
+    tasks = source.read()
     if source.section.choice:
         rows, chosen = choose_rows(source, config.train.order_seed)
         tally.rows_in = tally.dropped["not_chosen"] = rows - len(chosen)
-    tasks = _iterate_tasks(source, chosen, group_by)
+        tasks = take_rows(tasks, chosen)
     first = next(tasks)
     # the processor is loaded before processes begin, which share it
     shows_images = find_images(first, config) and tokenize.processor.reads_images
     processes = count_processes(source.file_bytes, shows_images)
-    tasks = _split_tasks(chain([first], tasks), IMAGE_ROWS if shows_images else ROWS_PER_CHUNK)
+    tasks = _prepare_tasks(chain([first], tasks), shows_images, group_by)
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
@@ -196,7 +194,8 @@ def build_store(
             tally.add(done.tally)
             pace.advance(done.bytes_read)
             states.writelines(json.dumps(pair) + "\n" for pair in done.image_states.items())
-            long_rows = longest_first([*long_rows, *done.long_rows])
+            long_rows = sorted([*long_rows, *done.long_rows], key=lambda row: -row.tokens)
+            del long_rows[MAX_LISTED_ROWS:]
             for row in done.bad_rows:
                 bad.add(row)
                 # without the name of the file, so that a moved one finds its cache entry
@@ -246,34 +245,18 @@ def count_processes(file_bytes: int, shows_images: bool = False) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-def _iterate_tasks(
-    source: Source, chosen: np.ndarray | None, group_by: str | None
+def _prepare_tasks(
+    tasks: Iterable[ChunkTask], shows_images: bool, group_by: str | None
 ) -> Iterator[ChunkTask]:
-    """Yield the chunks of a source, with the rows at `chosen` sorted positions alone if given."""
-    start = 0  # of a chunk, among all rows of the source
-    for number, chunk, row_format in source.read():
-        if chosen is not None:
-            end = start + len(chunk.records)
-            first, last = np.searchsorted(chosen, (start, end))
-            positions = (chosen[first:last] - start).tolist()
-            start = end
-            if not positions:
-                continue
-            chunk = chunk.take(positions)
-        yield ChunkTask(number, chunk, replace(row_format, group_by=group_by))
-
-
-def _split_tasks(tasks: Iterable[ChunkTask], most_rows: int) -> Iterator[ChunkTask]:
-    """Yield tasks; those of more rows than `most_rows` as several."""
+    """Yield tasks of as many rows as a process takes at once, grouped by a column."""
+    most_rows = IMAGE_ROWS if shows_images else ROWS_PER_CHUNK
     for task in tasks:
         rows = len(task.chunk.records)
-        if rows <= most_rows:
-            yield task
-            continue
+        row_format = replace(task.row_format, group_by=group_by)
         for start in range(0, rows, most_rows):
             part = task.chunk.take(range(start, min(rows, start + most_rows)))
             bytes_read = task.chunk.bytes_read * len(part.records) // rows
-            yield task._replace(chunk=replace(part, bytes_read=bytes_read))
+            yield ChunkTask(task.file, replace(part, bytes_read=bytes_read), row_format)
 
 
 _tokenize_chunk: Callable[[ChunkTask], TokenizedChunk]  # of a worker process

@@ -13,11 +13,12 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from os.path import commonprefix
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
-from sft_play.data.rows import Json, Message, Notes, Row
+from sft_play.data.rows import ImageFile, Json, Message, Notes, Row
 from sft_play.data.special_text import match_any
 from sft_play.data.template_checks import (
     check_answer,
@@ -37,12 +38,14 @@ from sft_play.data.templates import (
 from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, Reasoning, ThoughtPolicy
 
 TrainOn = Literal["all", "last"]  # data.train_on
+IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 # Longest conversation, in messages, that `_check_places` renders a second time: longer ones go on
 # as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
 get_role = attrgetter("role")
 get_calls = attrgetter("tool_calls")
+get_images = attrgetter("images")
 is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # one blank is none
 MAX_VARIANTS = 64  # values of a template's variables whose checks are kept
@@ -52,31 +55,39 @@ TRIMMED = (
 )
 
 
-class AnswerSpan(NamedTuple):
+@dataclass(slots=True)
+class Answer:
     """The characters of one trained answer in a text."""
 
     message: int  # its index in the conversation
     start: int  # where its prompt ends
     stop: int  # where its stop token begins
     end: int  # where its stop token ends
-
-
-class PromptTail(NamedTuple):
-    """The end of a prompt, tokenized alone to check that the sample begins with its ids."""
-
-    first_token: int  # at which the tail begins, in the tokens of the full text
-    text: str
+    images: tuple[ImageFile, ...] = ()  # before it
+    # The end of its prompt, tokenized alone to check that the sample begins with the prompt's ids
+    tail: str = ""
+    tail_token: int = 0  # at which the tail begins, in the tokens of the full text
 
 
 @dataclass(slots=True)
-class TrainingText:
-    """The text of one sample and the answers that are trained in it, in their order."""
+class RenderedSample:
+    """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
 
-    text: str
-    answers: list[AnswerSpan] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # once the text is tokenized
-    tails: list[PromptTail] = field(default_factory=list)  # the same, one for each answer
-    notes: Notes = ()
+    ids: list[int]
+    labels: list[int]
+    answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
+    as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
+    weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
+    notes: Notes = field(default=(), repr=False)  # what becomes of its row otherwise
+    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # that its ids stand for
+    text: str = field(default="", repr=False, compare=False)  # that its ids are made of
+    # Those that are trained in the text of a conversation, in their order
+    answers: list[Answer] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
 class TrainingTextBuilder:
@@ -131,7 +142,7 @@ class TrainingTextBuilder:
             for name in sorted(row.variables.keys() - read)
         )
 
-    def build(self, row: Row) -> list[TrainingText]:
+    def build(self, row: Row) -> list[RenderedSample]:
         """Return the texts that train the answers of an arranged conversation, each once.
 
         They are none if every answer is excluded from loss. What follows the last trained answer is
@@ -155,7 +166,7 @@ class TrainingTextBuilder:
             raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
         has_tools = row.tools or any(map(get_calls, row.messages))
         notes = describe_losses(self._template, row, trained) if has_tools else ()
-        texts: list[TrainingText] = []
+        texts: list[RenderedSample] = []
         for view in reversed(views):
             (answer,) = view.answers
             for later in texts:
@@ -184,7 +195,7 @@ class TrainingTextBuilder:
                 return "; DATA_TRAIN_ON=last trains the last answer alone"
         return ""
 
-    def _generation_view(self, row: Row, messages: list[Json], index: int) -> TrainingText:
+    def _generation_view(self, row: Row, messages: list[Json], index: int) -> RenderedSample:
         """Return the generation view of the answer `messages[index]`, with its span.
 
         If the template writes no stop token, eos is put after the last character: the model must
@@ -230,7 +241,9 @@ class TrainingTextBuilder:
         if not found:
             text += self._eos
             end = len(text)
-        return TrainingText(text, [AnswerSpan(index, start, stop, end)], notes=notes)
+        images = tuple(chain.from_iterable(map(get_images, asked)))
+        answer = Answer(index, start, stop, end, images)
+        return RenderedSample([], [], notes=notes, text=text, answers=[answer])
 
     def _refuse_stop(self, message: Message, where: str) -> None:
         """Raise RenderError for an answer that holds a stop token."""
