@@ -111,14 +111,14 @@ def plan(
     exact: Annotated[
         bool,
         typer.Option(
-            "--exact", help="Trace the real model too, without its weights: exact bytes in seconds."
+            "--exact", help="Plan by a trace of the real model without its weights: exact bytes."
         ),
     ] = False,
 ) -> None:
     """Show what a run would do here or on the hardware named: memory, batch, speed, command."""
-    called = without_meeting(read_call(config, set_, gpus))
+    called = without_meeting(read_call(config, set_, gpus, exact=exact))
     planned = planning.plan_for_display(called, distributed, deepspeed)
-    typer.echo(planning.plan_text(called, planned, exact, json))
+    typer.echo(planning.plan_text(called, planned, json))
     if not planned.plan.fits and not planned.plan.is_batch_explicit:
         raise typer.Exit(int(ExitClass.OUT_OF_MEMORY))
 

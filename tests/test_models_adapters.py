@@ -9,6 +9,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from plan_examples import STEP
 from safetensors.torch import load_file
+from test_plan_trace import traced_point
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sft_play.config.schema import Config
@@ -20,11 +21,11 @@ from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
 from sft_play.models.step_meter import StepSetup
-from sft_play.models.trace import trace_step
 from sft_play.plan.activations import layer_bytes_per_token
 from sft_play.plan.fast import FastSetup, plan_kernels
 from sft_play.plan.model_shape import load_shape
 from sft_play.plan.step import AdapterOptions
+from sft_play.plan.traced import TracedSize
 from sft_play.process import Process
 from sft_play.training.engine import raise_learning_rate_of_b
 
@@ -138,8 +139,9 @@ def test_the_plan_covers_what_peft_keeps_of_a_token_for_dora(tmp_path):
             "model": config.model.model_copy(update={"max_seq_len": 256}),
         }
     )
-    setup = StepSetup(config, "cuda", checkpointed_layers=0, zero_stage=0, accumulates=True)
-    traced = trace_step(setup).activation_bytes_per_token / 2
+    setup = StepSetup(config, "cuda", zero_stage=0)
+    one, two = (traced_point(setup, size=TracedSize(rows, 256)).kept for rows in (1, 2))
+    traced = (two - one) / 256 / 2  # of a token in one of both layers
     step = replace(
         STEP,
         model=load_shape(str(tmp_path), None, {}),

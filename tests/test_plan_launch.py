@@ -287,6 +287,6 @@ def test_a_plan_of_several_machines_needs_no_address_to_meet_at():
     call = without_meeting(read_call(None, (), None, environ))
     planned = plan_for_display(call, False, False)
     assert planned.plan.ranks.world_size == 16
-    assert "MASTER_ADDR=the-first-machine" in plan_text(call, planned, False, False)
+    assert "MASTER_ADDR=the-first-machine" in plan_text(call, planned, False)
     named = read_call(None, (), None, {**environ, "MASTER_ADDR": "node0"})
     assert without_meeting(named) is named

@@ -244,9 +244,9 @@ from sft_play.commands import call as calls
 from sft_play.commands import plan as planning
 call = calls.read_call(None, (), "2xH200")
 planned = planning.plan_for_display(call, True, False)
-text = planning.plan_text(call, planned, False, False)
+text = planning.plan_text(call, planned, False)
 assert "tokens/s" in text and "GPU-hours" in text, text
-assert "workload" in planning.plan_text(call, planned, False, True)
+assert "workload" in planning.plan_text(call, planned, True)
 heavy = {"torch", "transformers", "numpy", "pyarrow", "pynvml"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -6,27 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from marks import long
 from plan_examples import EMPTY, EXAMPLE
+from test_plan_trace import real_point, traced_point
 from tiny_models import tiny_config, tiny_model
 
 from sft_play.config import invocation
 from sft_play.config.loader import load
 from sft_play.config.schema import Config
 from sft_play.models import structure, trace
-from sft_play.models.load import load_model
-from sft_play.models.step_meter import StepSetup, measure_step
-from sft_play.models.trace import trace_step
+from sft_play.models.step_meter import StepSetup
 from sft_play.plan import counting, report
 from sft_play.plan.cards import parse
 from sft_play.plan.model_shape import KNOWN
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json
-from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedStep
+from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedSize, TracedStep
 from sft_play.plan.workload import describe_speed
-from sft_play.process import Process
 from tools.known_models import known_trace
 
 LAYERS = EXAMPLE.step.model.layers
@@ -121,15 +118,15 @@ def test_a_deep_model_is_cut_to_whole_periods(layers, depths):
 # Beside whole traces and real steps
 
 
-def setup_of(folder: Path, layers: int = 0, **changes: Any) -> StepSetup:
+def setup_of(folder: Path) -> StepSetup:
     config = Config.model_validate(
         {
-            "model": {"name": str(folder), "max_seq_len": changes.pop("tokens", 24)},
+            "model": {"name": str(folder), "max_seq_len": 24},
             "tuning": {"mode": "lora", "lora": {"r": 4}},
             "train": {"batch_size": 3, "packing": False, "bf16": False, "fp16": False},
         }
     )
-    return StepSetup(config, "cpu", layers, zero_stage=0, accumulates=True)
+    return StepSetup(config, "cpu", zero_stage=0)
 
 
 def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
@@ -142,8 +139,7 @@ def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
 def test_a_traced_step_has_the_bytes_of_a_real_one(model_type, tmp_path):
     tiny_model(model_type).save_pretrained(tmp_path)
     setup = setup_of(tmp_path)
-    model = load_model(setup.config, Process.alone(torch.device("cpu"), setup.compute_dtype))
-    assert trace_step(setup) == measure_step(model.train(), setup)
+    assert traced_point(setup) == real_point(setup)
 
 
 @pytest.mark.long
@@ -154,9 +150,9 @@ def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_pat
     folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)
     traced = TracedStep.of(trace.trace_points(setup_of(folder)))
     for layers in (0, 7):
-        whole = trace_step(setup_of(folder, layers, tokens=3072))
+        whole = traced_point(setup_of(folder), layers, TracedSize(3, 3072))
         kept = traced.kept(3, 3072, layers / 7)
-        assert kept == pytest.approx(whole.activations, rel=0.01)
+        assert kept == pytest.approx(whole.kept, rel=0.01)
         backward = traced.backward_peak(3, 3072, layers / 7)
         assert backward == pytest.approx(whole.backward, rel=0.02)
 

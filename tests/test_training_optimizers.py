@@ -8,8 +8,7 @@ from run_files import run_json
 from safetensors.torch import load_file
 
 from sft_play.models.optimizers import OPTIMIZERS, hidden_matrices
-from sft_play.models.step_meter import StepSetup, state_bytes
-from sft_play.models.trace import trace_step
+from sft_play.models.step_meter import storage_bytes
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.run_plan import PlannedRun
 
@@ -117,23 +116,19 @@ def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_tr
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
-def test_the_planned_and_the_traced_state_are_that_of_trainers_optimizer(
-    optim, mode, plan_run, build_trainer
-):
+def test_the_planned_state_is_that_of_trainers_optimizer(optim, mode, plan_run, build_trainer):
     if (optim, mode) == ("muon", "lora"):
         pytest.skip("refused")
     settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
     folder = plan_run({**settings, "train.fast_path": False})
-    step = StepSetup(folder.read_config(), "cpu", 0, zero_stage=0, accumulates=True)
-    traced = trace_step(step).optimizer
     trainer, _ = build_trainer(folder)
     optimizer = trainer.create_optimizer()
     trained = [each for each in trainer.model.parameters() if each.requires_grad]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    measured = state_bytes(optimizer, on_gpu=False)
-    assert traced == measured
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    measured = storage_bytes(value for value in values if isinstance(value, torch.Tensor))
     planned = PlannedRun.read(folder).plan
     expected = step_bytes(planned.step, planned.layout).phases["forward"].optimizer
     if "8bit" not in optim:  # a counter of steps, or an RMS, for each parameter

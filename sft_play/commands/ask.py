@@ -126,9 +126,9 @@ def _train(call: Call, request: Request, answer: Path) -> None:
 
 def _plan(call: Call, request: Request) -> dict[str, Any]:
     planned = planning.plan_for_display(call, request.distributed, request.deepspeed)
-    as_json = planning.plan_text(call, planned, with_trace=False, as_json=True)
+    as_json = planning.plan_text(call, planned, as_json=True)
     return {
-        "text": planning.plan_text(call, planned, with_trace=False, as_json=False),
+        "text": planning.plan_text(call, planned, as_json=False),
         "fits": planned.plan.fits,
         "values": json.loads(as_json),
     }

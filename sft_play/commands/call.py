@@ -50,6 +50,7 @@ def read_call(
     overrides: Iterable[str] | None = None,
     gpus: str | None = None,
     environ: Mapping[str, str] | None = None,
+    exact: bool = False,
 ) -> Call:
     """Return the call of a command; options of the command line win over variables.
 
@@ -60,6 +61,8 @@ def read_call(
         environ["CONFIG"] = config
     if gpus:
         environ["GPUS"] = gpus
+    if exact:
+        environ["EXACT"] = "1"
     return Call(invocations.read(environ), environ, tuple(overrides or ()))
 
 

@@ -1,4 +1,4 @@
-"""`make plan` and `make slurm`. Loads no torch, unless the real model is traced."""
+"""`make plan` and `make slurm`. Loads no torch."""
 
 import dataclasses
 import re
@@ -21,6 +21,7 @@ from sft_play.data.row_facts import count_rows_or_reason
 from sft_play.errors import ConfigError
 from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.launch import SlurmJob, script
+from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload, workload
@@ -45,32 +46,23 @@ def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> Plan
     return fastest(loaded, call.invocation, hardware_of(call), call.environ)
 
 
-def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) -> str:
+def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
     """Return the text of `make plan`, or its JSON."""
     plan = planned.plan
     command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
     trained = work_or_reason(planned)
     output_dir = Path(planned.config.train.output_dir)
     near = accuracy.of_runs(output_dir, plan.ranks.device, plan.gpu)
-    traced = None
-    if with_trace or call.invocation.exact:
-        from sft_play.models import trace  # torch: seconds
-
-        traced = trace.trace_step(trace.setup_of(planned))
+    has_both = call.invocation.exact and plan.step.model.model_type in LLAMA_LIKE
     if as_json:
-        exact = None
-        if traced is not None:
-            exact = {
-                **dataclasses.asdict(traced),
-                "phases": report.phases_json(traced.phases(plan.memory)),
-            }
         counts = None if isinstance(trained, str) else trained
+        closed = report.phases_json(report.closed_form(plan)) if has_both else None
         facts = report.plan_json(plan, command, counts)
-        return as_text({**facts, "accuracy": dataclasses.asdict(near), "exact": exact})
+        return as_text({**facts, "accuracy": dataclasses.asdict(near), "closed_form": closed})
     words = next_command.start_command(plan, given_variables(call), override_variables(call))
     lines = report.lines(planned, command, words, trained) + accuracy.lines(near)
-    if traced is not None:
-        lines += report.trace_lines(traced.phases(plan.memory), plan.memory)
+    if has_both:
+        lines.append(report.closed_form_line(plan))
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import masking_utils
 
-from sft_play.models import checkpointing, fake_mixer_kernels, linear_attention
+from sft_play.models import fake_mixer_kernels, linear_attention
 from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.reference import attend_lengths
@@ -295,11 +295,6 @@ def dropout(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(tensor, p, True)[0] if p and training else tensor
 
 
-def host_memory(offloading: Any, saved: Any, tensor: Tensor) -> Tensor:
-    """Memory of `LayerOffloading`, with its shape but without its bytes: they are not the GPU's."""
-    return tensor.new_empty(1).expand(tensor.shape)
-
-
 # Functions that read the values of tensors, which fake tensors do not have
 VALUE_READERS = (
     patch.multiple(linear_products, dequantize=dequantize),
@@ -340,11 +335,6 @@ GPU_KERNELS = (
     patch.multiple(rms, normalise=normalise),
     patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
     patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),
-    patch.multiple(
-        checkpointing.LayerOffloading,
-        _host_memory=host_memory,
-        _copy=lambda self, target, source: None,
-    ),
     patch.multiple(
         mixer_kernels,
         uses_fla=linear_attention.will_use_fla,

@@ -5,9 +5,8 @@ The model is built from its config.json, and a step runs on fake tensors. Archit
 which leaves norms and losses of 16-bit inputs in 16 bits; models like Llama cast those to float32
 themselves.
 
-`make plan EXACT=1` traces the step of a plan. Of models unlike Llama a few sizes are traced, from
-which `plan.traced` has the bytes of any layout; the process of `models.structure` answers with
-them.
+A few sizes are traced, from which `plan.traced` has the bytes of any layout. The process of
+`models.structure` answers with them.
 """
 
 import contextlib
@@ -20,69 +19,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError, first_line
+from sft_play.errors import first_line
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fake_model import (
     build_architecture,
-    build_on_meta,
     materialize,
     quantise_and_adapt,
 )
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.step_meter import MeasuredStep, StepMeter, StepSetup, measure_step
+from sft_play.models.step_meter import StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
-
-
-def setup_of(planned: PlannedRun) -> StepSetup:
-    """Return the step of a planned run.
-
-    Raises: ConfigError for a backend whose model code cannot be traced.
-    """
-    backend = backend_of(planned.config)
-    if not backend.is_traceable:
-        raise ConfigError(
-            f"EXACT=1 cannot trace tuning.backend={backend.name}, which brings its own model code; "
-            "plan without EXACT, or set TUNING_BACKEND=bnb"
-        )
-    if planned.plan.step.layers_by_gpu:
-        raise ConfigError(
-            "EXACT=1 traces a model on one GPU, and model.device_map places this one on several; "
-            "plan without EXACT"
-        )
-    tuning = planned.config.tuning
-    if tuning.lora.use_dora and tuning.mode == "qlora":
-        raise ConfigError(
-            "EXACT=1 cannot trace tuning.lora.use_dora over a 4-bit base, whose weights PEFT reads "
-            "for it; plan without EXACT, or set TUNING_MODE=lora"
-        )
-    plan = planned.plan
-    layout = plan.layout
-    return StepSetup(
-        config=planned.config,
-        device=plan.ranks.device,
-        checkpointed_layers=layout.checkpointed_layers,
-        zero_stage=plan.zero_stage,
-        accumulates=layout.accumulates or layout.world_size > 1 or plan.zero_stage > 0,
-    )
-
-
-def trace_step(setup: StepSetup) -> MeasuredStep:
-    """Return the bytes of a step of full rows in which every token has a label.
-
-    Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
-    """
-    model = build_on_meta(setup.config, setup.compute_dtype, setup.zero_stage)
-    with tracing(model, setup):
-        offloads = setup.on_gpu and setup.config.train.activation_offloading is True
-        checkpoint_layers(model, setup.checkpointed_layers, setup.checkpointed_layers * offloads)
-        return measure_step(model.train(), setup)
 
 
 @contextlib.contextmanager
@@ -101,9 +51,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         setup = StepSetup(
             config=Config.model_validate(request["settings"]),
             device=request["device"],
-            checkpointed_layers=0,
             zero_stage=request["zero_stage"],
-            accumulates=True,
         )
         return {"answer": asdict(trace_points(setup))}
     except UNBUILDABLE as error:
@@ -115,7 +63,7 @@ def trace_points(setup: StepSetup) -> Trace:
 
     A deep model is cut to few layers, twice, as each period of layers adds equal bytes.
 
-    Raises: as `trace.trace_step`.
+    Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
     dtype = setup.compute_dtype
     model = build_architecture(setup.config, dtype)
@@ -181,27 +129,11 @@ def cut_layers(model: PreTrainedModel, depth: int) -> None:
 def measured_points(
     model: PreTrainedModel, setup: StepSetup, runs_backward: bool = True
 ) -> list[TracedPoint]:
-    """Return the bytes of steps of a model in training mode, `backward` 0 where that is not run."""
+    """Return the bytes of micro-batches of a model in training mode."""
     meter = StepMeter(model, setup)
-    meter.hold_gradients()
     points = []
     for checkpointed in (0, len(decoder_layers(model))):
-        checkpoint_layers(model, checkpointed)
-        for size in SIZES:
-            meter.setup = replace(setup, config=_with_tokens(setup.config, size.tokens))
-            forward = meter.run_forward(size.rows)
-            points.append(
-                TracedPoint(
-                    rows=size.rows,
-                    tokens=size.tokens,
-                    is_checkpointed=checkpointed > 0,
-                    kept=forward.activations,
-                    layers=forward.layers,
-                    logits=forward.logits,
-                    logits_kept=max(0, forward.logits_kept),
-                    backward=meter.run_backward(forward) if runs_backward else 0,
-                )
-            )
+        points += [meter.measure(size, checkpointed, runs_backward) for size in SIZES]
     return points
 
 
@@ -225,9 +157,3 @@ def _extrapolated(
             changes[name] = getattr(point, name) + round(periods * grown)
         deeper.append(replace(point, **changes))
     return deeper
-
-
-def _with_tokens(config: Config, tokens: int) -> Config:
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"max_seq_len": tokens})}
-    )

@@ -59,7 +59,7 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     Those that train the same thing come first, then the others, each by speed, fastest first.
     Empty where no three settings make it fit.
     """
-    inputs = draft.inputs.changed(
+    inputs = replace(draft.inputs, is_exact=False).changed(
         "train",
         activation_offloading=draft.step.offload_activations,
         context_parallel=draft.step.context_parallel,

@@ -28,6 +28,7 @@ from sft_play.plan.machine import Machine
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.step import LONG_ROW, AdapterOptions, Layout, StepSpec
+from sft_play.plan.traced import TracedStep
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARING_RANKS = (1, 2, 4, 8)  # that may share a row
@@ -42,6 +43,7 @@ class PlanInputs:
     machine: Machine
     model: ModelShape
     environ: Mapping[str, str] = field(default_factory=dict)
+    is_exact: bool = False  # a model like Llama is traced, too
 
     def changed(self, section: str, **settings: Any) -> Self:
         """Return the inputs with other settings of a section."""
@@ -81,19 +83,14 @@ def step_of(inputs: PlanInputs) -> StepSpec:
     """Return what each rank computes, with what is auto for lack of memory off.
 
     A step of a model that is not like Llama is traced, which takes seconds if it is not known.
+
+    Raises: ConfigError if an exact plan is asked for and there is no trace.
     """
     config, machine, model = inputs.config, inputs.machine, inputs.model
     if machine.ranks.gpus_per_process > 1:  # fused kernels are for one GPU
         train = config.train.model_copy(update={"fast_path": False})
         config = config.model_copy(update={"train": train})
-    traced = None
-    untraced = model.guess
-    if model.model_type not in LLAMA_LIKE and model.guess is None:
-        device = Device(machine.ranks.device, machine.is_half, machine.zero_stage)
-        try:
-            traced = load_trace(config, device, inputs.environ)
-        except Uncounted as reason:
-            untraced = str(reason)
+    traced, untraced = _trace(inputs, config)
     setup = FastSetup(
         config=config,
         model_type=model.model_type,
@@ -137,6 +134,24 @@ def step_of(inputs: PlanInputs) -> StepSpec:
         traced=traced,
         untraced=untraced,
     )
+
+
+def _trace(inputs: PlanInputs, config: Config) -> tuple[TracedStep | None, str | None]:
+    """Return the traced step, or why there is none; neither if the closed form is planned by."""
+    machine, model = inputs.machine, inputs.model
+    is_like_llama = model.model_type in LLAMA_LIKE and not inputs.is_exact
+    if is_like_llama or model.guess is not None:
+        return None, model.guess
+    device = Device(machine.ranks.device, machine.is_half, machine.zero_stage)
+    try:
+        return load_trace(config, device, inputs.environ), None
+    except Uncounted as reason:
+        if inputs.is_exact:
+            raise ConfigError(
+                f"EXACT=1 cannot trace a step of model.name={config.model.name} ({reason}); "
+                "plan without EXACT"
+            ) from None
+        return None, str(reason)
 
 
 def draft_of(inputs: PlanInputs, step: StepSpec) -> Draft:

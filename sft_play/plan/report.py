@@ -3,14 +3,14 @@
 import shlex
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.machine import RESERVE
-from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
+from sft_play.plan.memory import GIB, StepBytes, step_bytes
 from sft_play.plan.ranks import DTYPE_NAMES, precision
 from sft_play.plan.recipe import describe_weights, format_count
 from sft_play.plan.run_plan import PlannedRun, RunPlan
@@ -121,7 +121,9 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
 
 def phases_json(memory: StepBytes) -> dict[str, dict[str, int]]:
     """Return the components of every phase, and their sum."""
-    return {name: _with_total(phase) for name, phase in memory.phases.items()}
+    return {
+        name: {**phase.components(), "total": phase.total} for name, phase in memory.phases.items()
+    }
 
 
 def lines(
@@ -172,30 +174,18 @@ def lines(
     return [*shown, "", *_command("start", make_words), *_command("which runs", words)]
 
 
-def trace_lines(exact: StepBytes, closed: StepBytes) -> list[str]:
-    """Return the traced bytes, each with the closed form's difference in percent."""
-    name = exact.peak_phase
-    rows = [f"exact: {name:<17}{'GiB':>5}  closed form"]
-    traced = _with_total(exact.phases[name])
-    estimated = _with_total(closed.phases[name])
-    for component in traced:
-        if traced[component] or estimated[component]:
-            rows.append(_difference(component, traced[component], estimated[component]))
-    rows.append("exact: all phases")
-    estimated = closed.totals()
-    rows += [_difference(phase, size, estimated[phase]) for phase, size in exact.totals().items()]
-    return rows
+def closed_form(plan: RunPlan) -> StepBytes:
+    """Return what the closed form says of a step that was traced."""
+    return step_bytes(replace(plan.step, traced=None), plan.layout)
 
 
-def _with_total(phase: PhaseBytes) -> dict[str, int]:
-    return {**phase.components(), "total": phase.total}
-
-
-def _difference(name: str, exact: int, closed: int) -> str:
-    difference = f"{closed / GIB:10.3f} GiB"
-    if exact:
-        difference = f"{100 * (closed / exact - 1):+10.2f} %"
-    return f"  {name:<16}{exact / GIB:>9.3f}{difference}"
+def closed_form_line(plan: RunPlan) -> str:
+    """Return by how much the closed form differs from a trace in each phase."""
+    traced = plan.memory.totals()
+    differences = []
+    for name, size in closed_form(plan).totals().items():
+        differences.append(f"{name} {100 * (size / traced[name] - 1):+.2f} %")
+    return f"exact: the closed form differs by {', '.join(differences)}"
 
 
 def _labelled(label: str, text: str) -> list[str]:

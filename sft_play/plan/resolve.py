@@ -77,7 +77,7 @@ def resolve(
         needs.require(loaded, hardware)
         plans = []
         for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
-            plans.append(_resolve(loaded, hardware, environ, ranks, engine))
+            plans.append(_resolve(loaded, invocation, hardware, environ, ranks, engine))
             refuse_misspelt_targets(plans[-1].plan.step)
             if plans[-1].plan.fits:
                 return plans[-1]
@@ -110,7 +110,9 @@ def fastest(
     def fastest_that_fits(loaded: LoadedConfig) -> PlannedRun:
         """Return the plan of the fastest strategy that fits."""
         engines = alternatives(loaded.config, _is_float16(loaded, hardware))
-        plans = [_resolve(loaded, hardware, environ, ranks, engine) for engine in engines]
+        plans = [
+            _resolve(loaded, invocation, hardware, environ, ranks, engine) for engine in engines
+        ]
         return max(plans, key=_fits_and_speed)
 
     return with_largest_adapters(loaded, fastest_that_fits)
@@ -128,6 +130,7 @@ def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
 
 def _resolve(
     loaded: LoadedConfig,
+    invocation: Invocation,
     hardware: Hardware,
     environ: Mapping[str, str],
     ranks: Ranks,
@@ -144,7 +147,7 @@ def _resolve(
         _refuse_bfloat16(loaded, deepspeed_path, raw)
     machine = machine_of(hardware, ranks, precision, raw, config.train.fsdp_offload, model.hidden)
     is_set = loaded.is_set("train.effective_batch_size")
-    inputs = PlanInputs(config, is_set, machine, model, environ)
+    inputs = PlanInputs(config, is_set, machine, model, environ, invocation.exact)
     _refuse_combinations(loaded, inputs)
     step = step_of(inputs)
     _refuse_shared_rows(loaded, inputs, step)
