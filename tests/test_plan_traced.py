@@ -83,6 +83,14 @@ def test_a_traced_step_by_hand():
     ]
 
 
+def test_outputs_of_attention_that_are_kept_are_added_to_a_trace():
+    example = EXAMPLE.changed(traced=traced_step(), checkpointed_layers=LAYERS)
+    phases = [example.changed(keeps_attention=kept).memory.phases for kept in (False, True)]
+    outputs = example.layout.tokens * LAYERS * 32 * (2 * 128 + 4)
+    for name in ("forward", "backward"):
+        assert phases[1][name].activations - phases[0][name].activations == outputs
+
+
 def test_more_checkpointed_layers_never_need_more_bytes():
     example = EXAMPLE.changed(traced=traced_step(10**7), batch_size=4, max_seq_len=2048)
     peaks = []

@@ -94,12 +94,13 @@ def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Worki
         loss = _loss_bytes(step, layout.tokens)
     inputs = max(0, step.offloaded(layout.checkpointed_layers) - OFFLOADS_IN_FLIGHT)
     on_host = inputs * layout.tokens * step.compute_bytes * step.model.hidden
-    kept = int(traced.kept(rows, tokens, share)) - on_host
-    in_layers = int(traced.layers_peak(rows, tokens, share)) - on_host
+    untraced = _kept_attention_bytes(step, layout) - on_host
+    kept = int(traced.kept(rows, tokens, share)) + untraced
+    in_layers = int(traced.layers_peak(rows, tokens, share)) + untraced
     return Working(
         forward=max(kept, in_layers - loss.forward),
         forward_logits=loss.forward,
-        backward=beside_loss - on_host,
+        backward=beside_loss + untraced,
         backward_logits=loss.backward,
         last_layer=int(traced.backward_end(rows, tokens)),
     )
@@ -192,10 +193,16 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     on_host = step.offloaded(layout.checkpointed_layers)
     kept_inputs = max(layout.checkpointed_layers - on_host, min(OFFLOADS_IN_FLIGHT, on_host))
     recomputed = kept_inputs * _stream_bytes(step) * step.model.hidden
-    if step.keeps_attention:  # and a sum in float32 for each head
-        of_head = step.compute_bytes * step.model.head_dim + 4
-        recomputed += layout.checkpointed_layers * step.model.heads * of_head
-    return layout.tokens * (kept_layers * layer_bytes_per_token(step) + recomputed)
+    kept = layout.tokens * (kept_layers * layer_bytes_per_token(step) + recomputed)
+    return kept + _kept_attention_bytes(step, layout)
+
+
+def _kept_attention_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return the outputs of attention that recomputed layers keep, with a float32 for each head."""
+    if not step.keeps_attention:
+        return 0
+    of_head = step.compute_bytes * step.model.head_dim + 4
+    return layout.tokens * layout.checkpointed_layers * step.model.heads * of_head
 
 
 def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:
