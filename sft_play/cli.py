@@ -126,7 +126,7 @@ def plan(
 @app.command()
 def slurm(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Write the batch script of a run for Slurm; it is submitted with sbatch."""
-    from sft_play.commands import plan as scripts
+    from sft_play.commands import slurm as scripts
 
     typer.echo(scripts.slurm(read_call(config, set_)))
 

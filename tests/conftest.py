@@ -134,7 +134,7 @@ def no_rank_before_its_rows():
 
     What such a rank imports takes 7 seconds. tests/test_early_rank.py starts runs that have one.
     """
-    from sft_play.plan.early import EarlyRank
+    from sft_play.commands.early import EarlyRank
 
     with patch.object(EarlyRank, "of", return_value=None):
         yield

@@ -127,7 +127,7 @@ READ_THE_ENVIRONMENT = {
 }
 START_PROCESSES = {
     "plan/launch.py",
-    "plan/early.py",
+    "commands/early.py",
     "plan/devices.py",
     "plan/counting.py",
     "runs/seal.py",  # threads of concurrent.futures, no process

@@ -14,9 +14,9 @@ from rank_processes import start_command, wait_for
 from test_launch_variables import SECONDS, start, variables_of
 
 from sft_play import timeline
+from sft_play.commands.early import RELAY, EarlyRank
 from sft_play.errors import ExitClass
 from sft_play.evaluation import opener
-from sft_play.plan.early import RELAY, EarlyRank
 from sft_play.plan.launch import WORKER, Launch
 from sft_play.runs.folder import RunFolder
 
@@ -71,7 +71,7 @@ def test_a_rank_that_the_plan_would_start_otherwise_is_not_taken(tmp_path, other
 
 def test_a_rank_ends_with_a_command_that_fails() -> None:
     program = (
-        "import os, sys; from sft_play.plan.early import EarlyRank, Launch; "
+        "import os, sys; from sft_play.commands.early import EarlyRank, Launch; "
         "print(EarlyRank.start(Launch((sys.executable,), {}), os.environ).process.pid)"
     )
     words = [sys.executable, "-c", program]

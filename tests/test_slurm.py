@@ -14,9 +14,8 @@ import pytest
 from run_files import run_json
 
 from sft_play.commands.call import read_call
-from sft_play.commands.plan import slurm
+from sft_play.commands.slurm import SlurmJob, script, slurm
 from sft_play.errors import ConfigError
-from sft_play.plan.launch import SlurmJob, script
 from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]

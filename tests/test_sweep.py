@@ -11,12 +11,12 @@ from conftest import NO_CONFIG
 
 from sft_play.commands import sweep
 from sft_play.commands.call import Call
+from sft_play.commands.sweep import Point, grid
 from sft_play.config.invocation import Invocation
 from sft_play.config.messages import word
 from sft_play.config.schema import SourceSection
 from sft_play.data.sources import digest_source, find_source
 from sft_play.errors import ConfigError
-from sft_play.plan.sweep import Point, grid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.runs.resumed import AskedRun

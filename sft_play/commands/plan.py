@@ -1,8 +1,7 @@
-"""`make plan` and `make slurm`. Loads no torch."""
+"""`make plan`. Loads no torch."""
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 
 from sft_play.commands.call import (
@@ -12,28 +11,22 @@ from sft_play.commands.call import (
     load_config,
     plan_run,
     settle,
-    without_meeting,
-    write_out,
 )
-from sft_play.config.loader import BASE, INSTALLED, PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import BASE, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_facts import count_rows_or_reason
-from sft_play.errors import ConfigError
-from sft_play.plan import accuracy, launch, next_command, report
-from sft_play.plan.launch import SlurmJob, script
+from sft_play.plan import launch, next_command, report
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload, workload
+from sft_play.reporting import accuracy
 from sft_play.runs import folder as run_folders
 from sft_play.runs.model_folder import refuse_unsafe_base
 
 LAUNCH_VARIABLES = (
     "CONFIG NUM_GPUS DEVICE DEEPSPEED_CONFIG NNODES NODE_RANK MASTER_ADDR MASTER_PORT"
 ).split()
-
-# Set by the script on each machine
-OF_SCRIPT = "RUN NNODES NODE_RANK MASTER_ADDR MASTER_PORT TRAIN_RUN_NAME".split()
 
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
@@ -87,57 +80,6 @@ def override_variables(call: Call) -> dict[str, str]:
         path, _, value = override.partition("=")
         variables[env_name(path.strip())] = value.strip()
     return variables
-
-
-def slurm(call: Call) -> str:
-    """Write the script to OUT and return what to type next; without OUT return the script.
-
-    Under DeepSpeed where DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
-    Raises: OutOfMemory for a plan that does not fit, EnvironmentFault where OUT cannot be written.
-    """
-    call = without_meeting(call)  # the script finds the address out
-    use_deepspeed = call.invocation.deepspeed_config is not None
-    planned = plan_for_display(call, use_deepspeed, use_deepspeed)
-    if planned.plan.ranks.device == "cpu" and call.invocation.device != "cpu":
-        raise ConfigError(
-            "GPUS is not given and this host has no GPU, so the job would train on CPUs; name the "
-            "GPUs of each machine, such as GPUS=8xH100, or set DEVICE=cpu"
-        )
-    refuse_what_does_not_fit(planned.plan)
-    job = job_of(call, planned)
-    text = script(job)
-    if not call.environ.get("OUT"):
-        return text.rstrip("\n")
-    path = Path(call.environ["OUT"])
-    write_out(path, text)
-    job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not make it for its log
-    return (
-        f"wrote {path}: {job.nodes} x {job.per_node} processes for {job.limit} "
-        f"({job.limit_reason})\nsubmit it with: sbatch {path}"
-    )
-
-
-def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
-    """Return what the script of a plan asks for."""
-    plan = planned.plan
-    given, overrides = given_variables(call), override_variables(call)
-    for variables in (given, overrides):
-        for name in OF_SCRIPT:
-            variables.pop(name, None)
-    _, target, *words = next_command.start_command(plan, given, overrides)
-    work = work_or_reason(planned)
-    return SlurmJob(
-        name=call.invocation.run or run_stem(load_config(call)),
-        nodes=plan.ranks.nodes,
-        per_node=plan.ranks.per_node,
-        gpus_per_node=plan.ranks.gpus_per_node,
-        device=plan.ranks.device,
-        seconds=None if isinstance(work, str) else work.seconds,
-        command=f'"{sys.executable}" -m sft_play {target}',
-        variables=words,
-        project=Path.cwd() if PROJECT_ROOT == INSTALLED else PROJECT_ROOT,
-        output_dir=Path(planned.config.train.output_dir).absolute(),
-    )
 
 
 def refuse_what_does_not_fit(plan: RunPlan) -> None:

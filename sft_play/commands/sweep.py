@@ -4,13 +4,16 @@ Every run is a `python -m sft_play train` of its own. Its name follows from its 
 same command resumes what was stopped. Loads no torch.
 """
 
+import hashlib
+import itertools
 import json
 import math
 import queue
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,13 +24,61 @@ from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.resumption import other_rows
 from sft_play.config.targets import GIVEN, GOALS
 from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
-from sft_play.plan.sweep import Point, grid, name_of
 from sft_play.reporting.answers import title_of
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import GOING_ON, recorded_scores
 from sft_play.runs.resumed import AskedRun
 from sft_play.stops import StopSignals
+
+EXAMPLE = 'OVER="train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"'
+COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not inside a list or a mapping
+MAX_RUNS = 1000
+NOT_SWEPT = ("train.run_name", "train.output_dir", "train.resume_from", "train.stop_after")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the grid: settings as they are written after --set."""
+
+    words: tuple[str, ...]  # such as train.learning_rate=1e-4
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+def grid(over: str) -> list[Point]:
+    """Return every combination of OVER's values, the last setting changing first.
+
+    Raises: ConfigError for words that are not `setting=value,value`.
+    """
+    axes: dict[str, list[str]] = {}
+    for word in over.split():
+        path, equals, text = word.partition("=")
+        values = [value for value in COMMA.split(text) if value]
+        if not equals or not values:
+            raise ConfigError(f"OVER: {word} names no values; write {EXAMPLE}")
+        if path in axes:
+            raise ConfigError(f"OVER: {path} stands there twice; write all its values in one word")
+        if path in NOT_SWEPT:
+            raise ConfigError(f"OVER: {path} cannot be swept; leave it out")
+        axes[path] = [f"{path}={value}" for value in dict.fromkeys(values)]
+    if not axes:
+        raise ConfigError(f"a sweep needs settings with values; write make sweep {EXAMPLE}")
+    count = math.prod(map(len, axes.values()))
+    if count > MAX_RUNS:
+        raise ConfigError(
+            f"OVER: {' x '.join(str(len(values)) for values in axes.values())} values are {count} "
+            f"runs; a sweep has at most {MAX_RUNS}. Leave out settings or values."
+        )
+    return [Point(words) for words in itertools.product(*axes.values())]
+
+
+def name_of(prefix: str, settings: Mapping[str, object]) -> str:
+    """Return the name of the run with these settings, the same whenever they are the same."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return f"{prefix}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
 
 NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # of this command, not of its runs
 

@@ -21,6 +21,7 @@ import yaml
 
 from sft_play import stops, timeline
 from sft_play.commands.call import Call, hardware_of, load_config, pid_file, plan_run
+from sft_play.commands.early import EarlyRank
 from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.nodes import Wait, meet
 from sft_play.commands.plan import (
@@ -51,7 +52,6 @@ from sft_play.monitor import packages
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
-from sft_play.plan.early import EarlyRank
 from sft_play.plan.launch import DEFAULT_PORT
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan

@@ -1,11 +1,9 @@
-"""The launch command as data, the only code that executes it, and the batch script of Slurm."""
+"""The launch command as data, and the only code that executes it."""
 
-import math
 import os
-import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,118 +195,3 @@ def _gpu_defaults(run_folder: Path, environ: Mapping[str, str]) -> dict[str, str
         # the name that torch reads
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ["NCCL_ASYNC_ERROR_HANDLING"]
     return defaults
-
-
-MARGIN = 1.5  # of the planned training, for evaluations, answers and checkpoints
-START_SECONDS = 15 * 60  # to load packages, rows and weights
-STEP_SECONDS = 5 * 60  # hours are rounded up to as many minutes
-NOTICE_SECONDS = 300  # before the time limit, to finish a step and save a checkpoint
-UNKNOWN_HOURS = 24
-CPUS_PER_GPU = 8
-
-
-TEMPLATE = """#!/bin/bash
-# Written by make slurm. Partition and account: sbatch --partition=... --account=... THIS_FILE
-#SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --cpus-per-task={cpus}
-# {job.limit_reason}
-#SBATCH --time={job.limit}
-# Before the time limit every process gets USR1: the run saves a checkpoint and ends with exit class
-# 75, and the job is queued again to go on from it.
-#SBATCH --signal=USR1@{notice}
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output={pattern}/slurm-%j.log
-set -uo pipefail
-cd {project} || exit 13
-outputs={outputs}
-
-{exports}export NNODES="$SLURM_NNODES"
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-{cpus}}}"
-
-# A job that is queued again is a new run, which resumes the last one that has a checkpoint.
-restart=${{SLURM_RESTART_COUNT:-0}}
-export RUN="{job.name}-$SLURM_JOB_ID-$restart"
-for ((earlier = restart - 1; earlier >= 0; earlier--)); do
-  folder="$outputs/{job.name}-$SLURM_JOB_ID-$earlier"
-  if compgen -G "$folder/checkpoints/checkpoint-*[0-9]/MANIFEST.json" > /dev/null; then
-    export TRAIN_RESUME_FROM="$folder"
-    break
-  fi
-done
-
-# One agent a machine starts its processes. These handle USR1, and launchers, which would end, do
-# not hear it; make would let them hear it.
-srun --kill-on-bad-exit=1 bash -c '
-  trap "" USR1
-  export NODE_RANK="$SLURM_NODEID"
-  exec {job.command}
-'
-status=$?
-
-# launchers say 1 for every failure; run.json has the exit class
-report="$outputs/$RUN/run.json"
-if [ -f "$report" ]; then
-  ln -sf "$outputs/slurm-$SLURM_JOB_ID.log" "$outputs/$RUN/logs/slurm.log"
-  class=$(sed -n 's/^  "exit_class": \\([0-9]*\\),*$/\\1/p' "$report")
-  [ -n "$class" ] && status=$class
-fi
-if [ "$status" = 75 ]; then
-  echo "stopped with a checkpoint; queued again to go on from it"
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$status"
-"""
-
-
-@dataclass(frozen=True)
-class SlurmJob:
-    """What the script asks of Slurm, and the command that each machine runs."""
-
-    name: str  # of the job, and the start of its runs' names
-    nodes: int
-    per_node: int  # processes of a machine
-    gpus_per_node: int  # one a process, but under model.device_map
-    device: str
-    seconds: float | None  # of training by the plan; None: not known
-    command: str  # quoted for a shell, without an apostrophe
-    variables: Sequence[str]  # that it reads, as `NAME=value`, quoted for a shell
-    project: Path
-    output_dir: Path
-
-    @property
-    def limit(self) -> str:
-        """The time limit as hours:minutes:seconds."""
-        if self.seconds is None:
-            return f"{UNKNOWN_HOURS}:00:00"
-        wanted = START_SECONDS + NOTICE_SECONDS + MARGIN * self.seconds
-        minutes = math.ceil(wanted / STEP_SECONDS) * STEP_SECONDS // 60
-        return f"{minutes // 60}:{minutes % 60:02}:00"
-
-    @property
-    def limit_reason(self) -> str:
-        if self.seconds is None:
-            return "unknown: the plan knows no speed here; set what your queue allows"
-        return (
-            f"{self.seconds / 3600:.2f} hours of training by the plan, x {MARGIN:g}, and the start"
-        )
-
-
-def script(job: SlurmJob) -> str:
-    """Return the script. It submits nothing: `sbatch FILE` does."""
-    is_gpu = job.device == "cuda"
-    return TEMPLATE.format(
-        job=job,
-        gpus=f"#SBATCH --gpus-per-node={job.gpus_per_node}\n" if is_gpu else "",
-        cpus=job.gpus_per_node * CPUS_PER_GPU if is_gpu else job.per_node,
-        exports="".join(f"export {words}\n" for words in job.variables),
-        notice=NOTICE_SECONDS,
-        pattern=str(job.output_dir).replace("%", "%%"),  # % begins what Slurm fills in
-        project=shlex.quote(str(job.project)),
-        outputs=shlex.quote(str(job.output_dir)),
-    )

@@ -1,4 +1,4 @@
-"""sft_play.plan.accuracy: how near the plans of earlier runs on this machine were."""
+"""sft_play.reporting.accuracy: how near the plans of earlier runs on this machine were."""
 
 import dataclasses
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 from plan_examples import CPU, plan_for
 from run_files import run_json
 
-from sft_play.plan.accuracy import Accuracy, Spread, lines, of_runs
 from sft_play.plan.memory import GIB
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.reporting.accuracy import Accuracy, Spread, lines, of_runs
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import PeakBytes, PhasePeaks, RunReport
