@@ -18,7 +18,7 @@ from sft_play.models import structure, trace
 from sft_play.models.step_meter import StepSetup
 from sft_play.plan import counting, report
 from sft_play.plan.cards import parse
-from sft_play.plan.model_shape import KNOWN
+from sft_play.plan.model_shape import KNOWN, known_model
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json
@@ -265,6 +265,22 @@ def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, ans
     plan = plan_of_known(name, *settings, "tuning.lora.alpha=7").plan
     assert plan.step.memory_source == "traced"
     assert not answers
+
+
+def test_a_folder_with_the_sizes_of_a_well_known_model_needs_no_trace(answers, tmp_path):
+    """As downloaded, with what config.json has beside sizes; nested parts count, too."""
+    config = known_model("openai/gpt-oss-20b").config
+    packing = {**config["quantization_config"], "modules_to_not_convert": ["lm_head"]}
+    published = {**config, "quantization_config": packing, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    words = ("tuning.mode=qlora", "model.max_seq_len=512")
+    folder = plan_of(tmp_path, *words).plan
+    assert not answers and folder.step.memory_source == "traced"
+    assert folder.memory == plan_of_known("openai/gpt-oss-20b", *words).plan.memory
+    other = json.dumps({**published, "num_hidden_layers": 23})
+    (tmp_path / "config.json").write_text(other)
+    plan_of(tmp_path, *words)
+    assert len(answers) == 1
 
 
 @pytest.mark.parametrize("setting", ["tuning.lora.r=4", "model.dtype=float32"])

@@ -32,7 +32,7 @@ from sft_play.plan.model_shape import (
     LLAMA_LIKE,
     ModelShape,
     find_file,
-    known_model,
+    load_config_and_shape,
     load_model_config,
     load_shape,
 )
@@ -153,15 +153,14 @@ def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> Tr
     """
     if not backend_of(config).is_traceable:
         raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
-    known = known_model(config.model.name)
+    model = config.model
+    facts, known = load_config_and_shape(model.name, model.revision, environ)
     if known is not None and device == KNOWN_DEVICE and has_liger():
-        traces = json.loads(KNOWN_TRACES.read_text(encoding="utf-8")).get(known.name, {})
+        traces = known_traces().get(known.name, {})
         asked = _settings(config, device)
         for word, trace in traces.items():
             if _settings(known_setting(known.name, word), device) == asked:
                 return _traced_step(trace)
-    model = config.model
-    facts = known.config if known else load_model_config(model.name, model.revision, environ)
     request = {
         "settings": traced_settings(config, device),
         "config": dict(facts),
@@ -170,6 +169,12 @@ def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> Tr
     }
     told = f"tracing a {config.tuning.mode} step of {model.name} without its weights, once"
     return _traced_step(answer(TRACER, request, told, cache_folder(config) / "traces", environ))
+
+
+@cache
+def known_traces() -> dict[str, dict[str, Any]]:
+    """Return the traces that ship, by model and by a word of KNOWN_TUNINGS."""
+    return json.loads(KNOWN_TRACES.read_text(encoding="utf-8"))
 
 
 def _traced_step(trace: object) -> TracedStep:

@@ -14,16 +14,12 @@ from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from sft_play.config.layers import nearest_path
-from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.config_json import ModelConfigJson, read_config_json, read_typed
-from sft_play.plan.rope import stretch
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_from_json
 
 KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-# what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 OPTIONAL = (
     "intermediate_size",
     "num_key_value_heads",
@@ -131,7 +127,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
 
     Raises: EnvironmentFault with the keys that it lacks.
     """
-    text = _text_part(config)
+    text = text_part(config)
     if any(text.get(key) is None for key in REQUIRED):
         text = _completed_by_class(config)
     read = read_typed(text, name)
@@ -202,14 +198,39 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
     """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub.
 
-    Its structure is there for well-known models alone: see `counting.load_counted_shape`.
+    Its structure is there for the sizes of well-known models: see `counting.load_counted_shape`.
 
     Raises: EnvironmentFault when it is in none of these places.
     """
+    config, known = load_config_and_shape(name, revision, environ)
+    return replace(shape_of(config, name), structure=known.structure if known else None)
+
+
+def load_config_and_shape(
+    name: str, revision: str | None, environ: Mapping[str, str]
+) -> tuple[ModelConfigJson, "KnownModel | None"]:
+    """Return the config.json of a model, and the well-known model of the same sizes.
+
+    Raises: EnvironmentFault when there is no config.json.
+    """
     known = known_model(name)
     if known is not None:  # before the cache: the plan of a shipped config is the same everywhere
-        return replace(shape_of(known.config, name), structure=known.structure)
-    return shape_of(load_model_config(name, revision, environ), name)
+        return known.config, known
+    config = load_model_config(name, revision, environ)
+    same = (each for each in known_models().values() if _has_values(config, each.config))
+    return config, next(same, None)
+
+
+def _has_values(config: ModelConfigJson, wanted: ModelConfigJson) -> bool:
+    """Return whether a config.json has all wanted values, and maybe others."""
+    for key, value in wanted.items():
+        found = config.get(key)
+        if isinstance(value, Mapping) and isinstance(found, Mapping):
+            if not _has_values(found, value):
+                return False
+        elif found != value:
+            return False
+    return True
 
 
 def load_model_config(
@@ -221,63 +242,13 @@ def load_model_config(
     """
     if Path(name).is_dir():
         return read_config_json(Path(name) / "config.json", name)
-    path = find_file(name, "config.json", revision, environ) or _download(name, revision)
+    path = find_file(name, "config.json", revision, environ) or download(name, revision)
     return read_config_json(path, name)
 
 
-def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None if nobody says.
-
-    A rope that is stretched by model.rope_scaling counts.
-
-    Models of the same shape differ in it, so that of a well-known model is unknown too before its
-    config.json is in the hub's cache, unless `may_fetch`.
-
-    Raises: EnvironmentFault when it cannot be fetched.
-    """
-    path = find_file(model.name, "config.json", model.revision, environ)
-    if path is None and may_fetch:
-        path = _download(model.name, model.revision)
-    if path is None:
-        return None
-    config = read_config_json(path, model.name)
-    longest = _longest(_text_part(config))
-    if model.rope_scaling.rope_type is None or longest is None:
-        return positions_of(config)
-    return stretch(_read_rope(_text_part(config)), longest, model.rope_scaling).positions
-
-
-def positions_of(config: ModelConfigJson) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None if it says nothing.
-
-    A rope that is stretched by a factor takes as much more than the sequences it began with.
-    """
-    text = _text_part(config)
-    positions = _longest(text)
-    rope = _read_rope(text)
-    factor = rope.get("factor")
-    original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "dynamic":  # config.json has the length that it begins at
-        original = positions
-    if positions is None or not original or not factor:
-        return positions
-    return max(positions, int(original * factor))
-
-
-def _text_part(config: ModelConfigJson) -> ModelConfigJson:
+def text_part(config: ModelConfigJson) -> ModelConfigJson:
+    """Return the part of a config.json that describes the language model."""
     return config.get("text_config") or config
-
-
-def _longest(text: ModelConfigJson) -> int | None:
-    """Return the positions that a config.json names, None if it names none."""
-    found = (text.get(key) for key in POSITIONS)
-    return next((value for value in found if type(value) is int and value > 0), None)
-
-
-def _read_rope(text: ModelConfigJson) -> ModelConfigJson:
-    """Return the rope of a config.json, of earlier versions of transformers too."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return {"rope_type": rope.get("type", "default"), **rope}
 
 
 class KnownModel(NamedTuple):
@@ -358,7 +329,8 @@ def go_offline_without_network() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def _download(name: str, revision: str | None) -> Path:
+def download(name: str, revision: str | None) -> Path:
+    """Return a config.json of the hub. Raises: EnvironmentFault when it cannot be fetched."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,

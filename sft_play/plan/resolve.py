@@ -28,10 +28,9 @@ from sft_play.plan.inputs import (
     why_not_shared,
 )
 from sft_play.plan.machine import machine_of, used_before
-from sft_play.plan.model_shape import load_positions
 from sft_play.plan.needs import recurrent_warnings, resolve_packing
 from sft_play.plan.ranks import Precision, Ranks, choose_precision, plan_ranks
-from sft_play.plan.rope import unstretched
+from sft_play.plan.rope import load_positions, unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
