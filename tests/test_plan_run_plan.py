@@ -17,12 +17,13 @@ from sft_play.plan.run_plan import PlannedRun, read_plan
 from sft_play.runs.folder import RunFolder
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
+FULL = 1e9  # tokens of a usual step: its micro-batches stay as they are
 
 
 def packed_run() -> PlannedRun:
     planned = plan_for("2xH200", LLAMA_8B)
     assert planned.plan.packing
-    return replace(planned, plan=planned.plan.packed(fullest_step=5))
+    return planned.packed(5, FULL)
 
 
 def probed_run() -> PlannedRun:
@@ -168,22 +169,22 @@ def test_what_is_computed_again_has_a_name(layers, name):
 
 
 def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory():
-    plan = plan_for("1xH200", LLAMA_8B).plan
+    planned = plan_for("1xH200", LLAMA_8B)
+    plan, packed = planned.plan, planned.packed(9, FULL).plan
     assert (plan.layout.batch_size, plan.layout.micro_batches) == (4, 8)
-    packed = plan.packed(fullest_step=9)
     assert packed.layout == plan.layout.packed(9)
     assert (packed.layout.micro_batches, packed.layout.sequences) == (3, 3)
     assert packed.layout.rows_per_step == plan.layout.rows_per_step
-    assert packed.request == replace(plan.request, fullest_step=9)
+    assert packed.request == replace(plan.request, fullest_step=9, step_tokens=FULL)
     assert packed.memory.predicted_peak < plan.memory.predicted_peak
     assert packed.deepspeed is None
 
 
 def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers():
-    plan = plan_for("2xH200", LLAMA_8B, use_deepspeed=True).plan
-    settings = plan.packed(fullest_step=5).deepspeed.settings
+    planned = plan_for("2xH200", LLAMA_8B, use_deepspeed=True)
+    settings = planned.packed(5, FULL).plan.deepspeed.settings
     micro_batch = settings["train_micro_batch_size_per_gpu"]
-    assert micro_batch == plan.layout.batch_size
+    assert micro_batch == planned.plan.layout.batch_size
     assert settings["gradient_accumulation_steps"] == 1
     assert settings["train_batch_size"] == micro_batch * 2
 
@@ -191,7 +192,7 @@ def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers():
 @pytest.mark.parametrize("use_deepspeed", [False, True])
 def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed):
     planned = plan_for("2xH200", LLAMA_8B, use_deepspeed=use_deepspeed)
-    before = planned.plan.packed(fullest_step=16)
+    before = planned.packed(16, FULL).plan
     assert (before.layout.batch_size, before.layout.micro_batches) == (4, 2)
     packed = planned.packed(fullest_step=16, step_tokens=25_200)
     layout = packed.plan.layout

@@ -34,6 +34,7 @@ from sft_play.plan.rope import load_positions, unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
+    AskedStrategy,
     Engine,
     alternatives,
     asked_strategy,
@@ -66,10 +67,7 @@ def resolve(
     """
     loaded = recipe.settle(loaded, recipe.RecipeFacts())  # what a look at the rows left open
     asked = asked_strategy(loaded, invocation, use_deepspeed)
-    distributed = distributed or asked.is_shared
-    ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
-    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
-    sources.require(loaded)
+    ranks = _ranks(loaded, asked, invocation, hardware, environ, distributed)
 
     def first_that_fits(loaded: LoadedConfig) -> PlannedRun:
         """Return the plan of the first engine that fits, else that of the first one."""
@@ -77,7 +75,6 @@ def resolve(
         plans = []
         for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
             plans.append(_resolve(loaded, invocation, hardware, environ, ranks, engine))
-            refuse_misspelt_targets(plans[-1].plan.step)
             if plans[-1].plan.fits:
                 return plans[-1]
         return plans[0]
@@ -98,16 +95,16 @@ def fastest(
     Raises: as `resolve`.
     """
     distributed = loaded.config.model.device_map is None
-    planned = resolve(loaded, invocation, hardware, environ, distributed, False)
-    ranks = planned.plan.ranks
+    asked = asked_strategy(loaded, invocation, False)
+    ranks = _ranks(loaded, asked, invocation, hardware, environ, distributed)
     is_alone = ranks.world_size == 1 or ranks.device == "cpu"
-    train = loaded.config.train
-    if is_alone or train.strategy != "auto" or train.fsdp_offload:
-        return planned
+    if is_alone or asked.name != "auto":
+        return resolve(loaded, invocation, hardware, environ, distributed, False)
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
 
     def fastest_that_fits(loaded: LoadedConfig) -> PlannedRun:
         """Return the plan of the fastest strategy that fits."""
+        needs.require(loaded, hardware)
         engines = alternatives(loaded.config, _is_float16(loaded, hardware))
         plans = [
             _resolve(loaded, invocation, hardware, environ, ranks, engine) for engine in engines
@@ -115,6 +112,22 @@ def fastest(
         return max(plans, key=_fits_and_speed)
 
     return with_largest_adapters(loaded, fastest_that_fits)
+
+
+def _ranks(
+    loaded: LoadedConfig,
+    asked: AskedStrategy,
+    invocation: Invocation,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+    distributed: bool,
+) -> Ranks:
+    """Return the ranks of a run whose rows are there."""
+    is_shared = distributed or asked.is_shared
+    ranks = plan_ranks(invocation, hardware, environ, is_shared, asked.uses_deepspeed)
+    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
+    sources.require(loaded)
+    return ranks
 
 
 def _is_float16(loaded: LoadedConfig, hardware: Hardware) -> bool:
@@ -149,6 +162,7 @@ def _resolve(
     inputs = PlanInputs(config, is_set, machine, model, environ, invocation.exact)
     _refuse_combinations(loaded, inputs)
     step = step_of(inputs)
+    refuse_misspelt_targets(step)
     _refuse_shared_rows(loaded, inputs, step)
     draft = plan_step(inputs, step)
     layout = draft.layout

@@ -146,17 +146,6 @@ class RunPlan:
         gpus = self.ranks.gpus_per_process
         return self.used_before_bytes[local_rank * gpus : (local_rank + 1) * gpus]
 
-    def packed(self, fullest_step: int) -> Self:
-        """Return the plan once the rows are counted: fewer and smaller micro-batches."""
-        layout = self.layout.packed(fullest_step)
-        request = replace(self.request, fullest_step=fullest_step)
-        return replace(self, request=request).with_layout(layout, step_bytes(self.step, layout))
-
-    def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
-        """Return the plan with another layout of the same step."""
-        deepspeed = self.deepspeed.with_layout(layout) if self.deepspeed else None
-        return replace(self, layout=layout, memory=memory, deepspeed=deepspeed)
-
     def to_json(self) -> str:
         """Return the text of a plan.json."""
         return as_text(_adapter().dump_python(self, mode="json"))
@@ -184,15 +173,13 @@ class PlannedRun:
 
         `step_tokens` are those of a usual step, of all ranks.
         """
-        plan = self.plan.packed(fullest_step)
+        plan = self.plan
+        request = replace(plan.request, fullest_step=fullest_step)
         if plan.may_grow:
-            plan = replace(plan, request=replace(plan.request, step_tokens=step_tokens))
-        planned = replace(self, plan=plan)
+            request = replace(request, step_tokens=step_tokens)
         peak = partial(peak_bytes, plan.step)
-        layout = merged(plan.request, plan.layout, peak, plan.budget_bytes)
-        if layout == plan.layout:
-            return planned
-        return planned.with_layout(layout, step_bytes(plan.step, layout))
+        layout = merged(request, plan.layout.packed(fullest_step), peak, plan.budget_bytes)
+        return replace(self, plan=replace(plan, request=request)).with_layout(layout)
 
     def as_before(self, earlier: RunPlan) -> Self:
         """Return a resumed run with the micro-batches that it had, where these need no more memory.
@@ -208,20 +195,28 @@ class PlannedRun:
         needs_no_more &= layout.checkpointed_layers >= now.checkpointed_layers
         if not is_same or not needs_no_more or layout == now:
             return self
-        return self.with_layout(layout, step_bytes(plan.step, layout))
+        return self.with_layout(layout)
 
-    def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
-        """Return the same run with another layout, before its first step."""
+    def with_layout(self, layout: Layout, memory: StepBytes | None = None) -> Self:
+        """Return the same run with another layout, before its first step.
+
+        Its bytes are `memory`, or those of the plan. Whoever needs a batch reads the layout; the
+        config and DeepSpeed's settings repeat it for people and libraries.
+        """
+        plan = self.plan
         settings = {
             "batch_size": layout.batch_size,
             "grad_accum": layout.grad_accum,
             "effective_batch_size": layout.rows_per_step,
             "gradient_checkpointing": layout.checkpointed_layers > 0,
-            "eval_batch_size": evaluation_rows(self.plan.step, layout),
+            "eval_batch_size": evaluation_rows(plan.step, layout),
         }
         train = self.config.train.model_copy(update=settings)
         config = self.config.model_copy(update={"train": train})
-        return replace(self, config=config, plan=self.plan.with_layout(layout, memory))
+        memory = memory or step_bytes(plan.step, layout)
+        deepspeed = plan.deepspeed.with_layout(layout) if plan.deepspeed else None
+        plan = replace(plan, layout=layout, memory=memory, deepspeed=deepspeed)
+        return replace(self, config=config, plan=plan)
 
 
 def read_plan(folder: RunFolder) -> RunPlan:
