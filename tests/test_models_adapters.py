@@ -9,7 +9,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from plan_examples import STEP
 from safetensors.torch import load_file
-from test_plan_trace import traced_point
+from traced_steps import traced_point
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sft_play.config.schema import Config

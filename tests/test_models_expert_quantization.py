@@ -13,12 +13,12 @@ from stored_forms import mxfp4
 from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from traced_steps import build_on_meta
 
 from sft_play.config.schema import Config
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import towers_of
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
-from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.load import load_base

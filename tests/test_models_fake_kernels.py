@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from traced_steps import storage_bytes
 
 from sft_play.models import fake_kernels
 from sft_play.models.fast.attention import forward
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.norms.rms import LLAMA
-from sft_play.models.step_meter import storage_bytes
 
 
 def kept_and_made(

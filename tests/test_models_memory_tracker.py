@@ -1,8 +1,9 @@
 """sft_play.models.step_meter: bytes of tensors while they are alive."""
 
 import torch
+from traced_steps import storage_bytes
 
-from sft_play.models.step_meter import MemoryTracker, storage_bytes
+from sft_play.models.step_meter import MemoryTracker
 
 
 def test_a_storage_counts_once_and_while_it_is_alive():

@@ -13,13 +13,13 @@ from marks import long
 from plan_examples import STEP
 from tiny_models import EXPERTS, HYBRID, MODEL_TYPES, tiny_config
 from torch import nn
+from traced_steps import build_on_meta
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.models import lora
 from sft_play.models import structure as counter
-from sft_play.models.fake_model import build_on_meta
 from sft_play.plan import counting
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of

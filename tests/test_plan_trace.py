@@ -12,6 +12,7 @@ from test_fast_install import MODELS, SMALL
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from traced_steps import build_on_meta, loaded, real_point, storage_bytes, traced_point
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -21,11 +22,10 @@ from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import fake_kernels, trace
-from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, base_tensors
-from sft_play.models.step_meter import MemoryTracker, StepMeter, StepSetup, storage_bytes
+from sft_play.models.step_meter import MemoryTracker, StepMeter, StepSetup
 from sft_play.models.trace import tracing
 from sft_play.plan import counting, memory
 from sft_play.plan.cards import parse
@@ -33,7 +33,7 @@ from sft_play.plan.model_shape import known_model
 from sft_play.plan.report import closed_form
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.traced import TracedPoint, TracedSize
+from sft_play.plan.traced import TracedSize
 from sft_play.process import Process
 
 NO_CONFIG = str(Path(__file__).parent / "fixtures" / "empty.yaml")
@@ -45,7 +45,6 @@ SIZES = {
     "head_dim": 16,
 }  # 4-bit blocks that are full, and some that are not
 CPU = torch.device("cpu")
-SIZE = TracedSize(3, 24)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +74,6 @@ def step_for(
         }
     )
     return StepSetup(config, "cpu", zero_stage=0)
-
-
-def loaded(step: StepSetup) -> Any:
-    return load_model(step.config, Process.alone(CPU, step.compute_dtype)).train()
-
-
-def real_point(step: StepSetup, layers: int = 0, size: TracedSize = SIZE) -> TracedPoint:
-    return StepMeter(loaded(step), step).measure(size, layers)
-
-
-def traced_point(step: StepSetup, layers: int = 0, size: TracedSize = SIZE) -> TracedPoint:
-    model = build_on_meta(step.config, step.compute_dtype)
-    with tracing(model, step):
-        return StepMeter(model.train(), step).measure(size, layers)
 
 
 # Against real models

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from marks import long
 from plan_examples import EMPTY, EXAMPLE
-from test_plan_trace import real_point, traced_point
 from tiny_models import tiny_config, tiny_model
+from traced_steps import real_point, traced_point
 
 from sft_play.config import invocation
 from sft_play.config.loader import load

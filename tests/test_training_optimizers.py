@@ -6,9 +6,9 @@ from marks import long
 from rank_processes import train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
+from traced_steps import storage_bytes
 
 from sft_play.models.optimizers import OPTIMIZERS, hidden_matrices
-from sft_play.models.step_meter import storage_bytes
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.run_plan import PlannedRun
 

@@ -26,17 +26,6 @@ from sft_play.plan.counting import grown_vocabulary
 from sft_play.plan.model_shape import known_model
 
 
-def build_on_meta(
-    config: Config, compute_dtype: torch.dtype, zero_stage: int = 0
-) -> PreTrainedModel:
-    """Return the model that a run would load, on the meta device, quantised and with adapters.
-
-    Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
-    """
-    model = build_architecture(config, compute_dtype)
-    return quantise_and_adapt(model, config, compute_dtype, zero_stage)
-
-
 def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrainedModel:
     """Return the base model of a run on the meta device, unquantised.
 

@@ -67,13 +67,6 @@ class MemoryTracker(TorchDispatchMode):
         self.live_bytes -= self._sizes.pop(address)
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of `tensors`, each storage once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    sizes = {storage._cdata: storage.nbytes() for storage in storages}
-    return sum(sizes.values())
-
-
 @dataclass(frozen=True)
 class StepSetup:
     """A step to measure: a resolved config, and what else changes the bytes."""
