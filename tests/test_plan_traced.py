@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,25 @@ from sft_play.plan.model_shape import KNOWN, known_model
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json
-from sft_play.plan.traced import SIZES, Growth, Trace, TracedPoint, TracedSize, TracedStep
+from sft_play.plan.traced import SIZES, Growth, LayersGrowth, TracedSize, TracedStep
 from sft_play.plan.workload import describe_speed
 from tools.known_models import known_trace
 
 LAYERS = EXAMPLE.step.model.layers
+ON = ("attention", "mlp", "norms", "loss")
 
 
-def point(rows: int, tokens: int, is_checkpointed: bool, kept: int) -> dict[str, Any]:
-    """A traced step that keeps `kept` bytes a token, and works with 10 and 20 more."""
-    every = rows * tokens
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "is_checkpointed": is_checkpointed,
-        "kept": kept * every,
-        "layers": (kept + 10) * every,
-        "logits": 4 * every,
-        "logits_kept": every,
-        "backward": (kept + 20) * every,
-    }
+def by_token(size: int) -> Growth:
+    return Growth(0.0, size, 0.0)
 
 
 def traced_step(kept: int = 1000) -> TracedStep:
-    points = [point(*size, False, kept) for size in SIZES]
-    points += [point(*size, True, kept // 10) for size in SIZES]
-    return TracedStep.of(
-        Trace(tuple(TracedPoint(**each) for each in points), on=(), off={}, in_one_row=True)
+    """A traced step that keeps `kept` bytes of a token, and works with 10 and 20 more."""
+    plain, checkpointed = (
+        LayersGrowth(by_token(size), by_token(size + 10), by_token(size + 20))
+        for size in (kept, kept // 10)
     )
+    return TracedStep(plain, checkpointed, by_token(4), by_token(1), in_one_row=True)
 
 
 # By hand
@@ -156,7 +148,7 @@ def test_a_traced_step_has_the_bytes_of_a_real_one(model_type, tmp_path):
 )
 def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_path):
     folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)
-    traced = TracedStep.of(trace.trace_points(setup_of(folder)))
+    traced = trace.trace_step(setup_of(folder))
     for layers in (0, 7):
         whole = traced_point(setup_of(folder), layers, TracedSize(3, 3072))
         kept = traced.kept(3, 3072, layers / 7)
@@ -184,17 +176,8 @@ def answers(monkeypatch):
         if module == "sft_play.models.structure":
             return structure.answer(request)
         requests.append(request)
-        points = [point(*size, False, 10**6) for size in SIZES]
-        points += [point(*size, True, 10**5) for size in SIZES]
-        on = ["attention", "mlp", "norms", "loss"]
-        return {
-            "answer": {
-                "points": points,
-                "on": on,
-                "off": {"linears": "a reason"},
-                "in_one_row": True,
-            }
-        }
+        step = replace(traced_step(10**6), on=ON, off={"linears": "a reason"})
+        return {"answer": asdict(step)}
 
     monkeypatch.setattr(counting, "_ask", ask)
     return requests

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.models.fake_model import build_architecture, quantise_and_adapt
 from sft_play.models.load import load_model
-from sft_play.models.step_meter import StepMeter, StepSetup
+from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.trace import tracing
-from sft_play.plan.traced import TracedPoint, TracedSize
+from sft_play.plan.traced import TracedSize
 from sft_play.process import Process
 
 SIZE = TracedSize(3, 24)
@@ -35,12 +35,12 @@ def loaded(step: StepSetup) -> PreTrainedModel:
     return load_model(step.config, process).train()
 
 
-def real_point(step: StepSetup, layers: int = 0, size: TracedSize = SIZE) -> TracedPoint:
+def real_point(step: StepSetup, layers: int = 0, size: TracedSize = SIZE) -> MicroBatchBytes:
     """Return the bytes of a micro-batch with data."""
     return StepMeter(loaded(step), step).measure(size, layers)
 
 
-def traced_point(step: StepSetup, layers: int = 0, size: TracedSize = SIZE) -> TracedPoint:
+def traced_point(step: StepSetup, layers: int = 0, size: TracedSize = SIZE) -> MicroBatchBytes:
     """Return the bytes of a micro-batch without data."""
     model = build_on_meta(step.config, step.compute_dtype)
     with tracing(model, step):

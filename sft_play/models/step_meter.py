@@ -23,7 +23,7 @@ from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.plan.ranks import precision
-from sft_play.plan.traced import TracedPoint, TracedSize
+from sft_play.plan.traced import TracedSize
 from sft_play.process import DTYPES
 
 
@@ -86,6 +86,17 @@ class StepSetup:
 
 
 @dataclass(frozen=True)
+class MicroBatchBytes:
+    """Bytes of a micro-batch, beyond what is held between steps, gradients included."""
+
+    kept: int  # activations, when the output head begins
+    layers: int  # the peak before the head begins
+    logits: int  # the peak that head and loss add
+    logits_kept: int  # what they keep for the backward pass
+    backward: int  # the peak of the backward pass
+
+
+@dataclass(frozen=True)
 class ForwardPass:
     """The loss of a forward pass, and its bytes beyond those that were alive before it."""
 
@@ -118,14 +129,11 @@ class StepMeter:
 
     def measure(
         self, size: TracedSize, checkpointed_layers: int, runs_backward: bool = True
-    ) -> TracedPoint:
+    ) -> MicroBatchBytes:
         """Return the bytes of a micro-batch, `backward` 0 if that is not run."""
         checkpoint_layers(self.model, checkpointed_layers)
         forward = self.run_forward(size)
-        return TracedPoint(
-            rows=size.rows,
-            tokens=size.tokens,
-            is_checkpointed=checkpointed_layers > 0,
+        return MicroBatchBytes(
             kept=forward.activations,
             layers=forward.layers,
             logits=forward.logits,

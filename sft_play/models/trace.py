@@ -10,8 +10,8 @@ A few sizes are traced, from which `plan.traced` has the bytes of any layout. Th
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ from sft_play.models.fake_model import (
     quantise_and_adapt,
 )
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.step_meter import StepMeter, StepSetup
+from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.plan.traced import SIZES, Trace, TracedPoint
+from sft_play.plan.traced import SIZES, Growth, LayersGrowth, TracedSize, TracedStep
 from sft_play.process import Process
+
+Measured = Mapping[TracedSize, MicroBatchBytes]
 
 
 @contextlib.contextmanager
@@ -53,33 +55,42 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             device=request["device"],
             zero_stage=request["zero_stage"],
         )
-        return {"answer": asdict(trace_points(setup))}
+        return {"answer": asdict(trace_step(setup))}
     except UNBUILDABLE as error:
         return {"refused": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def trace_points(setup: StepSetup) -> Trace:
-    """Return the bytes of steps of all SIZES, with no layer checkpointed and with all of them.
+def trace_step(setup: StepSetup) -> TracedStep:
+    """Return the growth of a step with no layer checkpointed, and with all of them.
 
     A deep model is cut to few layers, twice, as each period of layers adds equal bytes.
 
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
     dtype = setup.compute_dtype
+    is_full = setup.config.tuning.mode == "full"
     model = build_architecture(setup.config, dtype)
     depth = len(decoder_layers(model))
     cuts = cut_depths(layer_signatures(model, setup.config))
     cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
     model = quantise_and_adapt(model, setup.config, dtype, setup.zero_stage)
+    periods = 0.0
     with tracing(model, setup) as kernels:
-        points = measured_points(model.train(), setup)
-        for fewer in cuts[1:]:
-            cut_layers(model, fewer)
-            is_full = setup.config.tuning.mode == "full"
-            of_fewer = measured_points(model, setup, runs_backward=is_full)
-            periods = (depth - cuts[0]) / (cuts[0] - fewer)
-            points = _extrapolated(points, of_fewer, periods, is_full)
-    return Trace(tuple(points), tuple(kernels.on), kernels.off, kernels.in_one_row)
+        cut = fewer = measure_sizes(model.train(), setup)
+        if len(cuts) == 2:
+            cut_layers(model, cuts[1])
+            fewer = measure_sizes(model, setup, runs_backward=is_full)
+            periods = (depth - cuts[0]) / (cuts[0] - cuts[1])
+    plain, checkpointed = cut
+    return TracedStep(
+        plain=_deeper(plain, fewer[0], periods, is_full),
+        checkpointed=_deeper(checkpointed, fewer[1], periods, is_full),
+        logits=_growth(plain, "logits"),
+        logits_kept=_growth(plain, "logits_kept"),
+        on=tuple(kernels.on),
+        off=kernels.off,
+        in_one_row=kernels.in_one_row,
+    )
 
 
 def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
@@ -126,34 +137,33 @@ def cut_layers(model: PreTrainedModel, depth: int) -> None:
     model.config.get_text_config().num_hidden_layers = depth
 
 
-def measured_points(
+def measure_sizes(
     model: PreTrainedModel, setup: StepSetup, runs_backward: bool = True
-) -> list[TracedPoint]:
-    """Return the bytes of micro-batches of a model in training mode."""
+) -> list[Measured]:
+    """Return the bytes of micro-batches of all SIZES, with no layer checkpointed and with all."""
     meter = StepMeter(model, setup)
-    points = []
+    found = []
     for checkpointed in (0, len(decoder_layers(model))):
-        points += [meter.measure(size, checkpointed, runs_backward) for size in SIZES]
-    return points
+        found.append({size: meter.measure(size, checkpointed, runs_backward) for size in SIZES})
+    return found
 
 
-def _extrapolated(
-    points: Sequence[TracedPoint],
-    of_fewer_layers: Sequence[TracedPoint],
-    periods: float,
-    is_full: bool,
-) -> list[TracedPoint]:
-    """Return the points of a model that is `periods` times the difference deeper.
+def _growth(measured: Measured, name: str) -> Growth:
+    return Growth.through({size: getattr(each, name) for size, each in measured.items()})
+
+
+def _deeper(cut: Measured, fewer: Measured, periods: float, is_full: bool) -> LayersGrowth:
+    """Return the growth of a model that is `periods` times the difference deeper than `cut`.
 
     Over a frozen base all peaks grow by what the layers keep, to the byte. Of trained weights,
     casts go and gradients come in the backward pass.
     """
     deeper = []
-    for point, fewer in zip(points, of_fewer_layers, strict=True):
-        changes = {}
-        for name in ("kept", "layers", "backward"):
-            measured = name if is_full else "kept"
-            grown = getattr(point, measured) - getattr(fewer, measured)
-            changes[name] = getattr(point, name) + round(periods * grown)
-        deeper.append(replace(point, **changes))
-    return deeper
+    for name in ("kept", "layers", "backward"):
+        measured = name if is_full else "kept"
+        sizes = {}
+        for size, each in cut.items():
+            period = getattr(each, measured) - getattr(fewer[size], measured)
+            sizes[size] = getattr(each, name) + round(periods * period)
+        deeper.append(Growth.through(sizes))
+    return LayersGrowth(*deeper)

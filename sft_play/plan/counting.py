@@ -37,7 +37,7 @@ from sft_play.plan.model_shape import (
     load_shape,
 )
 from sft_play.plan.structure import structure_from_json
-from sft_play.plan.traced import Trace, TracedStep
+from sft_play.plan.traced import TracedStep
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import cache_folder
 
@@ -178,7 +178,7 @@ def known_traces() -> dict[str, dict[str, Any]]:
 
 
 def _traced_step(trace: object) -> TracedStep:
-    return TracedStep.of(TypeAdapter(Trace).validate_python(trace))
+    return TypeAdapter(TracedStep).validate_python(trace)
 
 
 def known_setting(name: str, word: str) -> Config:

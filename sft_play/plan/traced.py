@@ -3,7 +3,7 @@
 Legend: R rows of a micro-batch, T tokens of a row, L checkpointed layers of N.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -17,30 +17,6 @@ class TracedSize(NamedTuple):
 
 # Three sizes for three coefficients. Rows are long enough for a fused loss to work in chunks.
 SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(2, 2048))
-
-
-@dataclass(frozen=True)
-class TracedPoint:
-    """Bytes of one traced step, beyond what is held between steps, gradients included."""
-
-    rows: int
-    tokens: int  # of a row
-    is_checkpointed: bool  # all layers are, else none is
-    kept: int  # activations, when the output head begins
-    layers: int  # the peak before the head begins
-    logits: int  # the peak that head and loss add
-    logits_kept: int  # what they keep for the backward pass
-    backward: int  # the peak of the backward pass
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What `models.trace` found: a point of each size, plain and checkpointed."""
-
-    points: tuple[TracedPoint, ...]
-    on: tuple[str, ...]  # fused parts
-    off: Mapping[str, str]  # why others are not
-    in_one_row: bool = False  # whether packed documents may be one long row
 
 
 @dataclass(frozen=True)
@@ -86,9 +62,9 @@ class Growth:
 class LayersGrowth:
     """What a step takes with no layer checkpointed, or with all of them."""
 
-    kept: Growth
-    layers: Growth
-    backward: Growth
+    kept: Growth  # activations, when the output head begins
+    layers: Growth  # the peak before the head begins
+    backward: Growth  # the peak of the backward pass
 
     def with_kept_share(self, share: float) -> Self:
         """Return the growth where only a share of what is kept is, with equal work."""
@@ -102,30 +78,15 @@ class LayersGrowth:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced model: the growth of what its step holds, by kind."""
+    """A traced model: the growth of what its step holds beyond what is held between steps."""
 
     plain: LayersGrowth
     checkpointed: LayersGrowth
-    logits: Growth
-    logits_kept: Growth
+    logits: Growth  # the peak that head and loss add
+    logits_kept: Growth  # what they keep for the backward pass
     on: tuple[str, ...] = ()  # fused parts
     off: Mapping[str, str] = field(default_factory=dict)  # why others are not
-    in_one_row: bool = False
-
-    @classmethod
-    def of(cls, trace: Trace) -> Self:
-        """Return the growth through the points of a trace."""
-        plain = [point for point in trace.points if not point.is_checkpointed]
-        checkpointed = [point for point in trace.points if point.is_checkpointed]
-        return cls(
-            plain=_layers_growth(plain),
-            checkpointed=_layers_growth(checkpointed),
-            logits=_growth(plain, "logits"),
-            logits_kept=_growth(plain, "logits_kept"),
-            on=trace.on,
-            off=trace.off,
-            in_one_row=trace.in_one_row,
-        )
+    in_one_row: bool = False  # whether packed documents may be one long row
 
     @property
     def is_fused(self) -> bool:
@@ -167,13 +128,3 @@ class TracedStep:
         """Return what the backward pass holds in its last layer: that layer, computed anew."""
         checkpointed = self.checkpointed
         return checkpointed.backward.at(rows, tokens) - checkpointed.kept.at(rows, tokens)
-
-
-def _layers_growth(points: Sequence[TracedPoint]) -> LayersGrowth:
-    return LayersGrowth(*(_growth(points, name) for name in ("kept", "layers", "backward")))
-
-
-def _growth(points: Sequence[TracedPoint], name: str) -> Growth:
-    return Growth.through(
-        {TracedSize(point.rows, point.tokens): getattr(point, name) for point in points}
-    )
