@@ -33,7 +33,7 @@ from sft_play.config.schema import Config
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.ranks import visible_entries
 from sft_play.plan.speed import step_flops
-from sft_play.plan.step import AdapterOptions
+from sft_play.plan.step import Adapters
 
 WEIGHTS = "layers repeated"  # how inputs.py draws them: other weights have other losses
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
@@ -206,9 +206,7 @@ class Benchmark:
         shape = load_counted_shape(Config.model_validate(settings), os.environ)
         adapters = None
         if case.workload.mode != "full":
-            adapters = AdapterOptions().adapter_weights(
-                shape, LORA_RANK, "all-linear", is_active=True
-            )
+            adapters = Adapters(LORA_RANK).weights(shape, is_active=True)
         lengths = samples.lengths.tolist()
         flops = step_flops(shape, adapters, lengths, int(samples.labelled.sum()))
         used = flops / sum(lengths) * result.tokens_per_second / case.gpus

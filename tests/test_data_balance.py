@@ -56,7 +56,7 @@ def slowest_beyond_mean(steps: list[list[float]]) -> float:
 def test_the_slowest_rank_is_within_3_percent_of_the_mean(batch, accum, world):
     """By operations of an 8B with LoRA, attention included, over an epoch of ragged rows."""
     shape = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})
-    adapters = PLAIN.adapter_weights(shape, 16, "all-linear")
+    adapters = PLAIN.weights(shape)
     lengths = conversations(4096, 2048)
     layout = layout_of(batch, accum, world, pair_cost=pair_cost(shape, adapters))
     steps = seconds_of_ranks(

@@ -23,7 +23,7 @@ def test_the_example_in_the_docstring_holds() -> None:
 
 
 def test_a_row_of_2048_tokens_costs_an_8b_with_lora_what_the_arithmetic_says() -> None:
-    adapters = PLAIN.adapter_weights(EIGHT, 16, "all-linear")
+    adapters = PLAIN.weights(EIGHT)
     per_token = step_flops(EIGHT, adapters, [2048], labelled=2048) / 2048
     linears, attention = 4 * (6_979_321_856 + 128256 * 4096) + 6 * 41_943_040, 6 * 32 * 4096 * 2049
     assert per_token == pytest.approx(linears + attention)
@@ -71,7 +71,7 @@ def test_torch_counts_the_same_for_linear_layers(is_trained: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 300, 5000])
 def test_the_cost_of_a_pair_is_that_of_the_operations(tokens: int) -> None:
-    adapters = PLAIN.adapter_weights(EIGHT, 16, "all-linear")
+    adapters = PLAIN.weights(EIGHT)
     one, two = (step_flops(EIGHT, adapters, [1], 0), step_flops(EIGHT, adapters, [tokens], 0))
     share = pair_cost(EIGHT, adapters)
     assert two / one == pytest.approx(tokens * (1 + share * tokens) / (1 + share), rel=1e-3)

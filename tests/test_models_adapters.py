@@ -24,7 +24,7 @@ from sft_play.models.step_meter import StepSetup
 from sft_play.plan.activations import layer_bytes_per_token
 from sft_play.plan.fast import FastSetup, plan_kernels
 from sft_play.plan.model_shape import load_shape
-from sft_play.plan.step import AdapterOptions
+from sft_play.plan.step import Adapters
 from sft_play.plan.traced import TracedSize
 from sft_play.process import Process
 from sft_play.training.engine import raise_learning_rate_of_b
@@ -97,10 +97,8 @@ def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 def check_plan(base: Path, mode: str, options: dict[str, Any]) -> None:
     config = config_of(base, mode, **options)
     shape = load_shape(str(base), None, {})
-    adapters = config.tuning.lora
-    beside = AdapterOptions.of(config)
-    planned = beside.adapter_weights(shape, adapters.r, adapters.target_modules)
-    planned += beside.other_weights(shape)
+    adapters = Adapters.of(config)
+    planned = adapters.weights(shape) + adapters.other_weights(shape)
     model = load_model(config, CPU)
     assert count_parameters(model).trainable == planned
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
@@ -145,7 +143,7 @@ def test_the_plan_covers_what_peft_keeps_of_a_token_for_dora(tmp_path):
     step = replace(
         STEP,
         model=load_shape(str(tmp_path), None, {}),
-        adapter_options=AdapterOptions.of(config),
+        adapters=Adapters.of(config),
         fuses_loss=True,
     )
     assert traced <= layer_bytes_per_token(step) <= 1.35 * traced

@@ -10,7 +10,7 @@ from sft_play.config.deepspeed_json import Fetching
 from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, TILE_TOKENS
 from sft_play.plan.memory import GIB, PHASES, PhaseBytes, evaluation_rows, step_bytes
 from sft_play.plan.model_shape import ModelShape, load_shape
-from sft_play.plan.step import PLAIN
+from sft_play.plan.step import Adapters
 
 TOKENS = LAYOUT.tokens
 MODES = ("lora", "qlora", "full")
@@ -35,8 +35,8 @@ def test_the_bytes_of_a_lora_step_by_hand():
     weights = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16) + 100 * 8 + 5 * 8
     adapters = 4 * 2 * ((8 + 8) * 2 + (8 + 4) * 2 + (8 + 16) * 3)
     assert model.parameters == weights
-    assert PLAIN.adapter_weights(model, 4, "all-linear") == adapters
-    example = EXAMPLE.changed(model=model, lora_rank=4, batch_size=1, max_seq_len=10)
+    assert Adapters(rank=4).weights(model) == adapters
+    example = EXAMPLE.changed(model=model, adapters=Adapters(rank=4), batch_size=1, max_seq_len=10)
     state = PhaseBytes(
         weights=2 * weights,
         adapters=4 * adapters,
@@ -85,7 +85,7 @@ def test_what_several_processes_hold_beside_the_model_by_hand():
         phase = held(**changes)
         return phase.buckets, phase.context / GIB
 
-    adapters = PLAIN.adapter_weights(EIGHT_B, 16, "all-linear")
+    adapters = Adapters().weights(EIGHT_B)
     assert beside() == (0, pytest.approx(0.75))
     # DDP's copy of the gradients, and NCCL
     assert beside(world_size=2) == (4 * adapters, pytest.approx(1.25))
@@ -154,10 +154,10 @@ def test_a_larger_model_needs_more(mode, field):
 
 
 def test_a_higher_rank_and_more_targets_need_more():
-    by_rank = [peak(lora_rank=rank) for rank in (1, 8, 16, 256)]
+    by_rank = [peak(adapters=Adapters(rank)) for rank in (1, 8, 16, 256)]
     assert by_rank == sorted(set(by_rank))
     targets = [("q_proj",), ("q_proj", "v_proj"), "all-linear"]
-    by_targets = [peak(lora_targets=names) for names in targets]
+    by_targets = [peak(adapters=Adapters(targets=names)) for names in targets]
     assert by_targets == sorted(set(by_targets))
 
 

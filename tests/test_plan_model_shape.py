@@ -21,7 +21,7 @@ from sft_play.plan.model_shape import (
     load_shape,
     shape_of,
 )
-from sft_play.plan.step import PLAIN
+from sft_play.plan.step import Adapters
 
 TINY = {
     "vocab_size": 96,
@@ -114,8 +114,8 @@ def tiny_llama(**changes: Any) -> Any:
 def test_llama_3_8b_has_8_03_billion_parameters():
     assert load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {}) == EIGHT_B
     assert EIGHT_B.parameters == 8_030_261_248
-    assert PLAIN.adapter_weights(EIGHT_B, 16, "all-linear") == 41_943_040
-    assert PLAIN.adapter_weights(EIGHT_B, 8, ["q_proj", "v_proj"]) == 3_407_872
+    assert Adapters().weights(EIGHT_B) == 41_943_040
+    assert Adapters(8, ("q_proj", "v_proj")).weights(EIGHT_B) == 3_407_872
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
@@ -143,7 +143,7 @@ def test_lora_parameters_are_those_that_peft_trains(changes, targets):
     lora = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     adapted = get_peft_model(LlamaForCausalLM(config), lora)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    assert PLAIN.adapter_weights(shape_of(config.to_dict(), "tiny"), 4, targets) == trained
+    assert Adapters(4, targets).weights(shape_of(config.to_dict(), "tiny")) == trained
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes():

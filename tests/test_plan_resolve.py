@@ -265,7 +265,7 @@ def test_a_number_of_steps_that_no_strategy_reads_is_named(event):
 def test_an_adapted_layer_may_be_named_in_full():
     names = ("q_proj", "layers.0.self_attn.v_proj", "lm_head")
     planned = plan_for("1xH200", f"tuning.lora.target_modules=[{','.join(names)}]")
-    assert planned.plan.step.lora_targets == names
+    assert planned.plan.step.adapters.targets == names
 
 
 # Adapters on experts

@@ -30,7 +30,7 @@ from sft_play.plan.speed import (
     overhead_tokens,
     predict,
 )
-from sft_play.plan.step import AdapterOptions, Layout
+from sft_play.plan.step import Adapters, Layout
 
 ONE_B = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
 # One micro-batch of 8,192 tokens
@@ -124,7 +124,7 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
 def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
     shape, mode, rows, recomputed, tokens_per_second
 ):
-    recorded = {"records_graphs": True, "adapter_options": AdapterOptions(experts="shared")}
+    recorded = {"records_graphs": True, "adapters": Adapters(experts="shared")}
     model = load_shape(shape, None, {})
     layout = {"batch_size": rows, "grad_accum": 4 // rows, "checkpointed_layers": recomputed}
     found = speed(model=model, mode=mode, **layout, **recorded)

@@ -25,7 +25,7 @@ from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
 from sft_play.plan.recipe import describe_weights
 from sft_play.plan.speed import step_flops
-from sft_play.plan.step import PLAIN
+from sft_play.plan.step import Adapters
 from sft_play.plan.structure import (
     LayerKind,
     MatrixKind,
@@ -86,7 +86,7 @@ def test_adapters_are_as_many_weights_as_peft_trains(model_type):
     with torch.device("meta"):
         adapted = lora.add_adapters(model, config)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    assert PLAIN.adapter_weights(replace(SHAPE, structure=counted), 4, "all-linear") == trained
+    assert Adapters(rank=4).weights(replace(SHAPE, structure=counted)) == trained
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -148,8 +148,8 @@ def test_operations_are_those_of_active_experts_and_of_pairs_within_windows():
     # q, one expert and the router in two layers; 7 pairs of 4 tokens in the layer with attention
     products = 4 * 2 * (16 + 32 + 16) * 4
     assert step_flops(SHAPE, 0, [4], labelled=0) == products + 12 * 4 * 7
-    step = replace(STEP, model=SHAPE, lora_rank=2)
-    assert step.linear_adapter_weights == 2 * 2 * (8 + 4 * 12)
+    step = replace(STEP, model=SHAPE, adapters=Adapters(rank=2))
+    assert step.adapter_weights == 2 * 2 * (8 + 4 * 12)
     assert step.active_adapter_weights == 2 * 2 * (8 + 12)
 
 

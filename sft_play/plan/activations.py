@@ -168,8 +168,8 @@ def _peft_bytes_per_token(step: StepSpec) -> int:
     1B Llama on an H200, with fused kernels: 2.6 bytes an input for dropout, 5.3 an output for DoRA,
     and 7.7 over 4-bit weights, where PEFT computes the base once more.
     """
-    of_input = 3 * step.adapter_options.has_dropout
-    of_output = (8 if step.mode == "qlora" else 6) * step.adapter_options.use_dora
+    of_input = 3 * step.adapters.has_dropout
+    of_output = (8 if step.mode == "qlora" else 6) * step.adapters.use_dora
     kept = 0
     for kind in step.adapted_matrices:
         of_one = of_input * kind.inputs + of_output * kind.outputs
@@ -270,7 +270,7 @@ def _dora_bytes(step: StepSpec) -> int:
     PEFT multiplies A and B through an identity matrix in 32 and in 16 bits. 4-bit weights are kept
     in 16 bits for the backward pass.
     """
-    if step.is_full or not step.adapter_options.use_dora:
+    if step.is_full or not step.adapters.use_dora:
         return 0
     working = 0
     kept = 0
@@ -302,7 +302,7 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     matrix = step.model.vocab * step.model.hidden
     if not step.has_fused_loss:
         merged = 0
-        if not step.is_full and step.adapter_options.trained_tokens:
+        if not step.is_full and step.adapters.trained_tokens:
             merged = step.compute_bytes * matrix  # the head with its trained rows
         return _Moments(logits + merged, logits + merged)
     hidden = 2 * tokens * step.compute_bytes * step.model.hidden
@@ -311,7 +311,7 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     forward = min(logits, LOSS_CHUNK_BYTES) + hidden
     if step.casts_weights:
         forward += step.compute_bytes * matrix
-    if step.is_full or not step.adapter_options.saved_names & HEADS:
+    if step.is_full or not step.adapters.saved_names & HEADS:
         return _Moments(forward, hidden)
     # its cast and its gradient in 16 bits; then the gradient in both types
     cast = 2 * step.compute_bytes * matrix

@@ -58,7 +58,9 @@ def refuse_misspelt_targets(step: StepSpec) -> None:
 
     Other unknown names are left to the model itself, which has more than the plan knows.
     """
-    targets = [] if step.is_full or isinstance(step.lora_targets, str) else step.lora_targets
+    targets = step.adapters.targets
+    if step.is_full or isinstance(targets, str):
+        return
     known = {kind.name.rpartition(".")[2] for kind in step.model.matrices}
     for name in targets:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

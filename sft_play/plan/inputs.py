@@ -27,7 +27,7 @@ from sft_play.plan.fast import (
 from sft_play.plan.machine import Machine
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
-from sft_play.plan.step import LONG_ROW, AdapterOptions, Layout, StepSpec
+from sft_play.plan.step import LONG_ROW, Adapters, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -105,20 +105,17 @@ def step_of(inputs: PlanInputs) -> StepSpec:
     strategy = machine.ranks.strategy
     compute_bytes = 2 if machine.is_half else 4
     default_bytes = 4 if tuning.mode == "full" else compute_bytes
-    targets = tuning.lora.target_modules
     return StepSpec(
         model=model,
         mode=tuning.mode,
         compute_bytes=compute_bytes,
         weight_bytes=DTYPE_BYTES.get(config.model.dtype, default_bytes),
-        lora_rank=tuning.lora.r,
-        lora_targets=targets if isinstance(targets, str) else tuple(targets),
         optim=train.optim,
         double_quant=tuning.bnb_4bit_use_double_quant,
         kernels=kernels,
         is_fast=is_fast(setup),
         fuses_loss=fuses_loss(setup),
-        adapter_options=AdapterOptions.of(config),
+        adapters=Adapters.of(config),
         zero_stage=machine.zero_stage,
         is_fsdp=strategy == "fsdp",
         expert_ranks=machine.ranks.world_size if strategy == "ep" else 1,

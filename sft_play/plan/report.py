@@ -244,7 +244,7 @@ def _what(planned: PlannedRun) -> str:
         adapted = planned.plan.step.adapted_matrices
         if targets == "all-linear" and any(kind.is_stacked for kind in adapted):
             layers += " and experts"
-        layers += planned.plan.step.adapter_options.describe()
+        layers += planned.plan.step.adapters.describe()
         method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
     kernels = planned.plan.step.kernels.describe()
     backend = backend_of(planned.config)

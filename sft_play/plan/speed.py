@@ -12,7 +12,6 @@ from sft_play.plan import memory
 from sft_play.plan.cards import Card
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import LONG_ROW, Layout, StepSpec
-from sft_play.plan.structure import adapted_matrices
 
 
 def step_flops(
@@ -377,10 +376,7 @@ def _host_seconds(step: StepSpec, again: float) -> float:
         return 0.0
     adapted = 0.0
     if not step.is_full:
-        kinds = adapted_matrices(
-            step.model.matrices, step.lora_targets, step.adapter_options.experts
-        )
-        adapted = sum(kind.count for kind in kinds) / step.model.layers
+        adapted = sum(kind.count for kind in step.adapted_matrices) / step.model.layers
     modules = MODULES + MODULES_OF_EXPERTS * _expert_layers(step.model) / step.model.layers
     if not step.is_fast:
         modules += MODULES_OF_ADAPTER * adapted

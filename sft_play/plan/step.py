@@ -4,9 +4,8 @@ Counts of adapters are exact where the matrices of the model are, but for biases
 trained in full; `models.parameters` counts the real model.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
 from sft_play.config.schema import Config
@@ -115,9 +114,11 @@ STATE_BYTES = {
 
 
 @dataclass(frozen=True)
-class AdapterOptions:
-    """The settings of tuning.lora that change what is trained."""
+class Adapters:
+    """The settings of tuning.lora that decide what is trained."""
 
+    rank: int = 16
+    targets: str | tuple[str, ...] = "all-linear"
     layers: tuple[int, ...] | None = None  # with adapters; None: all
     use_dora: bool = False
     has_dropout: bool = False
@@ -126,11 +127,13 @@ class AdapterOptions:
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
     @classmethod
-    def of(cls, config: Config) -> "AdapterOptions":
-        """Return the options of a config."""
+    def of(cls, config: Config) -> Self:
+        """Return the adapters of a config."""
         lora = config.tuning.lora
-        layers = lora.layers_to_transform
+        targets, layers = lora.target_modules, lora.layers_to_transform
         return cls(
+            rank=lora.r,
+            targets=targets if isinstance(targets, str) else tuple(targets),
             layers=None if layers is None else tuple(sorted(set(layers))),
             use_dora=lora.use_dora,
             has_dropout=lora.dropout > 0,
@@ -139,24 +142,22 @@ class AdapterOptions:
             trained_tokens=len(config.trained_tokens),
         )
 
-    def adapted(self, model: ModelShape, targets: str | Sequence[str]) -> tuple[MatrixKind, ...]:
+    def matrices(self, model: ModelShape) -> tuple[MatrixKind, ...]:
         """Return the matrices that have adapters."""
-        kinds = adapted_matrices(model.matrices, targets, self.experts)
+        kinds = adapted_matrices(model.matrices, self.targets, self.experts)
         if self.layers is None:
             return kinds
         return tuple(kind.in_layers(self.layers, model.layers) for kind in kinds)
 
-    def adapter_weights(
-        self, model: ModelShape, rank: int, targets: str | Sequence[str], is_active: bool = False
-    ) -> int:
+    def weights(self, model: ModelShape, is_active: bool = False) -> int:
         """Return the weights of the A and B matrices, and of DoRA's magnitudes.
 
         Each expert has an A and a B, or those that all of them share; `is_active` counts those
         that a token is multiplied by.
         """
         weights = 0
-        for kind in self.adapted(model, targets):
-            of_one = rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
+        for kind in self.matrices(model):
+            of_one = self.rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
             adapters = kind.experts
             if is_active:
                 adapters = kind.active
@@ -197,7 +198,7 @@ class AdapterOptions:
         return rows + sum(sizes.get(name, 0) for name in names)
 
 
-PLAIN = AdapterOptions()  # on the linear layers of all blocks, and nothing else
+PLAIN = Adapters()  # of the default rank on the linear layers of all blocks
 
 
 def _module_sizes(model: ModelShape) -> dict[str, int]:
@@ -219,8 +220,6 @@ class StepSpec:
     mode: str  # lora, qlora, full
     compute_bytes: int  # of a number: 2 for bfloat16 and float16, 4 for float32
     weight_bytes: int  # of an unquantised base weight
-    lora_rank: int
-    lora_targets: str | tuple[str, ...]
     optim: str
     double_quant: bool
     is_fast: bool  # on fused kernels
@@ -230,7 +229,7 @@ class StepSpec:
     eval_batch_size: int | None = None  # None: as many as `memory.evaluation_rows` allows
     generates: bool = False  # evaluations answer with a key-value cache
     offload_weights: bool = False  # ZeRO-3's or FSDP's, to the host
-    adapter_options: AdapterOptions = PLAIN
+    adapters: Adapters = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
     context_parallel: int = 1  # ranks that share each row
     keeps_attention: bool = False  # outputs of attention in layers that are recomputed
@@ -274,9 +273,9 @@ class StepSpec:
 
     def without_experts(self) -> "StepSpec":
         """Return the step with those adapters alone that every rank has whole."""
-        if self.expert_ranks == 1 or self.adapter_options.experts == "shared":
+        if self.expert_ranks == 1 or self.adapters.experts == "shared":
             return self
-        return replace(self, adapter_options=replace(self.adapter_options, experts="none"))
+        return replace(self, adapters=replace(self.adapters, experts="none"))
 
     @property
     def is_full(self) -> bool:
@@ -314,25 +313,17 @@ class StepSpec:
         """Weights trained on top of a frozen base, 0 if the base itself is trained."""
         if self.is_full:
             return 0
-        return self.linear_adapter_weights + self.adapter_options.other_weights(self.model)
-
-    @property
-    def linear_adapter_weights(self) -> int:
-        """Weights of the adapters on linear layers and experts."""
-        return self.adapter_options.adapter_weights(self.model, self.lora_rank, self.lora_targets)
+        return self.adapters.weights(self.model) + self.adapters.other_weights(self.model)
 
     @property
     def active_adapter_weights(self) -> int | None:
         """Adapter weights that a token is routed to, None if every weight is trained."""
-        if self.is_full:
-            return None
-        options = self.adapter_options
-        return options.adapter_weights(self.model, self.lora_rank, self.lora_targets, True)
+        return None if self.is_full else self.adapters.weights(self.model, is_active=True)
 
     @property
     def adapted_matrices(self) -> tuple[MatrixKind, ...]:
         """The matrices that have adapters."""
-        return self.adapter_options.adapted(self.model, self.lora_targets)
+        return self.adapters.matrices(self.model)
 
     @property
     def has_adapted_experts(self) -> bool:
@@ -377,11 +368,11 @@ class StepSpec:
 
         Next to adapters, modules that are trained in full are counted by their weights.
         """
-        model, options = self.model, self.adapter_options
+        model, adapters = self.model, self.adapters
         if not self.is_full:
-            of_rank_1 = options.adapter_weights(model, 1, self.lora_targets)
-            adapters = sum(kind.count * kind.experts for kind in self.adapted_matrices)
-            return of_rank_1 + 2 * self.lora_rank * adapters + options.other_weights(model)
+            of_rank_1 = replace(adapters, rank=1).weights(model)
+            adapted = sum(kind.count * kind.experts for kind in self.adapted_matrices)
+            return of_rank_1 + 2 * adapters.rank * adapted + adapters.other_weights(model)
         vocabularies = 1 if model.is_tied else 2
         sides = vocabularies * (model.vocab + model.hidden)
         for kind in model.matrices:
