@@ -324,24 +324,8 @@ def shortage(draft: Draft) -> str | None:
     recomputed = " with checkpointing" if layout.checkpointed_layers else ""
     return (
         f"train.batch_size=auto: even {rows} of {request.max_seq_len} tokens{recomputed} needs "
-        f"{needed}{_needed_offloaded(draft)}, {device} has {budget} to give"
+        f"{needed}, {device} has {budget} to give"
     )
-
-
-def _needed_offloaded(draft: Draft) -> str:
-    """Say what the smallest step needs with activations offloaded, if that is less."""
-    if draft.step.offload_activations or not draft.inputs.can_offload_activations:
-        return ""
-    step = replace(draft.step, offload_activations=True)
-    layouts = [batch.smallest(draft.request)]
-    if draft.request.gradient_checkpointing == "auto" and layouts[0].checkpointed_layers > 1:
-        # the last layer, kept, is freed before another is recomputed
-        layers = layouts[0].checkpointed_layers - 1
-        layouts.append(replace(layouts[0], checkpointed_layers=layers))
-    needed_bytes = min(memory.peak_bytes(step, layout) for layout in layouts)
-    if needed_bytes >= draft.peak_bytes:
-        return ""
-    return f", {needed_bytes / GIB:.2f} GiB with TRAIN_ACTIVATION_OFFLOADING=true"
 
 
 def offloading_warnings(draft: Draft) -> list[str]:

@@ -34,7 +34,6 @@ from sft_play.plan.rope import load_positions, unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
-    AskedStrategy,
     Engine,
     alternatives,
     asked_strategy,
@@ -57,29 +56,40 @@ def resolve(
     environ: Mapping[str, str],
     distributed: bool,
     use_deepspeed: bool,
+    compares: bool = False,
 ) -> PlannedRun:
     """Return the plan of a run, which need not fit.
 
     `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO. Of the
-    engines that the settings leave open, the first that fits is planned.
+    engines that the settings leave open, the first that fits is planned; `compares` plans all, and
+    takes the fastest that fits. If no speed of a card is known, that is the first one.
+
     Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError
     for numbers that contradict; DataError for a missing data file.
     """
     loaded = recipe.settle(loaded, recipe.RecipeFacts())  # what a look at the rows left open
     asked = asked_strategy(loaded, invocation, use_deepspeed)
-    ranks = _ranks(loaded, asked, invocation, hardware, environ, distributed)
+    distributed = distributed or asked.is_shared
+    ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
+    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
+    sources.require(loaded)
+    compares &= asked.name == "auto" and ranks.world_size > 1 and ranks.device == "cuda"
 
-    def first_that_fits(loaded: LoadedConfig) -> PlannedRun:
-        """Return the plan of the first engine that fits, else that of the first one."""
+    def plan_engines(loaded: LoadedConfig) -> PlannedRun:
+        """Return the plan of an engine that fits, else that of the first one."""
         needs.require(loaded, hardware)
+        is_float16 = choose_precision(loaded, hardware, {}).precision == "fp16"  # without a JSON
+        engines = asked.engines(loaded.config, ranks, is_float16)
+        if compares:
+            engines = alternatives(loaded.config, is_float16)
         plans = []
-        for engine in asked.engines(loaded.config, ranks, _is_float16(loaded, hardware)):
+        for engine in engines:
             plans.append(_resolve(loaded, invocation, hardware, environ, ranks, engine))
-            if plans[-1].plan.fits:
+            if plans[-1].plan.fits and not compares:
                 return plans[-1]
-        return plans[0]
+        return max(plans, key=_fits_and_speed) if compares else plans[0]
 
-    return with_largest_adapters(loaded, first_that_fits)
+    return with_largest_adapters(loaded, plan_engines)
 
 
 def fastest(
@@ -90,49 +100,10 @@ def fastest(
 ) -> PlannedRun:
     """Return the plan of the fastest strategy that fits on all GPUs, unless one is asked for.
 
-    If no speed of a card is known, full weights on every GPU come first. A device map asks
-    for one process.
-    Raises: as `resolve`.
+    A device map asks for one process. Raises: as `resolve`.
     """
     distributed = loaded.config.model.device_map is None
-    asked = asked_strategy(loaded, invocation, False)
-    ranks = _ranks(loaded, asked, invocation, hardware, environ, distributed)
-    is_alone = ranks.world_size == 1 or ranks.device == "cpu"
-    if is_alone or asked.name != "auto":
-        return resolve(loaded, invocation, hardware, environ, distributed, False)
-    loaded = recipe.settle(loaded, recipe.RecipeFacts())
-
-    def fastest_that_fits(loaded: LoadedConfig) -> PlannedRun:
-        """Return the plan of the fastest strategy that fits."""
-        needs.require(loaded, hardware)
-        engines = alternatives(loaded.config, _is_float16(loaded, hardware))
-        plans = [
-            _resolve(loaded, invocation, hardware, environ, ranks, engine) for engine in engines
-        ]
-        return max(plans, key=_fits_and_speed)
-
-    return with_largest_adapters(loaded, fastest_that_fits)
-
-
-def _ranks(
-    loaded: LoadedConfig,
-    asked: AskedStrategy,
-    invocation: Invocation,
-    hardware: Hardware,
-    environ: Mapping[str, str],
-    distributed: bool,
-) -> Ranks:
-    """Return the ranks of a run whose rows are there."""
-    is_shared = distributed or asked.is_shared
-    ranks = plan_ranks(invocation, hardware, environ, is_shared, asked.uses_deepspeed)
-    ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
-    sources.require(loaded)
-    return ranks
-
-
-def _is_float16(loaded: LoadedConfig, hardware: Hardware) -> bool:
-    """Return whether a run without DeepSpeed, whose JSON may say otherwise, is in float16."""
-    return choose_precision(loaded, hardware, {}).precision == "fp16"
+    return resolve(loaded, invocation, hardware, environ, distributed, False, compares=True)
 
 
 def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
