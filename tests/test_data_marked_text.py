@@ -1,4 +1,4 @@
-"""sft_play.data.marked_text: conversations in one text, as chat templates wrote them, or people."""
+"""sft_play.data.row_formats: conversations in one text, as chat templates wrote them, or people."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from families import tokenizer
 from record_files import cases, run_data, write_rows
 from renderings import CHATML
 
-from sft_play.data.marked_text import find_style
+from sft_play.data.row_formats import find_style
 
 MARKED = {case["case"]: case["record"]["messages"] for case in cases("rows", "marked: ")}
 

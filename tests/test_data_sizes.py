@@ -17,8 +17,7 @@ from sft_play import reading
 from sft_play.config.yaml_source import parse_flow, read_json, read_mapping
 from sft_play.data import json_files, text_files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.marked_text import split_marked_text
-from sft_play.data.row_formats import parse_message_list
+from sft_play.data.row_formats import parse_message_list, split_marked_text
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, read_prompts
 from sft_play.data.rows import InvalidRowError, shorten
 from sft_play.data.text_files import parse_json

@@ -23,7 +23,6 @@ from sft_play.data.files import (
 )
 from sft_play.data.image_parts import attach_images
 from sft_play.data.images import BESIDE_FILES, ImageReader
-from sft_play.data.marked_text import find_style
 from sft_play.data.messages import (
     parse_messages,
     parse_segments,
@@ -35,6 +34,7 @@ from sft_play.data.row_formats import (
     VARIABLES,
     RowFormat,
     expand_record,
+    find_style,
     find_values,
     match_format,
     parse_json_text,

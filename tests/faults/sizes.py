@@ -18,8 +18,8 @@ from faults.front import config_of, of_environment
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.marked_text import split_marked_text
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.row_formats import split_marked_text
 from sft_play.data.tables import AS_CSV
 from sft_play.errors import ExitClass
 
@@ -141,7 +141,7 @@ def of_data(
 
 UNPACK = "they are rows, unpack it first with gzip -dk or zstd -d"
 REWRITE = "write them as JSON lines"
-WITHOUT_ENDS = "sft_play.data.marked_text:_without_ends"
+WITHOUT_ENDS = "sft_play.data.row_formats:_without_ends"
 ROWS = (
     of_data(
         "size-blank-gzip",
