@@ -371,7 +371,7 @@ def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
     used = find_used_tokens(Split.whole([one, two]))
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([1, 2, 3, 7, 900], [3, 7])
     assert [used.origin(token) for token in (3, 1, 4)] == ["a.jsonl:1", "b.jsonl:1", None]
-    assert find_used_tokens(Split.whole([store_of(tmp_path / "none")])).largest_id == -1
+    assert find_used_tokens(Split.whole([store_of(tmp_path / "none")])).ids.size == 0
     assert find_used_tokens(Split.whole([Store(tmp_path / "one", [])])).origin(3) is None
 
 

@@ -6,10 +6,9 @@ ledger, and run.json has it. Loads no torch, no numpy.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from operator import attrgetter
 from typing import Self
 
 from sft_play.data.row_parsing import unused_notes
@@ -66,28 +65,25 @@ class Tally:
         return cls(**{n: Counter(v) if isinstance(v, dict) else v for n, v in facts.items()})
 
 
+@dataclass
 class DataAccount:
     """How far the reading of a run's rows has come; data-check prints it when an error ends it."""
 
-    def __init__(self) -> None:
-        self._sources: dict[tuple[str, str, int], Tally | None] = {}  # by split, name, files
-
-    def record(self, split: str, name: str, files: int, tally: Tally | None = None) -> None:
-        """Record what was read of a source, without a tally nothing; it replaces earlier counts."""
-        self._sources[split, name, files] = tally
+    # By split, name and number of files of a source; None: nothing was read of it
+    tallies: dict[tuple[str, str, int], Tally | None] = field(default_factory=dict)
 
     def as_json(self) -> Json:
         """Return the account as data-check prints it after an error."""
         sources = [
             {"split": split, "name": name, "files": files, "tally": tally and tally.as_json()}
-            for (split, name, files), tally in self._sources.items()
+            for (split, name, files), tally in self.tallies.items()
         ]
         return {"complete": False, "sources": sources}
 
     def lines(self) -> list[str]:
         """Return the account as lines of text."""
         lines = []
-        for (split, name, files), tally in self._sources.items():
+        for (split, name, files), tally in self.tallies.items():
             facts = ["no row read"]
             if tally:
                 dropped = [f"{reason} {rows:,}" for reason, rows in tally.dropped.items() if rows]
@@ -255,7 +251,6 @@ UNTRAINED = {
     "greeting": "before the first question",
     "greeting_left_out": "as the chat template refuses it",
 }
-IMAGES = {"images": "tally.images", "tokens that stand for images": "tally.image_tokens"}
 # The ways of EqualRows
 EQUAL = {"exact": "to the letter", "normalised": "in the same words", "questions": "by question"}
 
@@ -284,57 +279,54 @@ def ledger_lines(ledger: Ledger) -> list[str]:
 def split_table(ledger: Ledger) -> Table:
     """Return the rows and tokens of every split: rows in = used + the lines with a plus."""
     splits = list(ledger.splits.values())
-
-    def line(label: str, path: str) -> Line:
-        return label, *(_format(attrgetter(path)(split)) for split in splits)
-
-    has_images = any(split.tally.images for split in splits)
-    shares = (split.tally.trained_tokens / max(1, split.tally.tokens) for split in splits)
-    lines = [
-        line("rows in", "tally.rows_in"),
-        line("= used", "tally.rows_used"),
-        *_reason_lines(splits, "shortened", "  of them", SHORTENED),
-        *_reason_lines(splits, "dropped", "+", DROPPED),
-        line("samples that they give", "tally.samples"),
-        line("tokens", "tally.tokens"),
-        *(line(label, path) for label, path in IMAGES.items() if has_images),
-        line("trained tokens", "tally.trained_tokens"),
-        ("share of tokens that is trained", *map(_format, shares)),
-        *_reason_lines(splits, "untrained", "answers without loss,", UNTRAINED),
-        line("trained tokens lost to data.too_long", "lost_fraction"),
-        line("tokens of a sample, p50", "lengths.p50"),
-        line("tokens of a sample, p90", "lengths.p90"),
-        line("tokens of a sample, p99", "lengths.p99"),
-        line(f"longest, of model.max_seq_len={ledger.max_seq_len}", "lengths.max"),
-        *(line(f"repeated rows, {words}", f"duplicates.{name}") for name, words in EQUAL.items()),
-        *_overlap_lines(splits),
-    ]
+    every = Tally()  # says which lines there are
+    others: dict[str, EqualRows] = {}  # splits whose rows are looked for in another
+    for split in splits:
+        every.add(split.tally)
+        others |= split.overlap or {}
+    columns = []
+    for split in splits:
+        column = _count_split(split, every, ledger.max_seq_len)
+        for other in others:
+            equal = (split.overlap or {}).get(other)
+            for name, words in EQUAL.items():
+                column[f"also {other} rows, {words}"] = getattr(equal, name, None)
+        columns.append(column)
+    lines = [(label, *(_format(column[label]) for column in columns)) for label in columns[0]]
     return Table(("", *ledger.splits), tuple(lines))
 
 
-def _reason_lines(
-    splits: Sequence[SplitLedger], counter: str, mark: str, meaning: Mapping[str, str]
-) -> list[Line]:
-    """Return a line for each reason that has a count in some split."""
-    counts = [getattr(split.tally, counter) for split in splits]
-    lines = []
-    for reason in dict.fromkeys(chain.from_iterable(counts)):
-        if any(count[reason] for count in counts):
-            label = ": ".join(filter(None, (f"{mark} {reason}", meaning.get(reason))))
-            lines.append((label, *(_format(count[reason]) for count in counts)))
-    return lines
+def _count_split(split: SplitLedger, every: Tally, max_seq_len: int) -> dict[str, float | None]:
+    """Return the numbers of a split by their labels, with a line for each reason in any split."""
+    tally = split.tally
 
+    def reasons(counter: str, mark: str, meanings: Mapping[str, str]) -> dict[str, int]:
+        counts = {}
+        for reason in +getattr(every, counter):
+            label = ": ".join(filter(None, (f"{mark} {reason}", meanings.get(reason))))
+            counts[label] = getattr(tally, counter)[reason]
+        return counts
 
-def _overlap_lines(splits: Sequence[SplitLedger]) -> list[Line]:
-    """Return lines for each split whose rows are looked for in another."""
-    overlaps = [split.overlap or {} for split in splits]
-    lines = []
-    for other in dict.fromkeys(chain.from_iterable(overlaps)):
-        found = [overlap.get(other) for overlap in overlaps]
-        for name, words in EQUAL.items():
-            counts = [_format(equal and getattr(equal, name)) for equal in found]
-            lines.append((f"also {other} rows, {words}", *counts))
-    return lines
+    images = {"images": tally.images, "tokens that stand for images": tally.image_tokens}
+    duplicates = asdict(split.duplicates)
+    lengths = asdict(split.lengths)
+    longest = lengths.pop("max")
+    return {
+        "rows in": tally.rows_in,
+        "= used": tally.rows_used,
+        **reasons("shortened", "  of them", SHORTENED),
+        **reasons("dropped", "+", DROPPED),
+        "samples that they give": tally.samples,
+        "tokens": tally.tokens,
+        **(images if every.images else {}),
+        "trained tokens": tally.trained_tokens,
+        "share of tokens that is trained": tally.trained_tokens / max(1, tally.tokens),
+        **reasons("untrained", "answers without loss,", UNTRAINED),
+        "trained tokens lost to data.too_long": split.lost_fraction,
+        **{f"tokens of a sample, {name}": tokens for name, tokens in lengths.items()},
+        f"longest, of model.max_seq_len={max_seq_len}": longest,
+        **{f"repeated rows, {words}": duplicates[name] for name, words in EQUAL.items()},
+    }
 
 
 def source_tables(ledger: Ledger) -> list[Table]:
@@ -343,8 +335,13 @@ def source_tables(ledger: Ledger) -> list[Table]:
     for name, split in ledger.splits.items():
         if len(split.sources) < 2:
             continue
-        headings = (f"sources of {name}", "weight", "rows in", "= used", "+ dropped", "tokens")
-        headings = (*headings, "lost", *(("an epoch", "share") if split.epoch else ()))
+        headings = [
+            f"sources of {name}",
+            "weight",
+            *"rows in,= used,+ dropped,tokens,lost".split(","),
+        ]
+        if split.epoch:
+            headings += ["an epoch", "share"]
         lines: list[Line] = []
         for number, source in enumerate(split.sources):
             tally = source.tally
@@ -355,7 +352,7 @@ def source_tables(ledger: Ledger) -> list[Table]:
                 numbers += [share.samples, float(share.share)]
             weight = "-" if source.weight is None else f"{source.weight:g}"
             lines.append((source.name, weight, *map(_format, numbers)))
-        tables.append(Table(headings, tuple(lines)))
+        tables.append(Table(tuple(headings), tuple(lines)))
     return tables
 
 

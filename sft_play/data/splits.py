@@ -197,11 +197,6 @@ class UsedTokens:
     trained_ids: np.ndarray  # those that are predicted somewhere, sorted
     samples: Split
 
-    @property
-    def largest_id(self) -> int:
-        """The largest id that occurs, -1 when there is none."""
-        return int(self.ids[-1]) if len(self.ids) else -1
-
     def origin(self, token_id: int) -> str | None:
         """Return `file:line` of the first row that has a token, None if it is not known."""
         first_sample = 0  # of a store, among all samples

@@ -74,7 +74,7 @@ def tokenize_sources(
     account = account or DataAccount()
     for split, sources in found.items():
         for source in sources:
-            account.record(split, source.name, len(source.files))
+            account.tallies[split, source.name, len(source.files)] = None
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
     processor_digest = digest_settings(config.model)
     splits: TokenizedSplits = {}
@@ -83,8 +83,8 @@ def tokenize_sources(
         tokenized: list[TokenizedSource] = []
         for source in sources:
             section = source.section
-            tally = Tally()
-            account.record(split, source.name, len(source.files), tally)  # grows with what is read
+            named = (split, source.name, len(source.files))
+            account.tallies[named] = tally = Tally()  # grows with what is read
             before = source.states()
             files_digest = digest_source(source)
             key_facts = {
@@ -113,7 +113,7 @@ def tokenize_sources(
                 section.choice,
                 section.name,
             )
-            account.record(split, source.name, len(source.files), done.read_summary().tally)
+            account.tallies[named] = done.read_summary().tally
             tokenized.append(done)
         splits[split] = tuple(tokenized)
     return splits
