@@ -52,7 +52,6 @@ class Renderer:
         self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
         self._tokenizer = tokenizer.backend_tokenizer
         self._special = special_text(tokenizer, tokens_in_text)
-        self._unusual = self._special.unusual
         self._stop_ids = stop_ids(tokenizer)
         self._two_bos = [tokenizer.bos_token_id] * 2
         self._decode = partial(self._tokenizer.decode, skip_special_tokens=False)
@@ -111,12 +110,11 @@ class Renderer:
                 return self._texts.build(row)
             builder = self._texts.for_row(row)
             arranged, notes = builder.thoughts.apply(row)
-            escaped = self._special.escape(arranged)
+            escaped, as_text = self._special.escape(arranged)
             texts = builder.for_row(escaped).build(escaped)
             notes += builder.describe_unread(arranged)
         except RenderError as error:
             return RenderError(self._special.plain(f"{row.origin}: {error}"))
-        as_text = () if escaped is arranged else self._special.find_tokens(escaped)
         for text in texts:
             text.notes += notes
             text.as_text = as_text
@@ -129,7 +127,11 @@ class Renderer:
         for message in row.messages:
             if message.reasoning is not None or message.tool_calls:
                 return False
-            if self._unusual.search(message.content) or message.name or message.tool_call_id:
+            if (
+                self._special.unusual.search(message.content)
+                or message.name
+                or message.tool_call_id
+            ):
                 return False
         return True
 
@@ -272,10 +274,7 @@ class Renderer:
             kind = _JoinedLineBreaks if is_line_breaks else RenderError
             raise kind(f"the token {token!r} straddles the end of the prompt of {where}")
         following = ids[start:]
-        stops: list[int] = []
-        for stop in self._stop_ids:
-            if stop in following:
-                stops.append(following.index(stop))
+        stops = [following.index(stop) for stop in self._stop_ids if stop in following]
         if not stops:
             raise RenderError(
                 f"the tokenizer does not read {text.text[answer.stop : answer.end]!r} "
@@ -367,7 +366,7 @@ def render_prompt(
     asked = Row(tuple(messages), "the prompt", tools=tuple(tools), variables=variables)
     template = ChatTemplate(tokenizer)
     asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
-    row = special.escape(asked)
+    row, _ = special.escape(asked)
     text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
     return PromptIds(
         special.encode([text])[0], tuple(chain.from_iterable(map(get_images, messages)))

@@ -64,18 +64,18 @@ class SpecialText:
         # a text without these is read as it is
         self.unusual = match_any((*tokens, *self._turn_words, *CLOSED))
 
-    def escape(self, row: Row) -> Row:
-        """Return a conversation with placeholders for the special tokens in its messages.
+    def escape(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        """Return a conversation with placeholders for special tokens in its messages, and these.
 
         It is the row itself if it has none, and under `allow`. Raises RenderError for what `fail`
         refuses, and for words that begin a turn without a token of their own.
         """
         if self._policy == "allow":
-            return row
+            return row, ()
         everything = [*map(get_texts, row.messages), row.tools, row.variables]
         if not any(map(self.unusual.search, list_strings(everything))):
-            return row
-        has_tokens = False
+            return row, ()
+        tokens: set[str] = set()
         for where, text in _list_texts(row):
             for words, pattern in self._turn_words.items():
                 # the first is quick, and mostly enough
@@ -85,21 +85,14 @@ class SpecialText:
                         f"turn, and no token tells the two apart; {SETTING}=allow reads it as the "
                         "template's"
                     )
-            found = self._token.search(text)
+            found = self._token.findall(text)
             if found and self._policy == "fail":
                 raise RenderError(
                     f"{where} holds {found[0]}, a special token; {SETTING}=as_text reads it as "
                     "plain text, allow as the token"
                 )
-            has_tokens = has_tokens or found is not None
-        return self._with_placeholders(row) if has_tokens else row
-
-    def find_tokens(self, row: Row) -> tuple[str, ...]:
-        """Return the special tokens in an escaped row that are read as plain text, each once."""
-        names: set[str] = set()
-        for _, text in _list_texts(row):
-            names.update(self._placeholder.findall(text))
-        return tuple(sorted(self._exchanged[name] for name in names))
+            tokens.update(found)
+        return self._with_placeholders(row) if tokens else row, tuple(sorted(tokens))
 
     def plain(self, text: str) -> str:
         """Return a text with the special tokens in place of placeholders."""

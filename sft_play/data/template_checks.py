@@ -95,36 +95,33 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
     """
     position = 0
     for index, message in enumerate(messages):
+        if message.tool_calls:
+            continue
         # Messages must be found in order, so that a question asked twice is written twice. But
         # Mistral's template puts the system message into the last question.
         start = 0 if message.role == "system" else position
         for text in message.texts if message.images else (message.content,):
             form = text.strip()
             place = prompt.find(form, start)
-            if place < 0 or message.tool_calls:
-                form, place = _find_other_form(message, text, prompt, start)
+            if place < 0:
+                form = _other_form(message, text)
+                place = prompt.find(form, start)
             if place < 0:
                 raise RenderError(
                     f"the chat template leaves out or changes messages[{index}], "
-                    f"of the role {message.role}: {quote(form)}"
+                    f"of the role {message.role}: {quote(text.strip())}"
                 )
             start = place + len(form)
         if message.role != "system":
             position = start
 
 
-def _find_other_form(message: Message, text: str, prompt: str, start: int) -> tuple[str, int]:
-    """Return how else a prompt has a text of a message, and where, -1 if it does not."""
-    content = text.strip()
-    form = content
-    if message.role == "assistant" and message.tool_calls:
-        form = ""
-    elif message.role == "assistant":
-        form = split_reasoning(replace(message, content=text, images=())).answer.strip()
-    elif message.role == "tool":  # Llama 3 and gpt-oss write it as JSON
-        form = json_characters(content)
-    place = prompt.find(form, start)
-    return (content if place < 0 else form), place
+def _other_form(message: Message, text: str) -> str:
+    """Return how else a prompt may have a text of a message."""
+    if message.role == "assistant":
+        return split_reasoning(message).answer.strip()
+    # Llama 3 and gpt-oss write the answer of a tool as JSON
+    return json_characters(text.strip()) if message.role == "tool" else text.strip()
 
 
 def check_answer(
@@ -207,7 +204,7 @@ def fit_greeting(template: ChatTemplate, row: Row) -> Row:
 
 @functools.lru_cache(MOST_KINDS)
 def _writes_greeting(template: ChatTemplate, has_system: bool) -> bool:
-    messages = [*_system_messages(has_system), GREETING, QUESTION, ANSWER]
+    messages = [SYSTEM] * has_system + [GREETING, QUESTION, ANSWER]
     try:
         prompt, text = template.render_both(template_messages(messages))
     except RenderError:
@@ -241,7 +238,7 @@ def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) ->
 
 def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
     """Raise RenderError if a template leaves out a part of the calls of an answer."""
-    lost = message.tool_calls and _lost_in_answer(template, _kind_of_calls([message]))
+    lost = _lost_in_answer(template, _kind_of_calls([message]))
     if lost:
         raise RenderError(
             f"the chat template leaves out or changes a tool call of {where}: {lost}; {REMEDY}"
@@ -252,7 +249,7 @@ def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
 def _lost_of_tools(template: ChatTemplate, has_system: bool) -> frozenset[str] | None:
     """Return the places of tools that are left out, None if the tools are as a whole."""
     try:
-        asked = template_messages([*_system_messages(has_system), QUESTION])
+        asked = template_messages([SYSTEM] * has_system + [QUESTION])
         text = template.render_prompt(asked, [TOOL])
     except RenderError:
         return frozenset()
@@ -295,10 +292,6 @@ def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
     if any(word not in text for word in RESULTS[: kind.results]):
         lost.append("results")
     return tuple(lost)
-
-
-def _system_messages(has_system: bool) -> list[Message]:
-    return [SYSTEM] if has_system else []
 
 
 def _probe(kind: CallKind) -> Message:

@@ -148,17 +148,13 @@ class TrainingTextBuilder:
         They are none if every answer is excluded from loss. What follows the last trained answer is
         in no text, since nothing learns from it. Raises RenderError.
         """
-        trained: list[int] = []
-        last = -1
-        for index, message in enumerate(row.messages):
-            if message.role == "assistant":
-                last = index
-                if message.is_trained:
-                    trained.append(index)
-        if last < 0:
+        said = row.messages
+        answers = [index for index in range(len(said)) if said[index].role == "assistant"]
+        if not answers:
             raise RenderError("no message is the assistant's, so there is nothing to train")
         if self._train_on == "last":
-            trained = trained[-1:] if trained[-1:] == [last] else []
+            answers = answers[-1:]
+        trained = [index for index in answers if said[index].is_trained]
         messages = template_messages(row.messages)
         try:
             views = [self._generation_view(row, messages, index) for index in trained]
@@ -263,13 +259,12 @@ class TrainingTextBuilder:
         """
         last = len(messages) - 1
         words: dict[int, str] = {}
+        marked = list(messages)
         for index, message in enumerate(messages):
             is_last = index == last and "tool_calls" not in message
             if message["role"] in ("system", "user") or is_last:
                 words[index] = f"Place{index}Of{len(messages)}Messages"
-        marked = [dict(message) for message in messages]
-        for index, word in words.items():
-            marked[index]["content"] = word
+                marked[index] = {**message, "content": words[index]}
         prompt, text = self._template.render_both(marked, tools)
         for index, word in words.items():
             if word not in text:
