@@ -76,8 +76,6 @@ def check_json(value: Any, name: str) -> None:
 
 def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
     """Return functions as {"type": "function", "function": {...}}. Raises InvalidRowError."""
-    if is_blank(value):
-        return ()
     tools: list[Json] = []
     for tool in parse_objects(value, name):
         declared = tool.get("functionDeclarations", tool.get("function_declarations"))  # Gemini's

@@ -316,8 +316,8 @@ class ChunkTokenizer:
                     is_kept = rows[index] is row
                     tally.untrained["greeting" if is_kept else "greeting_left_out"] += 1
             records[number] = rows
-        named = ((shorten(key, MAX_COLUMNS_CHARACTERS), key) for key in tally.unused)
-        tally.unused = Counter({shown: tally.unused[key] for shown, key in named})
+        names = {shorten(key, MAX_COLUMNS_CHARACTERS): key for key in tally.unused}
+        tally.unused = Counter({name: tally.unused[key] for name, key in names.items()})
         return records
 
 

@@ -156,12 +156,11 @@ class ImageInputs:
         if documents and self.gives_blocks:
             batch[IMAGE_BLOCKS] = image_blocks(types, documents)
         if documents and self.rope is not None:
-            batch["position_ids"] = self._positions(self.rope, images, ids, types, documents, batch)
+            batch["position_ids"] = self._positions(images, ids, types, documents, batch)
         return batch
 
-    @staticmethod
     def _positions(
-        rope: nn.Module,
+        self,
         images: Sequence[Sequence[ImageFile]],
         ids: Tensor,
         types: Tensor,
@@ -169,7 +168,8 @@ class ImageInputs:
         batch: dict[str, Any],
     ) -> Tensor:
         """Return positions (4, B, T): in the text, then by time, height and width."""
-        of_images = inspect.signature(rope.get_rope_index).parameters.keys() & batch.keys()
+        find = self.rope.get_rope_index  # type: ignore[union-attr]
+        of_images = inspect.signature(find).parameters.keys() & batch.keys()
         of_images -= set(TYPES)
         found = torch.zeros(4, *ids.shape, dtype=torch.int64)
         counts = iter(map(len, images))
@@ -183,7 +183,7 @@ class ImageInputs:
                 own = {name: batch[name][first : first + count] for name in of_images}
                 found[:, row, here] = torch.arange(length)
                 if count:
-                    found[1:, row, here] = rope.get_rope_index(
+                    found[1:, row, here] = find(
                         ids[row : row + 1, here],
                         mm_token_type_ids=types[row : row + 1, here],
                         **own,
@@ -236,10 +236,8 @@ class PadCollator:
         if self.max_seq_len is not None:
             width = padded_width(width, self.max_seq_len)
         batch: Batch = {
-            "input_ids": _pad(ids, self.pad_id, width),
+            **_pad_sequences(sequences, self.pad_id, width),
             "attention_mask": _pad([np.ones_like(row) for row in ids], 0, width),
-            "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
-            **_pad_weights(sequences, width),
         }
         if self.images is not None:
             batch |= self.images(images_by_document(sequences), batch["input_ids"])
@@ -285,10 +283,8 @@ class PackCollator:
         if rows < len(sequences):
             sequences = [_join(sequences)]
         batch: Batch = {
-            "input_ids": _pad([sequence.ids for sequence in sequences], self.pad_id, width),
-            "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
+            **_pad_sequences(sequences, self.pad_id, width),
             "position_ids": _position_ids(sequences, width),
-            **_pad_weights(sequences, width),
         }
         if self.varlen:
             filled: list[int] = []  # (N,)
@@ -341,10 +337,16 @@ def _position_ids(sequences: Sequence[TokenSequence], width: int) -> Tensor:
     return torch.from_numpy(position_ids)
 
 
-def _pad_weights(sequences: Sequence[TokenSequence], width: int) -> Batch:
-    """Return {WEIGHTS: (B, T)}, {} where each token weighs 1."""
-    rows = _weights(sequences)
-    return {WEIGHTS: _pad(rows, 0, width, np.float32)} if rows else {}
+def _pad_sequences(sequences: Sequence[TokenSequence], pad_id: int, width: int) -> Batch:
+    """Return ids, labels and, unless each token weighs 1, weights: (B, T) each."""
+    batch: Batch = {
+        "input_ids": _pad([sequence.ids for sequence in sequences], pad_id, width),
+        "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
+    }
+    weights = _weights(sequences)
+    if weights:
+        batch[WEIGHTS] = _pad(weights, 0, width, np.float32)
+    return batch
 
 
 def _pad(

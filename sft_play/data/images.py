@@ -197,12 +197,6 @@ def file_state(path: str) -> State:
     return None
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _measure_file(image: ImageFile, state: State, decodes: bool) -> tuple[int, int]:
-    """Return the size of an image in a file of one state: several rows may show the same."""
-    return _measure(image, decodes)
-
-
 def _measure(image: ImageFile, decodes: bool) -> tuple[int, int]:
     """Return width and height as shown. Raises InvalidRowError, whose reason continues the name."""
     from PIL import Image
@@ -229,6 +223,10 @@ def _measure(image: ImageFile, decodes: bool) -> tuple[int, int]:
     except DAMAGED as error:
         raise InvalidRowError(_explain(image, error)) from None
     return width, height
+
+
+# Several rows may show one file: it is measured again once its state differs
+_measure_file = lru_cache(REMEMBERED)(lambda image, state, decodes: _measure(image, decodes))
 
 
 def _check_header(opened: "Image.Image") -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -140,26 +140,23 @@ def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
 
 def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
     """Yield the elements of a JSON list one by one, as lines of JSONL."""
-    text.position += 1
-    index = 0
-    is_done = text.peek() == "]"
-    while not is_done:
+    for index in count():
         text.row = f"[{index}]"
+        text.position += 1  # past the bracket, or a comma
+        if text.peek() == "]" and not index:
+            break
         row = text.next_value()
         yield NumberedRecord(index, f"{row}\n".encode(), len(row))
-        index += 1
-        text.row = f"[{index}]"
+        text.row = f"[{index + 1}]"
         found = text.peek()
-        is_done = found == "]"
-        if found == ",":
-            text.position += 1
-            text.peek()
-        elif not found:
+        if found == "]":
+            break
+        if not found:
             raise DataError(
                 f"{text.path}{text.row}: not valid JSON: the list has no end; the file is perhaps "
                 "cut off"
             )
-        elif not is_done:
+        if found != ",":
             raise DataError(
                 f"{text.path}{text.row}: not valid JSON: no comma before this row, "
                 f"{text.show_place()}"
@@ -167,7 +164,7 @@ def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
     text.position += 1
     if text.peek():
         raise DataError(
-            f"{text.path}[{index}]: more text behind the end of the list, {text.show_place()}; "
+            f"{text.path}{text.row}: more text behind the end of the list, {text.show_place()}; "
             "a .json file holds one list of rows"
         )
 

@@ -115,18 +115,14 @@ def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
         "shortened": split.records["cut"] > 0,
         "goes on with a row": _continues_row(split),
         "weighed": split.records["weights"] >= 0,
+        "has images": split.image_counts > 0,
     }
     for reason, mask in masks.items():
         if mask.any():
             chosen.setdefault(int(mask.argmax()), []).append(reason)
-    searched = range(min(SEARCHED_SAMPLES, len(split)))
-    for index in searched:
+    for index in range(min(SEARCHED_SAMPLES, len(split))):
         if count_answers(split[index]) > 1:
             chosen.setdefault(index, []).append("several answers")
-            break
-    for index in searched if split.has_images else ():
-        if split[index].images:
-            chosen.setdefault(index, []).append("has images")
             break
     return chosen
 
@@ -254,7 +250,7 @@ def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> Non
     has_color = console.color_system is not None and not console.no_color
     for sequence in sequences:
         if has_color:
-            text = Text.assemble(*fragments(sequence, has_color))
+            text = Text.assemble(*fragments(sequence))
         else:
             text = Text(in_marks(sequence))
         console.print(text, soft_wrap=True)
@@ -262,11 +258,11 @@ def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> Non
 
 def in_marks(sequence: PreviewSequence) -> str:
     """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
-    return "".join(text for text, _ in fragments(sequence, has_color=False))
+    return "".join(f"⟦{text}⟧" if style == TRAINED else text for text, style in fragments(sequence))
 
 
-def fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
-    """Yield the pieces of a sequence for a terminal; trained tokens have a colour, or marks."""
+def fragments(sequence: PreviewSequence) -> Iterator[Fragment]:
+    """Yield the pieces of a sequence for a terminal, each with its style."""
     yield f"── {make_visible(sequence.heading)}\n", HEADING
     for number, document in enumerate(sequence.documents[:MAX_DOCUMENTS], 1):
         if len(sequence.documents) > 1:
@@ -276,24 +272,22 @@ def fragments(sequence: PreviewSequence, has_color: bool) -> Iterator[Fragment]:
             yield f"┄┄ {document.note}\n", FAINT
         spans = document.spans
         if len(spans) <= MAX_TOKENS:
-            yield from _show_spans(spans, has_color)
+            yield from _show_spans(spans)
         else:
             half = MAX_TOKENS // 2
             left_out = sum(len(span.ids) for span in spans[half:-half])
-            yield from _show_spans(spans[:half], has_color)
+            yield from _show_spans(spans[:half])
             yield f"\n┄┄ {left_out:,} tokens more, on the page ┄┄\n", FAINT
-            yield from _show_spans(spans[-half:], has_color)
+            yield from _show_spans(spans[-half:])
         yield "\n", ""
     more = len(sequence.documents) - MAX_DOCUMENTS
     if more > 0:
         yield f"┄┄ {more} documents more, on the page\n", FAINT
 
 
-def _show_spans(spans: Sequence[TokenSpan], has_color: bool) -> Iterator[Fragment]:
+def _show_spans(spans: Sequence[TokenSpan]) -> Iterator[Fragment]:
     """Yield the text of spans, trained and other ones in turn."""
     for is_trained, run in groupby(spans, key=lambda span: span.is_trained):
         text = make_visible("".join(span.text for span in run))
         text = text.replace("\t", "⇥\t").replace("\n", "↵\n")
-        if is_trained and not has_color:
-            text = f"⟦{text}⟧"
         yield text, TRAINED if is_trained else ""

@@ -160,9 +160,13 @@ def _works(records: Sequence[Json], row_format: RowFormat) -> bool:
     return 2 * bad < len(records)
 
 
-def _columns_work(records: Sequence[Json], columns: Columns) -> bool:
-    row_format = match_format(records, columns)
-    return row_format is not None and _works(records, row_format)
+def _find_columns(records: Sequence[Json], candidates: Iterable[Columns]) -> Columns | None:
+    """Return the first columns with which most of the records are rows, None if there are none."""
+    for columns in candidates:
+        row_format = match_format(records, columns)
+        if row_format is not None and _works(records, row_format):
+            return columns
+    return None
 
 
 def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> str:
@@ -175,12 +179,12 @@ def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list
             f"{found}; tokens are not read, as another tokenizer's ids mean other texts; write the "
             "texts that they were made of, as messages or as prompt and completion"
         )
-    for suggested in () if columns else (*_candidates(records[0]), *_by_position(records, keys)):
-        if _columns_work(records, suggested):
-            return (
-                f"{found}; no row format has these. "
-                f"Say which hold what: {columns_setting(suggested)}"
-            )
+    candidates = () if columns else chain(_candidates(records[0]), _by_position(records, keys))
+    suggested = _find_columns(records, candidates)
+    if suggested:
+        return (
+            f"{found}; no row format has these. Say which hold what: {columns_setting(suggested)}"
+        )
     return (
         f"{found}; no row format has these, and docs/data.md lists the formats. If other names "
         "hold a question and its answer, say which: "
@@ -227,7 +231,7 @@ def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
         if name in records[0]:
             candidates.append({"prompt": name, "completion": "chosen"})
     candidates.append({"text": "chosen"})
-    return next((columns for columns in candidates if _columns_work(records, columns)), None)
+    return _find_columns(records, candidates)
 
 
 def _candidates(record: Json) -> Iterator[Columns]:
