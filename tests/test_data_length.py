@@ -4,6 +4,7 @@ import random
 
 import pytest
 from families import FAMILIES, family
+from record_files import run_data, write_rows
 from renderings import assert_consistent, row, samples_of, trained
 
 from sft_play.data.chunk_tokenizer import fit_sample
@@ -54,6 +55,22 @@ def random_sample(rng: random.Random) -> RenderedSample:
         [X, *(token if rng.random() < 0.2 else X for token in ids[1:start]), *ids[start:]],
         start,
     )
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
+def test_tokens_are_kept_or_counted_as_lost(policy, tmp_path):
+    rng = random.Random(policy)
+    answers = ["word " * rng.randint(1, 60) for _ in range(40)]
+    rows = [{"question": f"What is {n}?", "answer": text} for n, text in enumerate(answers)]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    settings = {"val_path": str(path), "on_overlap": "allow", "max_lost": 0.999}
+    whole, cut = (
+        run_data(path, family("chatml"), limit, too_long=policy, **settings).ledger.splits["train"]
+        for limit in (4096, 64)
+    )
+    assert whole.tally.lost_trained_tokens == 0 < cut.tally.lost_trained_tokens
+    assert cut.tally.trained_tokens + cut.tally.lost_trained_tokens == whole.tally.trained_tokens
+    assert cut.tally.rows_used + cut.tally.dropped["too_long"] == len(rows)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
