@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.commands.resumption import is_in_place, resumption
-from sft_play.data import cache
+from sft_play.data import sources
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process_id import ProcessId
@@ -126,9 +126,9 @@ def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:
     asked = f"data.train_path={copied}"
     assert "nothing to do" in typed(asked), "the same rows elsewhere"
     read: list[Path] = []
-    digest = cache.digest_files
+    digest = sources.digest_files
     monkeypatch.setattr(
-        cache, "digest_files", lambda files, *choice: read.extend(files) or digest(files, *choice)
+        sources, "digest_files", lambda files, *choice: read.extend(files) or digest(files, *choice)
     )
     for edited, is_read in ((rows.replace(b"1", b"2", 1), True), (rows + b"\n", False)):
         copied.write_bytes(edited)

@@ -10,6 +10,7 @@ import pytest
 from record_files import run_data, write_rows
 
 from sft_play.data import cache
+from sft_play.data.files import digest_files
 from sft_play.errors import EnvironmentFault
 from sft_play.runs import seal
 
@@ -101,13 +102,13 @@ def test_the_content_of_files_counts_and_not_their_names(tmp_path):
     one.write_text("rows")
     moved.parent.mkdir()
     shutil.copy(one, moved)
-    digest = cache.digest_files([one])
-    assert cache.digest_files([moved]) == digest
+    digest = digest_files([one])
+    assert digest_files([moved]) == digest
     stat = one.stat()
     one.write_text("rowz")
     os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
-    assert cache.digest_files([one]) != digest
-    assert cache.digest_files([one, moved]) != cache.digest_files([moved, one]), (
+    assert digest_files([one]) != digest
+    assert digest_files([one, moved]) != digest_files([moved, one]), (
         "the order is that of the samples"
     )
 

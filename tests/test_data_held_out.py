@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from record_files import run_data, write_rows
 
+from sft_play.data.cache import read_bad_rows
 from sft_play.data.chunk_tokenizer import hash_row
 from sft_play.data.ledger import EqualRows, ledger_lines
 from sft_play.data.rows import Message, Row
-from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import DataError
 
 Records = list[dict[str, Any]]

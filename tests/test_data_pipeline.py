@@ -14,12 +14,12 @@ from plan_examples import plan_for
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
 from sft_play.data.assemble import DataFacts, RunData, assemble
+from sft_play.data.cache import read_bad_rows
 from sft_play.data.ledger import PaddedTokens, Tally
 from sft_play.data.order import StepSampler
 from sft_play.data.pipeline import build_run_data, count_padding, packed_run
 from sft_play.data.sources import find_sources
 from sft_play.data.store import Store
-from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import ConfigError, DataError
 
 FILES = ("train", "val", "test")

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.metrics import find_problems
 from sft_play.config.schema import Config
+from sft_play.data.cache import TokenizedSource, name_sources
 from sft_play.data.pipeline import build_run_data
-from sft_play.data.tokenized import TokenizedSource, name_sources
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.plan.sources import resolved
 from sft_play.process import Process

@@ -17,6 +17,7 @@ import numpy as np
 
 from sft_play.config.schema import Config
 from sft_play.data import splits
+from sft_play.data.cache import TokenizedSource, TokenizedSplits, open_samples
 from sft_play.data.files import format_origin
 from sft_play.data.ledger import (
     EpochShare,
@@ -29,7 +30,6 @@ from sft_play.data.ledger import (
 )
 from sft_play.data.rows import MAX_LISTED_ROWS, Json
 from sft_play.data.store import Split
-from sft_play.data.tokenized import TokenizedSource, TokenizedSplits, open_samples
 from sft_play.errors import ConfigError, DataError
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from sft_play.config.schema import Config
+from sft_play.data.cache import LongRow
 from sft_play.data.files import Chunk
 from sft_play.data.images import State
 from sft_play.data.ledger import Tally
@@ -49,7 +50,6 @@ from sft_play.data.store import (
 )
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
-from sft_play.data.tokenized import LongRow
 from sft_play.data.training_text import is_trained
 
 CUT = {"truncate_left": "truncated", "split": "split"}  # what a policy does to rows

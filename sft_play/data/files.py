@@ -8,6 +8,7 @@ have JSONL lines undecoded.
 import contextlib
 import functools
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -130,6 +131,15 @@ def format_origin(path: Path, number: int) -> str:
     if base_format(path) in LINE_FORMATS:
         return f"{path}:{number}"
     return f"{path}[{number}]"
+
+
+def digest_files(paths: Iterable[Path], choice: str = "") -> str:
+    """Return the SHA-256 of the contents of files, in their order, and of a choice of rows."""
+    total = hashlib.sha256(choice.encode())
+    for path in paths:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
 
 
 def suggest_path(missing: str | Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble
+from sft_play.data.cache import TokenizedSplits, read_bad_rows
 from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
 from sft_play.data.processor import without_torch
 from sft_play.data.row_facts import record_counts
@@ -21,7 +22,6 @@ from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenize import tokenize_sources
-from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
 from sft_play.errors import SHARED_MEMORY, ConfigError
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
-from sft_play.data import cache
+from sft_play.data.files import digest_files
 from sft_play.data.images import image_limits
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, get_images
 from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
@@ -215,7 +215,7 @@ def digest_settings(model: ModelSection) -> str:
     from sft_play.data.tokenizer import fetch_file
 
     found = [fetch_file(model, name) for name in SETTINGS_FILES]
-    return cache.digest_files(filter(None, found))
+    return digest_files(filter(None, found))
 
 
 def load_processor(model: Any, tokenizer: Any) -> Any | None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import Config, DataSection, SourceSection, env_name
-from sft_play.data import cache
 from sft_play.data.files import (
     FORMATS,
     MARKDOWN,
     TEXTS,
     Chunk,
     base_format,
+    digest_files,
     file_format,
     read_chunks,
     suggest_path,
@@ -267,7 +267,7 @@ def digest_source(source: Source) -> str:
     size = f"{source.file_bytes / 1e9:.1f} GB"
     with watched(Stage(f"reading {source.name}", measure=lambda: size)):
         try:
-            return cache.digest_files(source.files, source.section.choice)
+            return digest_files(source.files, source.section.choice)
         except FileNotFoundError:
             source.states()  # which says so
             raise

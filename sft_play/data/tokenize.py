@@ -24,7 +24,18 @@ import numpy as np
 
 from sft_play import stops
 from sft_play.config.schema import Config
-from sft_play.data import cache
+from sft_play.data.cache import (
+    BAD_ROWS,
+    IMAGE_STATES,
+    LongRow,
+    StoreSummary,
+    TokenizedSource,
+    TokenizedSplits,
+    digest_changed_images,
+    digest_tokenizer,
+    entry_key,
+    get_or_build,
+)
 from sft_play.data.chunk_tokenizer import ChunkTokenizer, TokenizedChunk
 from sft_play.data.files import ROWS_PER_CHUNK, BadRows, read_chunks
 from sft_play.data.ledger import DataAccount, Tally
@@ -35,13 +46,6 @@ from sft_play.data.rows import MAX_LISTED_ROWS
 from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import StoreWriter
 from sft_play.data.templates import template_text
-from sft_play.data.tokenized import (
-    BAD_ROWS,
-    LongRow,
-    StoreSummary,
-    TokenizedSource,
-    TokenizedSplits,
-)
 from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
 from sft_play.runs.folder import cache_folder
@@ -75,7 +79,7 @@ def tokenize_sources(
     for split, sources in found.items():
         for source in sources:
             account.tallies[split, source.name, len(source.files)] = None
-    tokenizer_digest = cache.digest_tokenizer(tokenizer, template_text(tokenizer))
+    tokenizer_digest = digest_tokenizer(tokenizer, template_text(tokenizer))
     processor_digest = digest_settings(config.model)
     splits: TokenizedSplits = {}
     for split, sources in found.items():
@@ -99,7 +103,7 @@ def tokenize_sources(
             folder = _get_store(
                 source,
                 cache_folder(config),
-                cache.entry_key(files_digest, tokenizer_digest, key_facts),
+                entry_key(files_digest, tokenizer_digest, key_facts),
                 partial(build_store, source, config, tokenizer, tally, group_by),
                 partial(source.refuse_change, before),
             )
@@ -133,11 +137,11 @@ def _get_store(
     folders = image_folders(source)
     while True:
         is_new = not (root / key).is_dir()
-        folder = cache.get_or_build(root, key, build, check)
-        changed = not is_new and cache.digest_changed_images(folder, folders)
+        folder = get_or_build(root, key, build, check)
+        changed = not is_new and digest_changed_images(folder, folders)
         if not changed:
             return folder
-        key = cache.entry_key(key, changed, {})
+        key = entry_key(key, changed, {})
         if not (root / key).is_dir():
             words = "%s: its images have changed or moved, so its rows are tokenised again"
             logger.warning(words, source.name)
@@ -186,7 +190,7 @@ def build_store(
     with (
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
-        (folder / cache.IMAGE_STATES).open("w", encoding="utf-8") as states,
+        (folder / IMAGE_STATES).open("w", encoding="utf-8") as states,
     ):
         states.write(json.dumps(image_folders(source)) + "\n")
         for done in tokenize_tasks(tasks, tokenize, processes):

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble, assemble_other_rows
+from sft_play.data.cache import TokenizedSource, read_bad_rows
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
 from sft_play.data.store import Split
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenize import tokenize_sources
-from sft_play.data.tokenized import TokenizedSource, read_bad_rows
 from sft_play.errors import ConfigError, DataError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import free_bytes

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from sft_play import timeline
-from sft_play.data.cache import digest_files
+from sft_play.data.files import digest_files
 from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.setup import TrainingSetup
 from sft_play.plan import counting
