@@ -188,17 +188,12 @@ def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | N
 
         def read_struct(value: Json) -> Json:
             """Return the keys that the row has."""
-            read: Json = {}
-            for key, held in value.items():
+            kept = {key: held for key, held in value.items() if held is not None or key in empty}
+            for key, held in kept.items():
                 reader = readers[key]
-                if held is None:
-                    if key in empty:
-                        read[key] = None
-                elif reader is None:
-                    read[key] = held
-                else:
-                    read[key] = reader(held)
-            return read
+                if reader is not None and held is not None:
+                    kept[key] = reader(held)
+            return kept
 
         return read_struct
     if types.is_run_end_encoded(kind):

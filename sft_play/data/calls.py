@@ -39,11 +39,9 @@ def parse_objects(value: Any, name: str) -> list[Json]:
 
     Raises InvalidRowError.
     """
-    if is_blank(value):
-        return []
     if isinstance(value, str):
-        value = parse_json_text(value, name)
-    if value is None:
+        value = parse_json_text(value, name) if value.strip() else None
+    if value is None or value != value:
         return []
     items = list(map(parse_nested, value if isinstance(value, list) else [value]))
     if set(map(type, items)) - {dict}:

@@ -127,7 +127,7 @@ class ImageInputs:
 
     processor: Processor
     arguments: frozenset[str]
-    dtype: torch.dtype = torch.float32  # of pixels, as the tower computes
+    dtype: torch.dtype = torch.float32  # of pixels, as the vision encoder computes
     rope: nn.Module | None = None  # on the meta device
     gives_blocks: bool = False
 

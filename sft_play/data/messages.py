@@ -249,25 +249,23 @@ def apply_flags(message: Message, record: Json) -> Message:
             " asks for loss on a part of the answer, which is not done here; "
             "write such rows as segments: [{label: true or false, text: ...}]"
         )
+    weight = parse_weight(record.get("weight"), ".weight")
     asked: dict[str, bool] = {}
     for name, trained_value in LOSS_FLAGS.items():
         value = record.get(name)
         if value is None:
             continue
-        if name == "weight":
-            asked[name] = parse_weight(value, ".weight") > 0
-            continue
-        if value not in (0, 1):  # True equals 1
+        if name != "weight" and value not in (0, 1):  # True equals 1
             raise InvalidRowError(
                 f".{name} is {shorten(value)}; an answer is trained or not: write 1 or 0"
             )
-        asked[name] = value == trained_value
+        asked[name] = weight > 0 if name == "weight" else value == trained_value
     if len(set(asked.values())) > 1:
         raise InvalidRowError(f": {' and '.join(asked)} contradict each other; keep one")
     if message.role == "assistant":
         if False in asked.values():
             return replace(message, is_trained=False)
-        return replace(message, weight=parse_weight(record.get("weight"), ".weight"))
+        return replace(message, weight=weight)
     for name, is_trained in asked.items():
         if is_trained and "text" not in record:  # SWE agents write mask: false everywhere
             raise InvalidRowError(
