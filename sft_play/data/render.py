@@ -16,7 +16,7 @@ from typing import Any
 
 from sft_play.data.rows import ImageFile, Json, Message, PromptIds, Row, Segment
 from sft_play.data.special_text import TokensInText, encode, match_any, special_text
-from sft_play.data.templates import ChatTemplate, RenderError, Span, stop_ids, template_messages
+from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
     IGNORE_INDEX,
@@ -258,8 +258,10 @@ class Renderer:
             images=answer.images,
         )
 
-    def _find_answer(self, text: RenderedSample, answer: Answer, tail_ids: list[int]) -> Span:
-        """Return the tokens of an answer with its stop token.
+    def _find_answer(
+        self, text: RenderedSample, answer: Answer, tail_ids: list[int]
+    ) -> tuple[int, int]:
+        """Return where the tokens of an answer with its stop token begin and end.
 
         Raises RenderError unless they decode to exactly its text.
         """
@@ -288,7 +290,7 @@ class Renderer:
                 f"the tokens of {where} read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
                 "not the answer; the tokenizer lacks characters of it"
             )
-        return Span(start, end)
+        return start, end
 
     def _normalize(self, text: str) -> str:
         """Return a text as the tokenizer reads it, without whitespace.

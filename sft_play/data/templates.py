@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from operator import itemgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from sft_play.data.calls import with_short_ids
 from sft_play.data.limits import TEMPLATE_REMEDY
@@ -59,13 +59,6 @@ SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 
 class RenderError(DataError):
     """A row whose trained tokens cannot be determined with certainty."""
-
-
-class Span(NamedTuple):
-    """Characters, or tokens, [start, end) of a text."""
-
-    start: int
-    end: int
 
 
 @functools.cache
