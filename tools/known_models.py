@@ -14,8 +14,8 @@ from sft_play.models.structure import count_structure
 from sft_play.models.trace import answer
 from sft_play.plan.counting import (
     KNOWN_DEVICE,
+    KNOWN_SETTINGS,
     KNOWN_TRACES,
-    KNOWN_TUNINGS,
     known_setting,
     traced_settings,
 )
@@ -37,7 +37,7 @@ def write_structures() -> None:
 
 
 def known_trace(name: str, word: str) -> dict[str, Any]:
-    """Return the trace of a well-known model with one of KNOWN_TUNINGS, as it ships."""
+    """Return the trace of a well-known model with some of KNOWN_SETTINGS, as it ships."""
     settings = traced_settings(known_setting(name, word), KNOWN_DEVICE)
     request = {"settings": settings, "device": KNOWN_DEVICE.kind, "zero_stage": 0}
     return json.loads(json.dumps(answer(request)["answer"]))
@@ -54,7 +54,7 @@ def write_traces() -> None:
             continue
         if structure_from_json(facts["structure"]).recurrent_layers:
             continue
-        traces = {word: known_trace(name, word) for word in KNOWN_TUNINGS}
+        traces = {word: known_trace(name, word) for word in KNOWN_SETTINGS}
         lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
     write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -8,10 +8,10 @@ not counted. What is held between steps comes from the closed form of `plan.memo
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -93,19 +93,15 @@ class MicroBatchBytes:
     layers: int  # the peak before the head begins
     logits: int  # the peak that head and loss add
     logits_kept: int  # what they keep for the backward pass
-    backward: int  # the peak of the backward pass
+    backward: int  # the peak of the backward pass until the layers are done
+    end: int  # the peak after that: the gradient of the embedding
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """The loss of a forward pass, and its bytes beyond those that were alive before it."""
+class Moment(NamedTuple):
+    """A part of a micro-batch: its peak, and what is alive when it ends."""
 
-    loss: Tensor
-    before: int  # bytes alive before it
-    activations: int  # alive when the head starts
-    logits: int  # the peak that head and loss add to the activations
-    logits_kept: int  # what they keep for the backward pass
-    layers: int  # the peak before the head starts
+    peak: int
+    live: int
 
 
 class StepMeter:
@@ -120,8 +116,7 @@ class StepMeter:
         self.device = next(model.parameters()).device
         self.tracker = MemoryTracker()
         self.tracker.track([*base_tensors(model), *adapter_parameters(model), *model.buffers()])
-        self._at_head = 0  # bytes alive when the head starts
-        self._peak_before_head = 0
+        self._moments: list[Moment] = []
         with self.tracker:
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -130,47 +125,45 @@ class StepMeter:
     def measure(
         self, size: TracedSize, checkpointed_layers: int, runs_backward: bool = True
     ) -> MicroBatchBytes:
-        """Return the bytes of a micro-batch, `backward` 0 if that is not run."""
+        """Run a micro-batch of full rows, each token of which has a label; return its bytes.
+
+        `backward` and `end` are 0 if the backward pass is not run.
+        """
         checkpoint_layers(self.model, checkpointed_layers)
-        forward = self.run_forward(size)
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        hooks = (
+            head.register_forward_pre_hook(lambda *_: self._end_moment()),
+            embedding.register_forward_hook(self._watch_gradient),
+        )
+        self._moments.clear()
+        with self.tracker:
+            before = self.tracker.reset_peak()
+            loss = self._loss(size)
+            self._end_moment()
+            if runs_backward:
+                loss.backward()
+                self._end_moment()
+        for hook in hooks:
+            hook.remove()
+        layers, loss_made, *passed_back = self._moments
+        peaks = [moment.peak - before for moment in passed_back]
         return MicroBatchBytes(
-            kept=forward.activations,
-            layers=forward.layers,
-            logits=forward.logits,
-            logits_kept=max(0, forward.logits_kept),
-            backward=self._run_backward(forward) if runs_backward else 0,
+            kept=layers.live - before,
+            layers=layers.peak - before,
+            logits=loss_made.peak - layers.live,
+            logits_kept=max(0, loss_made.live - layers.live),
+            backward=peaks[0] if peaks else 0,
+            end=max(peaks[1:], default=0),
         )
 
-    def run_forward(self, size: TracedSize) -> ForwardPass:
-        """Run a forward pass over full rows, each token of which has a label."""
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(self._note_head_begins)
-        tracker = self.tracker
-        try:
-            with tracker:
-                before = tracker.reset_peak()
-                loss = self._loss(size)
-                return ForwardPass(
-                    loss=loss,
-                    before=before,
-                    activations=self._at_head - before,
-                    logits=tracker.peak_bytes - self._at_head,
-                    logits_kept=tracker.live_bytes - self._at_head,
-                    layers=self._peak_before_head - before,
-                )
-        finally:
-            hook.remove()
+    def _end_moment(self) -> None:
+        peak = self.tracker.peak_bytes
+        self._moments.append(Moment(peak, self.tracker.reset_peak()))
 
-    def _run_backward(self, forward: ForwardPass) -> int:
-        """Run the backward pass; return its peak beyond what was alive before the forward pass."""
-        with self.tracker:
-            self.tracker.reset_peak()
-            forward.loss.backward()
-        return self.tracker.peak_bytes - forward.before
-
-    def _note_head_begins(self, *_: Any) -> None:
-        self._peak_before_head = self.tracker.peak_bytes
-        self._at_head = self.tracker.reset_peak()
+    def _watch_gradient(self, embedding: nn.Module, inputs: Any, out: Tensor) -> None:
+        """End a moment when the gradient of the embedding's output is there."""
+        if out.requires_grad:
+            out.register_hook(lambda _: self._end_moment())
 
     def _loss(self, size: TracedSize) -> Tensor:
         """Return the loss as the trainer does: model under autocast, plain logits in float32."""

@@ -81,12 +81,22 @@ def trace_step(setup: StepSetup) -> TracedStep:
             cut_layers(model, cuts[1])
             fewer = measure_sizes(model, setup, runs_backward=is_full)
             periods = (depth - cuts[0]) / (cuts[0] - cuts[1])
-    plain, checkpointed = cut
+    has_pairs = "attention" not in kernels.on
+
+    def growth(name: str) -> Growth:
+        found = {size: getattr(each, name) for size, each in cut[0].items()}
+        return Growth.through(found, has_pairs)
+
+    plain, checkpointed = (
+        _deeper(measured, of_fewer, periods, is_full, has_pairs)
+        for measured, of_fewer in zip(cut, fewer, strict=True)
+    )
     return TracedStep(
-        plain=_deeper(plain, fewer[0], periods, is_full),
-        checkpointed=_deeper(checkpointed, fewer[1], periods, is_full),
-        logits=_growth(plain, "logits"),
-        logits_kept=_growth(plain, "logits_kept"),
+        plain=plain,
+        checkpointed=checkpointed,
+        logits=growth("logits"),
+        logits_kept=growth("logits_kept"),
+        end=growth("end"),
         on=tuple(kernels.on),
         off=kernels.off,
         in_one_row=kernels.in_one_row,
@@ -148,11 +158,9 @@ def measure_sizes(
     return found
 
 
-def _growth(measured: Measured, name: str) -> Growth:
-    return Growth.through({size: getattr(each, name) for size, each in measured.items()})
-
-
-def _deeper(cut: Measured, fewer: Measured, periods: float, is_full: bool) -> LayersGrowth:
+def _deeper(
+    cut: Measured, fewer: Measured, periods: float, is_full: bool, has_pairs: bool
+) -> LayersGrowth:
     """Return the growth of a model that is `periods` times the difference deeper than `cut`.
 
     Over a frozen base all peaks grow by what the layers keep, to the byte. Of trained weights,
@@ -165,5 +173,5 @@ def _deeper(cut: Measured, fewer: Measured, periods: float, is_full: bool) -> La
         for size, each in cut.items():
             period = getattr(each, measured) - getattr(fewer[size], measured)
             sizes[size] = getattr(each, name) + round(periods * period)
-        deeper.append(Growth.through(sizes))
+        deeper.append(Growth.through(sizes, has_pairs))
     return LayersGrowth(*deeper)

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 from sft_play.config.backends import backend_of
 from sft_play.config.loader import PACKAGE
-from sft_play.config.schema import Config, ModelSection, TuningSection
+from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import (
@@ -45,13 +45,14 @@ logger = logging.getLogger(__name__)
 
 COUNTER = "sft_play.models.structure"  # counts weights; python -m: reads requests from stdin
 TRACER = "sft_play.models.trace"
-# of a step on a GPU in 16 bits, by model and by a word of KNOWN_TUNINGS: models.trace
+# of a step on a GPU in 16 bits, by model and by a word of KNOWN_SETTINGS: models.trace
 KNOWN_TRACES = Path(__file__).parent / "known_traces.json"
-KNOWN_TUNINGS: dict[str, TuningSection] = {
-    "lora": TuningSection(),
-    "qlora": TuningSection(mode="qlora"),
-    "full": TuningSection(mode="full"),
-    "float8": TuningSection(base_dtype="float8"),
+KNOWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "qlora": {"tuning": {"mode": "qlora"}},
+    "full": {"tuning": {"mode": "full"}},
+    "full in 16 bits": {"tuning": {"mode": "full"}, "model": {"dtype": "bfloat16"}},
+    "float8": {"tuning": {"base_dtype": "float8"}},
 }
 MODEL_SETTINGS = {"add_tokens", "dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
@@ -173,7 +174,7 @@ def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> Tr
 
 @cache
 def known_traces() -> dict[str, dict[str, Any]]:
-    """Return the traces that ship, by model and by a word of KNOWN_TUNINGS."""
+    """Return the traces that ship, by model and by a word of KNOWN_SETTINGS."""
     return json.loads(KNOWN_TRACES.read_text(encoding="utf-8"))
 
 
@@ -182,8 +183,9 @@ def _traced_step(trace: object) -> TracedStep:
 
 
 def known_setting(name: str, word: str) -> Config:
-    """Return the config of a well-known model with one of KNOWN_TUNINGS."""
-    return Config(model=ModelSection(name=name), tuning=KNOWN_TUNINGS[word])
+    """Return the config of a well-known model with some of KNOWN_SETTINGS."""
+    settings = KNOWN_SETTINGS[word]
+    return Config.model_validate({**settings, "model": {"name": name, **settings.get("model", {})}})
 
 
 def traced_settings(config: Config, device: Device) -> dict[str, object]:

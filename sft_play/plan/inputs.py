@@ -140,6 +140,10 @@ def _trace(inputs: PlanInputs, config: Config) -> tuple[TracedStep | None, str |
     if is_like_llama or model.guess is not None:
         return None, model.guess
     device = Device(machine.ranks.device, machine.is_half, machine.zero_stage)
+    if machine.ranks.strategy == "fsdp" and config.tuning.mode == "full" and machine.is_half:
+        # gathered in the type that is computed with: autocast casts no weight
+        in_half = config.model.model_copy(update={"dtype": "bfloat16"})
+        config = config.model_copy(update={"model": in_half})
     try:
         return load_trace(config, device, inputs.environ), None
     except Uncounted as reason:

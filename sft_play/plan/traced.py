@@ -15,8 +15,9 @@ class TracedSize(NamedTuple):
     tokens: int
 
 
-# Three sizes for three coefficients. Rows are long enough for a fused loss to work in chunks.
-SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(2, 2048))
+# Three sizes for three coefficients. Rows are long enough for a fused loss to work in chunks. One
+# row, as several may be laid out with fewer copies (gpt-oss), which is no matter of their length.
+SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(1, 8192))
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,21 @@ class Growth:
     by_pair: float
 
     @classmethod
-    def through(cls, sizes: Mapping[TracedSize, int]) -> Self:
-        """Return the growth through three points: (R, T), (R, 2T) and (2R, T), with R = 1.
+    def through(cls, sizes: Mapping[TracedSize, int], has_pairs: bool) -> Self:
+        """Return the growth of T, 2T and 4T tokens of one row; `has_pairs` is for plain attention.
 
-        Let f, b, c be the coefficients. (1, 2T) less (2, T) is 2 c T^2, and (2, T) less (1, T) is
-        b T + c T^2. Rounding by allocators and kernels is no pair: c below a byte in 1000 is 0.
+        Without pairs it is the line as steep as the last two points, and below none: a peak may
+        move from weights to tokens between them. With pairs it goes through all three: 4T less 2T,
+        less twice what 2T has more than T, is 6 by_pair T^2.
         """
-        one, longer, two = (sizes[size] for size in SIZES)
+        one, two, four = (sizes[size] for size in SIZES)
         tokens = SIZES[0].tokens
-        by_pair = max(0.0, (longer - two) / (2 * tokens**2))
-        if by_pair * tokens**2 < 1e-3 * abs(one):
-            by_pair = 0.0
-        by_token = (two - one) / tokens - by_pair * tokens
+        if not has_pairs:
+            by_token = (four - two) / (2 * tokens)
+            fixed = max(size - by_token * at.tokens for at, size in sizes.items())
+            return cls(fixed, by_token, 0.0)
+        by_pair = max(0.0, (four - two - 2 * (two - one)) / (6 * tokens**2))
+        by_token = (four - one) / (3 * tokens) - 5 * by_pair * tokens
         return cls(one - tokens * (by_token + by_pair * tokens), by_token, by_pair)
 
     def at(self, rows: int, tokens: int) -> float:
@@ -64,7 +68,7 @@ class LayersGrowth:
 
     kept: Growth  # activations, when the output head begins
     layers: Growth  # the peak before the head begins
-    backward: Growth  # the peak of the backward pass
+    backward: Growth  # the peak of the backward pass until the layers are done
 
     def with_kept_share(self, share: float) -> Self:
         """Return the growth where only a share of what is kept is, with equal work."""
@@ -84,6 +88,7 @@ class TracedStep:
     checkpointed: LayersGrowth
     logits: Growth  # the peak that head and loss add
     logits_kept: Growth  # what they keep for the backward pass
+    end: Growth  # the peak of the backward pass after the layers: the embedding's gradient
     on: tuple[str, ...] = ()  # fused parts
     off: Mapping[str, str] = field(default_factory=dict)  # why others are not
     in_one_row: bool = False  # whether packed documents may be one long row
@@ -115,14 +120,15 @@ class TracedStep:
         """Return the peak of the backward pass.
 
         It is at its begin, with all that is kept; or later, in a layer that is computed again, with
-        no more than where all layers are.
+        no more than where all layers are; or when it ends.
         """
-        again = self.checkpointed.backward.at(rows, tokens)
-        if share == 1:
-            return again
-        working = self.plain.backward.at(rows, tokens) - self.plain.kept.at(rows, tokens)
-        begin = self.kept(rows, tokens, share) + working
-        return max(begin, again) if share else begin
+        moments = [self.end.at(rows, tokens)]
+        if share > 0:
+            moments.append(self.checkpointed.backward.at(rows, tokens))
+        if share < 1:
+            working = self.plain.backward.at(rows, tokens) - self.plain.kept.at(rows, tokens)
+            moments.append(self.kept(rows, tokens, share) + working)
+        return max(moments)
 
     def backward_end(self, rows: int, tokens: int) -> float:
         """Return what the backward pass holds in its last layer: that layer, computed anew."""
