@@ -46,6 +46,7 @@ PLACEHOLDERS = {"GPUS=...": "GPUS=2xH200", "outputs/<run>": "outputs/name"}
 RUN = (
     "make init DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct OUT=config.yaml",
     "make plan GPUS=1x4090 MODEL_NAME=Qwen/Qwen2.5-7B",
+    "make plan MODEL_NAME=Qwen/Qwen2.5-7B-Instruct GPUS=1xH100",
     "make config CONFIG=small TRAIN_BATCH_SIZE=4",
     "make plan GPUS=2xH200 CONFIG=configs/multi_gpu_config.yaml",
     "make data-check CONFIG=config.yaml",
@@ -141,6 +142,10 @@ NOT_RUN = {
         "make install-unsloth",
         "make install-gguf",
         "make install-quantize",
+        "docker build -t sft-play .",
+        "docker build -t sft-play --build-arg TORCH=cpu .",
+        "docker run --rm -it --gpus all --ipc=host "
+        '-v "$PWD/outputs:/sft-play/outputs" sft-play train',
         ".venv/bin/python -m pip install model-signing pyOpenSSL",
         "model_signing verify key --signature model.sig --ignore-paths model.sig "
         "--public_key public.pem .",
