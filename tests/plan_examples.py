@@ -51,10 +51,16 @@ REQUEST = BatchRequest(
     effective_batch=32,
     is_effective_set=False,
     gradient_checkpointing="auto",
-    max_seq_len=2048,
-    world_size=1,
+    row=Layout(batch_size=1, grad_accum=1, world_size=1, max_seq_len=2048),
     layers=10,
 )
+
+
+def asked(request: BatchRequest = REQUEST, **changes: Any) -> BatchRequest:
+    """Return a request with these fields of it, or of its row, changed."""
+    of_row = {field.name for field in fields(Layout)} - {"batch_size", "grad_accum"}
+    row = {name: changes.pop(name) for name in of_row & changes.keys()}
+    return replace(request, row=replace(request.row, **row), **changes)
 
 
 class Example(NamedTuple):

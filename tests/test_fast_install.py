@@ -216,7 +216,7 @@ def test_a_plan_knows_which_models_take_one_row(model_type, fast_path, tmp_path)
     )
     assert planned.plan.step.model.model_type == model_type
     assert (
-        planned.plan.request.in_one_row
+        planned.plan.request.row.in_one_row
         == fused_kernels_of(model).in_one_row
         == (fast_path == "auto")
     )
@@ -224,8 +224,8 @@ def test_a_plan_knows_which_models_take_one_row(model_type, fast_path, tmp_path)
 
 def test_a_gpu_without_fused_attention_keeps_rows():
     model = "model.name=meta-llama/Llama-3.2-1B-Instruct"
-    assert plan_examples.plan_for("1xA100-80", model).plan.request.in_one_row
-    assert not plan_examples.plan_for("1xT4", model).plan.request.in_one_row
+    assert plan_examples.plan_for("1xA100-80", model).plan.request.row.in_one_row
+    assert not plan_examples.plan_for("1xT4", model).plan.request.row.in_one_row
 
 
 @pytest.mark.parametrize("layers", [1, 2])

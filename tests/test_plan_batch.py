@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from plan_examples import REQUEST
+from plan_examples import REQUEST, asked
 
 from sft_play.plan.batch import HOST_MARGIN, SATURATED_TOKENS, choose, merged, smallest
 from sft_play.plan.step import Layout
@@ -32,7 +32,7 @@ def bytes_where_so_many_fit(rows: int, checkpointed_rows: int = 0) -> Callable[[
 
 def choice(rows: int = 1000, checkpointed_rows: int = 0, **changes: Any) -> Layout | None:
     """Return what is chosen where so many rows fit."""
-    request = replace(REQUEST, **changes)
+    request = asked(**changes)
     return choose(request, bytes_where_so_many_fit(rows, checkpointed_rows), BUDGET_BYTES)
 
 
@@ -170,9 +170,7 @@ def test_a_micro_batch_is_as_large_as_keeps_the_gpu_busy():
 def test_packed_micro_batches_have_enough_tokens_of_a_usual_step(
     step_tokens, rows_that_fit, expected
 ):
-    request = replace(
-        REQUEST, effective_batch=32, max_seq_len=2048, fullest_step=8, step_tokens=step_tokens
-    )
+    request = asked(effective_batch=32, fullest_step=8, step_tokens=step_tokens)
     packed = Layout(4, 8, 1, 2048).packed(8)
     peak_bytes = bytes_where_so_many_fit(rows_that_fit)
     found = merged(request, packed, peak_bytes, BUDGET_BYTES)
@@ -184,7 +182,7 @@ def test_packed_micro_batches_have_enough_tokens_of_a_usual_step(
 
 
 def test_ranks_share_the_tokens_of_a_step():
-    request = replace(REQUEST, effective_batch=32, world_size=4)
+    request = asked(effective_batch=32, world_size=4)
     packed = Layout(2, 4, 4, 2048).packed(16)  # 2 micro-batches of 2 sequences on each rank
     enough = 4 * 2 * SATURATED_TOKENS
     for tokens, micro_batches in ((enough, 2), (enough - 1, 1)):

@@ -70,7 +70,7 @@ def test_a_step_that_takes_the_whole_budget_fits():
 def test_the_request_says_what_the_config_says():
     request = planned(inputs_of(2, batch_size=2, gradient_checkpointing=False)).request
     assert (request.batch_size, request.grad_accum) == (2, "auto")
-    assert (request.max_seq_len, request.layers) == (ROW_TOKENS, 32)
+    assert (request.row.max_seq_len, request.layers) == (ROW_TOKENS, 32)
     assert request.gradient_checkpointing is False
     assert not request.is_effective_set
     assert request.recomputes_by_layer

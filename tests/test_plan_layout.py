@@ -1,11 +1,10 @@
 """sft_play.plan.step: micro-batches of a step, packed and not."""
 
 import doctest
-from dataclasses import replace
 from itertools import product
 
 import pytest
-from plan_examples import REQUEST
+from plan_examples import asked
 
 from sft_play.plan import step as step_module
 from sft_play.plan.batch import choose, smallest
@@ -72,15 +71,14 @@ def test_gradients_accumulate_over_packed_micro_batches_not_over_rows():
 def test_every_layout_of_a_request_keeps_the_rows_of_a_step(
     explicit, rows_that_fit, fullest_step, world_size
 ):
-    request = replace(
-        REQUEST,
+    request = asked(
         effective_batch=288,
         is_effective_set=True,
         world_size=world_size,
         fullest_step=fullest_step,
         **explicit,
     )
-    budget = rows_that_fit * request.max_seq_len
+    budget = rows_that_fit * request.row.max_seq_len
     for layout in (choose(request, lambda layout: layout.tokens, budget), smallest(request)):
         if layout is not None:
             assert layout.rows_per_step == 288

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_examples import STEP
+from plan_examples import STEP, asked
 
-from sft_play.plan.batch import STEP_TOKENS, BatchRequest, LongestRow, LongestRows, longest_rows
+from sft_play.plan.batch import STEP_TOKENS, LongestRow, LongestRows, longest_rows
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.step import Layout
 
@@ -15,17 +15,8 @@ H200 = int(0.92 * 139.8 * GIB)
 
 
 def rows(step: Any = FUSED, budget_bytes: int = H200, **changes: Any) -> LongestRows:
-    fields = {
-        "batch_size": "auto",
-        "grad_accum": "auto",
-        "effective_batch": 8,
-        "is_effective_set": False,
-        "gradient_checkpointing": "auto",
-        "max_seq_len": 2048,
-        "world_size": 1,
-        "layers": step.model.layers,
-    }
-    return longest_rows(step, BatchRequest(**{**fields, **changes}), budget_bytes)
+    request = asked(effective_batch=8, layers=step.model.layers, **changes)
+    return longest_rows(step, request, budget_bytes)
 
 
 def peak(tokens: int, offloads: bool, checkpointed_layers: int = 32) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_examples import CPU, plan_for
+from plan_examples import CPU, asked, plan_for
 
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.batch import choose
@@ -175,7 +175,7 @@ def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory():
     assert packed.layout == plan.layout.packed(9)
     assert (packed.layout.micro_batches, packed.layout.sequences) == (3, 3)
     assert packed.layout.rows_per_step == plan.layout.rows_per_step
-    assert packed.request == replace(plan.request, fullest_step=9, step_tokens=FULL)
+    assert packed.request == asked(plan.request, fullest_step=9, step_tokens=FULL)
     assert packed.memory.predicted_peak < plan.memory.predicted_peak
     assert packed.deepspeed is None
 
@@ -225,8 +225,8 @@ def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more
 
 
 def test_what_was_asked_for_is_kept_packed():
-    for asked in ("train.batch_size=2", "train.grad_accum=4"):
-        planned = plan_for("1xH200", LLAMA_8B, asked)
+    for setting in ("train.batch_size=2", "train.grad_accum=4"):
+        planned = plan_for("1xH200", LLAMA_8B, setting)
         packed = planned.packed(fullest_step=9, step_tokens=12_600)
         assert packed.config == planned.config
         assert packed.plan.layout == planned.plan.layout.packed(9)

@@ -31,23 +31,12 @@ class BatchRequest:
     effective_batch: int
     is_effective_set: bool  # by the user; else it is a default that gives way
     gradient_checkpointing: bool | Literal["auto"]
-    max_seq_len: int
-    world_size: int
+    row: Layout  # of one row in one micro-batch: what all layouts have in common
     layers: int  # of the model
     recomputes_by_layer: bool = True  # else all layers are checkpointed or none
-    fullest_step: int | None = None  # this and the next three: see Layout
-    in_one_row: bool = False
-    pair_cost: float = 0.0
-    waits_each_micro_batch: bool = False
     overhead_tokens: float = OVERHEAD_TOKENS  # that a micro-batch costs on top of its own
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
     step_tokens: float | None = None  # of a usual packed step, where micro-batches may grow by it
-    context_parallel: int = 1  # ranks that share each row
-
-    @property
-    def replicas(self) -> int:
-        """Micro-batches that are computed at the same time."""
-        return self.world_size // self.context_parallel
 
     @property
     def rows_per_step(self) -> int:
@@ -55,7 +44,7 @@ class BatchRequest:
 
         Raises: ConfigError when the user's numbers contradict each other.
         """
-        unit = self.replicas
+        unit = self.row.replicas
         if self.batch_size != "auto":
             unit *= self.batch_size
         if self.grad_accum != "auto":
@@ -90,27 +79,21 @@ class BatchRequest:
         """Return the layout with this micro-batch."""
         grad_accum = self.grad_accum
         if grad_accum == "auto":
-            grad_accum = self.rows_per_step // (batch_size * self.replicas)
-        return Layout(
+            grad_accum = self.rows_per_step // (batch_size * self.row.replicas)
+        return replace(
+            self.row,
             batch_size=batch_size,
             grad_accum=grad_accum,
-            world_size=self.world_size,
-            max_seq_len=self.max_seq_len,
             checkpointed_layers=checkpointed_layers,
-            fullest_step=self.fullest_step,
-            in_one_row=self.in_one_row,
-            pair_cost=self.pair_cost,
-            waits_each_micro_batch=self.waits_each_micro_batch,
-            context_parallel=self.context_parallel,
         )
 
     def _arithmetic(self) -> str:
         factors = []
         if self.batch_size != "auto":
             factors.append(f"train.batch_size={self.batch_size}")
-        if self.replicas > 1:
-            noun = "ranks" if self.context_parallel == 1 else "groups of ranks"
-            factors.append(f"{self.replicas} {noun}")
+        if self.row.replicas > 1:
+            noun = "ranks" if self.row.context_parallel == 1 else "groups of ranks"
+            factors.append(f"{self.row.replicas} {noun}")
         if self.grad_accum != "auto":
             factors.append(f"train.grad_accum={self.grad_accum}")
         return " x ".join(factors)
@@ -203,7 +186,7 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
     The first group keeps the effective batch; the others give it up, row by row.
     Raises: ConfigError when the user's numbers contradict each other.
     """
-    rows_of_rank = request.rows_per_step // request.replicas
+    rows_of_rank = request.rows_per_step // request.row.replicas
     if request.batch_size != "auto":
         return [[request.batch_size]]
     if request.grad_accum != "auto":
@@ -307,14 +290,9 @@ def _longest(
 
 
 def _one_row(step: StepSpec, request: BatchRequest, tokens: int) -> Layout:
-    return Layout(
-        batch_size=1,
-        grad_accum=2,  # gradients of other rows are held
-        world_size=request.world_size,
-        context_parallel=request.context_parallel,
-        max_seq_len=tokens,
-        checkpointed_layers=step.model.layers if _recomputes(request) else 0,
-    )
+    layers = step.model.layers if _recomputes(request) else 0
+    row = replace(request.row, max_seq_len=tokens, checkpointed_layers=layers, fullest_step=None)
+    return replace(row, grad_accum=2)  # gradients of other rows are held
 
 
 def _recomputes(request: BatchRequest) -> bool:

@@ -177,14 +177,18 @@ def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
         effective_batch=train.effective_batch_size,
         is_effective_set=inputs.is_effective_set,
         gradient_checkpointing=train.gradient_checkpointing,
-        max_seq_len=row_tokens,
-        world_size=machine.ranks.world_size,
+        row=Layout(
+            batch_size=1,
+            grad_accum=1,
+            world_size=machine.ranks.world_size,
+            max_seq_len=row_tokens,
+            in_one_row=in_one_row,
+            pair_cost=speed.pair_cost(inputs.model, step.active_adapter_weights),
+            waits_each_micro_batch=step.zero_stage >= 2 or step.is_fsdp or step.expert_ranks > 1,
+            context_parallel=step.context_parallel,
+        ),
         layers=inputs.model.layers,
         recomputes_by_layer=backend_of(inputs.config).recomputes_by_layer,
-        in_one_row=in_one_row,
-        pair_cost=speed.pair_cost(inputs.model, step.active_adapter_weights),
-        waits_each_micro_batch=step.zero_stage >= 2 or step.is_fsdp or step.expert_ranks > 1,
-        context_parallel=step.context_parallel,
         overhead_tokens=speed.overhead_tokens(step, row_tokens, machine.card),
         host_tokens=speed.host_tokens(step, row_tokens, machine.card),
     )
@@ -327,7 +331,7 @@ def shortage(draft: Draft) -> str | None:
         rows = f"{layout.batch_size} rows, which {called_for},"
     recomputed = " with checkpointing" if layout.checkpointed_layers else ""
     return (
-        f"train.batch_size=auto: even {rows} of {request.max_seq_len} tokens{recomputed} needs "
+        f"train.batch_size=auto: even {rows} of {request.row.max_seq_len} tokens{recomputed} needs "
         f"{needed}, {device} has {budget} to give"
     )
 

@@ -174,7 +174,7 @@ class PlannedRun:
         `step_tokens` are those of a usual step, of all ranks.
         """
         plan = self.plan
-        request = replace(plan.request, fullest_step=fullest_step)
+        request = replace(plan.request, row=plan.request.row.packed(fullest_step))
         if plan.may_grow:
             request = replace(request, step_tokens=step_tokens)
         peak = partial(peak_bytes, plan.step)
