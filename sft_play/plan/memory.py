@@ -8,6 +8,7 @@ elsewhere. Choose with a reserve.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
@@ -105,21 +106,15 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
             {name: max((part.phases[name] for part in parts), key=_total) for name in PHASES}
         )
     held = _held(step, layout)
-    working = working_bytes(step, layout)
-    forward = replace(
-        _computing(step, held),
-        gradients=_gradients_in_forward(step, layout, held),
-        activations=working.forward,
-        logits=working.forward_logits,
-    )
+    passes = _passes(step, layout, held)
     whole = 0
     if step.zero_stage == 3 and step.is_full:  # the full model, on the rank that saves it
         shard = step.weight_bytes * step.model.parameters // layout.world_size
         whole = shard * (layout.world_size - 1)
     phases = {
         "load": _loading(step, held),
-        "forward": forward,
-        "backward": max(_backward(step, layout), key=lambda moment: moment.total),
+        "forward": passes.forward,
+        "backward": max(passes.begin, passes.end, key=_total),
         "optimizer": replace(held, activations=stepping_bytes(step, held.gradients)),
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
@@ -143,10 +138,9 @@ def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:
 
     Otherwise it does when it ends, with all gradients.
     """
-    if step.layers_by_gpu:
-        parts = parts_by_gpu(step, layout)
-        step, layout = max(parts, key=lambda part: max(map(_total, _backward(*part))))
-    begin, end = _backward(step, layout)
+    parts = parts_by_gpu(step, layout) if step.layers_by_gpu else [(step, layout)]
+    backward = [_passes(*part, _held(*part))[1:] for part in parts]
+    begin, end = max(backward, key=lambda moments: max(map(_total, moments)))
     return begin.total >= end.total
 
 
@@ -227,18 +221,36 @@ def _loading_experts(step: StepSpec) -> int:
     return int(copies * step.compute_bytes * (largest.weights // largest.count))
 
 
-def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
-    """Return the moments of the backward pass that may hold most: its begin and its end."""
-    held = _held(step, layout)
-    computing = _computing(step, held)
+class _Passes(NamedTuple):
+    """What is held in the forward pass, and when the backward pass begins and ends."""
+
+    forward: PhaseBytes
+    begin: PhaseBytes
+    end: PhaseBytes
+
+
+def _passes(step: StepSpec, layout: Layout, held: PhaseBytes) -> _Passes:
+    """Return the moments of a micro-batch that may hold most.
+
+    Gradients of earlier micro-batches are there, and those in separate buffers. Others come as
+    activations go, in their place.
+    """
     working = working_bytes(step, layout)
-    begin = replace(
-        computing,
-        gradients=_gradients_in_forward(step, layout, held),
-        activations=working.backward,
-        logits=working.backward_logits,
+    computing = held
+    if step.is_fsdp or step.zero_stage == 3:
+        computing = replace(held, gathered=_gathered(step))
+    elif step.casts_weights and step.traced is None:  # a trace has them among the activations
+        copies = step.compute_bytes * step.model.block_weights  # of autocast
+        computing = replace(held, weights=held.weights + copies)
+    is_held = layout.accumulates or layout.world_size > 1 or step.zero_stage
+    gradients = held.gradients if is_held else 0
+    forward, logits = working.forward, working.forward_logits
+    backward, kept = working.backward, working.backward_logits
+    return _Passes(
+        forward=replace(computing, gradients=gradients, activations=forward, logits=logits),
+        begin=replace(computing, gradients=gradients, activations=backward, logits=kept),
+        end=replace(computing, activations=working.last_layer),
     )
-    return begin, replace(computing, activations=working.last_layer)
 
 
 def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
@@ -261,24 +273,6 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
         logits=logits,
         gathered=_gathered(step),
     )
-
-
-def _computing(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
-    """Add to what is held the 16-bit copies of float32 weights that autocast keeps."""
-    if step.is_fsdp or step.zero_stage == 3:
-        return replace(held, gathered=_gathered(step))
-    if not step.casts_weights or step.traced is not None:  # a trace has them among the activations
-        return held
-    return replace(held, weights=held.weights + step.compute_bytes * step.model.block_weights)
-
-
-def _gradients_in_forward(step: StepSpec, layout: Layout, held: PhaseBytes) -> int:
-    """Gradients of earlier micro-batches, or in separate buffers.
-
-    Others come as activations go, in their place.
-    """
-    is_held = layout.accumulates or layout.world_size > 1 or step.zero_stage
-    return held.gradients if is_held else 0
 
 
 def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
