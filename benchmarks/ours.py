@@ -72,13 +72,10 @@ def make_settings(case: Case, inputs: Inputs, out: Path, steps: int) -> dict[str
 def make_command(case: Case, settings: Mapping[str, str]) -> list[str]:
     """Return the make command. If GPU memory is limited, another process holds the rest of it."""
     workload, arm = case.workload, case.arm
-    settings = dict(settings)
+    settings = {**settings, **gpu_variables(case)}
     target = arm.program.replace("ours", "train")
     if case.gpus > 1:
         target = "train-distributed"
-        settings["NUM_GPUS"] = str(case.gpus)
-        if case.strategy != "auto":
-            settings["TRAIN_STRATEGY"] = case.strategy
         if not workload.follows_config:
             settings["TUNING_BACKEND"] = arm.program.removeprefix("ours-")
     command = ["make", target, *(f"{name}={value}" for name, value in settings.items())]
@@ -88,8 +85,16 @@ def make_command(case: Case, settings: Mapping[str, str]) -> list[str]:
     return [*holder, *command]
 
 
+def gpu_variables(case: Case) -> dict[str, str]:
+    """Return the variables of make for several GPUs, {} for one."""
+    if case.gpus == 1:
+        return {}
+    strategy = {} if case.strategy == "auto" else {"TRAIN_STRATEGY": case.strategy}
+    return {"NUM_GPUS": str(case.gpus), **strategy}
+
+
 def print_plan(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the output of `plan --json` for one GPU, also if the step does not fit.
+    """Return the output of `plan --json`, also if the step does not fit. One GPU is the default.
 
     Raises: CalledProcessError if there is no plan.
     """

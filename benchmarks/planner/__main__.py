@@ -3,6 +3,7 @@
 make bench-plan                              runs, sweeps and the long run: 20 minutes on an H100
 make bench-plan WORKS="8b-lora 8b-lora-ckpt" SECONDS=120
 python -m benchmarks.planner --parts accuracy   one of the three parts; also sweep, long
+python -m benchmarks.planner --gpus 2 --strategy fsdp --works 8b-full smollm3-3b-full
 python -m benchmarks.planner --keep          continues an interrupted benchmark
 python -m benchmarks.planner --toy           minutes on a CPU, to see that it works
 python -m benchmarks.planner --report FILE   the page of a results file
@@ -35,6 +36,8 @@ def main() -> None:
     """Run what was asked for, one after the other, and write the page."""
     parser = make_parser("planner", __doc__)
     parser.add_argument("--parts", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--gpus", type=int, default=1, help="for each run")
+    parser.add_argument("--strategy", default="single", help="of several GPUs: fsdp, ddp, ...")
     args = parse(parser)
     results = open_results(args, "planner")
     if results is None:
@@ -43,13 +46,14 @@ def main() -> None:
     families = [FAMILIES[part] for part in args.parts]
     for workload in choose_workloads(args.works, families, args.toy):
         name = workload.name
-        known = results.find(name, OUR_ARM)
+        known = results.find(name, OUR_ARM, args.gpus, args.strategy)
         if args.keep and known and known.counts:
             continue
         if name in SWEEPS:
             result = run_sweep(SWEEPS[name], benchmark)
         else:
-            case = Case(workload, ARMS[OUR_ARM], added=added_variables(args))
+            added = added_variables(args)
+            case = Case(workload, ARMS[OUR_ARM], args.gpus, args.strategy, added)
             result = measure(benchmark, case)
         results.add(result)
         log(describe(result))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.ours import make_settings, print_plan
+from benchmarks.ours import gpu_variables, make_settings, print_plan
 from benchmarks.planner.figures import Memory, RunFigures
 from benchmarks.results import Result
 from benchmarks.runner import Benchmark
@@ -28,6 +28,7 @@ def measure(benchmark: Benchmark, case: Case) -> Result:
     inputs = make_inputs(workload, workload.steps, benchmark.folder)
     out = inputs.folder / case.arm.name
     settings = make_settings(case, inputs, out, workload.steps)
+    settings |= gpu_variables(case)
     before = print_plan(settings)
     result = benchmark.run_ours(case, inputs, workload.steps)
     if result.status == "done":
