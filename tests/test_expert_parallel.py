@@ -24,7 +24,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of, published_state
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.load import load_model
+from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.losses import summed_nll
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
@@ -71,7 +71,7 @@ def train(config: Config, process: Process, layers: int) -> tuple[torch.nn.Modul
     `layers` are recomputed.
     """
     is_alone = process.world_size == 1
-    model = load_model(config, process, is_expert_parallel=not is_alone).train()
+    model = load_model(config, process, WeightPlaces(is_expert_parallel=not is_alone)).train()
     checkpoint_layers(model, layers)
     expert_parallel.average_own_gradients(model, process)
     trained = [each for each in model.parameters() if each.requires_grad]

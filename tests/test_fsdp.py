@@ -131,14 +131,14 @@ def test_what_is_saved_has_the_form_of_ddp(finished, mode):
 
 def compare_bases(folder: Path, seen: Path) -> None:
     """Be a rank that loads a base divided and whole; write down the tensors that differ."""
-    from sft_play.models.load import load_base
+    from sft_play.models.load import WeightPlaces, load_base
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     config = Config.model_validate({"model": {"name": str(folder)}, "tuning": {"mode": "lora"}})
     process = Process(rank, rank, 2, torch.device("cpu"))
     whole = load_base(config, process)
-    divided = load_base(config, process, is_fsdp=True)
+    divided = load_base(config, process, WeightPlaces(is_fsdp=True))
     names = [dict(model.named_parameters()).keys() for model in (whole, divided)]
     differing = list(names[0] ^ names[1])
     for name, tensor in divided.named_parameters():

@@ -34,8 +34,8 @@ def replay_on_cpu() -> None:
 
     setup = decoder.graph_setup
 
-    def setup_on_gpu(model, config, ranks, is_offloaded):
-        return setup(model, config, dataclasses.replace(ranks, device="cuda"), is_offloaded)
+    def setup_on_gpu(model, config, ranks, offloading):
+        return setup(model, config, dataclasses.replace(ranks, device="cuda"), offloading)
 
     decoder.graph_setup = setup_on_gpu
     decoder.record_on_gpu = lambda: again

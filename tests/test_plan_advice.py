@@ -17,6 +17,7 @@ LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 QWEN_32B = "Qwen/Qwen2.5-32B-Instruct"
 QWEN_30B_A3B = "Qwen/Qwen3-30B-A3B"
+RESIDENT = "train.weight_offloading=false"
 # Hardware, model and settings of runs that do not fit
 EXPLICIT_70B = (
     "tuning.mode=qlora",
@@ -25,14 +26,16 @@ EXPLICIT_70B = (
     "train.grad_accum=2",
     "train.strategy=ddp",
     "train.activation_offloading=false",
+    RESIDENT,
 )
 EXPLICIT_EXPERTS = ("tuning.mode=qlora", "model.max_seq_len=512", "tuning.lora.experts=per_expert")
+EXPLICIT_EXPERTS += (RESIDENT,)
 EXPLICIT_8B = ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpointing=false")
 SHORT = [
     ("1x4090", LLAMA_8B, ("tuning.mode=full",)),
-    ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
+    ("1xT4", LLAMA_8B, ("tuning.mode=lora", RESIDENT)),
     ("1x4090", QWEN_30B_A3B, EXPLICIT_EXPERTS),
-    long("4x4090", QWEN_32B, ("tuning.mode=lora",)),
+    long("4x4090", QWEN_32B, ("tuning.mode=lora", RESIDENT)),
     long("8xH200", LLAMA_70B, ("tuning.mode=full",)),
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
     ("4xH200", LLAMA_70B, EXPLICIT_70B),

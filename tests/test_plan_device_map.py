@@ -67,7 +67,8 @@ def test_where_no_copy_fits_several_processes_divide_it() -> None:
 
 
 def test_a_model_too_large_for_one_gpu_fits_on_two() -> None:
-    alone = plan_for("1xH200", LLAMA_70B, "tuning.mode=lora").plan
+    resident = "train.weight_offloading=false"
+    alone = plan_for("1xH200", LLAMA_70B, "tuning.mode=lora", resident).plan
     both = placed("2xH200", "auto", LLAMA_70B, "tuning.mode=lora").plan
     assert (alone.fits, both.fits) == (False, True)
     assert both.step.layers_by_gpu == (40, 40)

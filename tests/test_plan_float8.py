@@ -92,6 +92,7 @@ def test_a_plan_says_what_float8_would_change():
 
 def test_a_model_that_fits_in_float8_alone_is_offered_so():
     settings = (*LLAMA_8B, "train.batch_size=1", "train.strategy=ddp")
+    settings += ("train.weight_offloading=false",)
     plan = plan_for("1x4090", *settings, "train.gradient_checkpointing=false").plan
     assert not plan.fits
     assert any("TUNING_BASE_DTYPE=float8" in change.words for change in plan.changes)

@@ -22,6 +22,7 @@ ROW_TOKENS = 2048
 
 def inputs_of(budget_gib: float, host_gib: float = 0, **train: Any) -> PlanInputs:
     """Return the inputs of an 8B Llama with LoRA on one GPU."""
+    train = {"weight_offloading": False, **train}
     ranks = plan_ranks(Invocation(), parse("1xH200"), {}, distributed=False, use_deepspeed=False)
     return PlanInputs(
         config=Config.model_validate({"model": {"max_seq_len": ROW_TOKENS}, "train": train}),

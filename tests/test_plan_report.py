@@ -200,7 +200,7 @@ def test_packing_that_is_off_is_told_and_why(monkeypatch):
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would():
-    planned = plan_for("1x24GiB", LLAMA_8B, "train.batch_size=32")
+    planned = plan_for("1x24GiB", LLAMA_8B, "train.batch_size=32", "train.weight_offloading=false")
     assert not planned.plan.fits
     assert line(planned, "memory").startswith("does NOT fit, by ")
     costly = Change("TUNING_MODE=qlora", "4-bit weights", 9 * GIB, 0.97)

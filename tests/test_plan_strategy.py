@@ -31,7 +31,8 @@ def planned(gpus: str, strategy: str, *settings: str, **options: Any) -> tuple[s
         ("auto", (LLAMA_70B,), ("fsdp", 0, True)),
         ("auto", (LLAMA_8B, "tuning.mode=full"), ("fsdp", 0, True)),
         ("auto", (LLAMA_70B, "tuning.mode=full"), ("ddp", 0, False)),
-        ("ddp", (LLAMA_70B,), ("ddp", 0, False)),
+        ("ddp", (LLAMA_70B,), ("ddp", 0, True)),  # with weights in host memory
+        ("ddp", (LLAMA_70B, "train.weight_offloading=false"), ("ddp", 0, False)),
         ("fsdp", (LLAMA_8B,), ("fsdp", 0, True)),
         ("zero1", (LLAMA_8B,), ("deepspeed", 1, True)),
         ("zero2", (LLAMA_8B,), ("deepspeed", 2, True)),

@@ -91,6 +91,7 @@ ELSEWHERE = {
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "activation_offloading": "plan.inputs, models.checkpointing",
+    "weight_offloading": "plan.weight_offloading, models.weight_offloading",
     "context_parallel": "plan.context, data.collate, models.fast.attention.ulysses",
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",

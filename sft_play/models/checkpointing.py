@@ -43,10 +43,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers, towers_of
 from sft_play.models.fast.linears.tiles import set_tiled
 from sft_play.models.fast.setup import base_model_of
+from sft_play.models.host_memory import CopyStream, pin
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Offloaded:
     def __init__(self, tensor: Tensor, previous: "Offloaded | None"):
         self.on_device: Tensor | None = tensor
         self.on_host: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None  # of the copy that was started last
+        self.copied: torch.cuda.Event | None = None  # the end of the copy that was started last
         self.device = tensor.device
         self._previous = weakref.ref(previous) if previous is not None else None
 
@@ -158,7 +158,7 @@ class LayerOffloading:
         self.min_bytes = min_bytes
         self._waiting: deque[Offloaded] = deque()
         self._last: weakref.ref[Offloaded] | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # one for each GPU
+        self._streams: dict[torch.device, CopyStream] = {}
         # bytes in host memory that nothing is saved in, by the device whose stream fills them
         self._free: dict[torch.device, list[Tensor]] = {}
 
@@ -176,12 +176,12 @@ class LayerOffloading:
         tensor = tensor.detach()
         saved = Offloaded(tensor, self._last() if self._last is not None else None)
         saved.on_host = self._host_memory(saved, tensor)
-        saved.arrived = self._copy(saved.on_host, tensor)
+        saved.copied = self._stream_of(saved).copy(saved.on_host, tensor)
         self._last = weakref.ref(saved)
         self._waiting.append(saved)
         while len(self._waiting) > IN_FLIGHT:
             oldest = self._waiting.popleft()
-            self._wait_for(oldest)
+            self._stream_of(oldest).wait(oldest.copied)
             oldest.on_device = None
         return saved
 
@@ -191,7 +191,7 @@ class LayerOffloading:
         if saved in self._waiting:
             self._waiting.remove(saved)
         self._fetch(saved)
-        self._wait_for(saved)
+        self._stream_of(saved).wait(saved.copied)
         tensor = saved.on_device
         saved.on_device = None
         if saved.previous is not None:
@@ -214,7 +214,7 @@ class LayerOffloading:
                 free.pop()  # too small: its place is taken
             buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
             if tensor.is_cuda:
-                _pin(buffer)
+                pin(buffer, "train.activation_offloading", "set a smaller MODEL_MAX_SEQ_LEN")
         weakref.finalize(saved, free.append, buffer).atexit = False
         return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -222,42 +222,9 @@ class LayerOffloading:
         """Start the copy to the device, if it is not there."""
         if saved.on_device is None:
             saved.on_device = torch.empty_like(saved.on_host, device=saved.device)
-            saved.arrived = self._copy(saved.on_device, saved.on_host)
+            saved.copied = self._stream_of(saved).copy(saved.on_device, saved.on_host)
 
-    def _copy(self, target: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        """Copy beside the computation, after what is queued so far; return the copy's end."""
-        device = target.device if target.is_cuda else source.device
-        if device.type != "cuda":
-            target.copy_(source)
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            return stream.record_event()
-
-    def _wait_for(self, saved: Offloaded) -> None:
-        """Let the computation that is queued from now on come after the last copy."""
-        if saved.arrived is not None:
-            torch.cuda.current_stream(saved.device).wait_event(saved.arrived)
-            saved.arrived = None
-
-
-def _pin(buffer: Tensor) -> None:
-    """Pin a tensor's memory; torch would take the next power of two."""
-    address = buffer.data_ptr()
-    error = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
-    if error:
-        size = f"{buffer.nbytes / 2**30:.1f} GiB of host memory"
-        raise EnvironmentFault(
-            f"train.activation_offloading: {size} could not be pinned (CUDA error {error}); set a "
-            "smaller MODEL_MAX_SEQ_LEN"
-        )
-    weakref.finalize(buffer, _unpin, address).atexit = False
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still read it
-    torch.cuda.cudart().cudaHostUnregister(address)
+    def _stream_of(self, saved: Offloaded) -> CopyStream:
+        if saved.device not in self._streams:
+            self._streams[saved.device] = CopyStream(saved.device)
+        return self._streams[saved.device]

@@ -9,6 +9,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from transformers.generation import configuration_utils as generation_file
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.models import bnb, expert_parallel, lora, placement, sharding
+from sft_play.models import bnb, expert_parallel, lora, placement, sharding, weight_offloading
 from sft_play.models.added_tokens import reading_grown
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
 from sft_play.models.base_files import (
@@ -70,21 +71,29 @@ MAY_BE_UNUSED = {
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
+@dataclass(frozen=True)
+class WeightPlaces:
+    """Where the weights of a model are: on one device, unless a field says otherwise."""
+
+    zero_stage: int = 0  # of DeepSpeed
+    is_fsdp: bool = False  # base weights are divided among the ranks
+    is_expert_parallel: bool = False  # each rank has a part of the experts
+    most_layers: int = 0  # of a GPU where model.device_map fills one after the other
+    offloaded_layers: int = 0  # whose frozen weights are in host memory
+
+
+ON_DEVICE = WeightPlaces()
+
+
 def load_model(
     config: Config,
     process: Process,
-    zero_stage: int = 0,
-    is_fsdp: bool = False,
-    most_layers: int = 0,
+    places: WeightPlaces = ON_DEVICE,
     proofs: ProofStore | None = None,
-    is_expert_parallel: bool = False,
 ) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
-    `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed; `is_fsdp` divides base weights
-    among the ranks; `most_layers` are those of a GPU where model.device_map fills one after the
-    other; `proofs` are those of kernels that earlier starts have left; `is_expert_parallel` leaves
-    each rank a part of the experts.
+    `proofs` are those of kernels that earlier starts have left.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
@@ -93,30 +102,25 @@ def load_model(
         from sft_play.models import unsloth  # only here: it patches transformers
 
         return unsloth.load(config, process)
-    model = base = load_base(
-        config,
-        process,
-        zero_stage,
-        is_fsdp=is_fsdp,
-        most_layers=most_layers,
-        is_expert_parallel=is_expert_parallel,
-    )
+    model = base = load_base(config, process, places)
     deliver(model, config)
     if config.tuning.mode == "full":
         _freeze_what_its_class_freezes(model, config.tuning.towers == "full")
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
         deliver_adapters(model)
-        if is_fsdp and is_quantised(config):
+        if places.is_fsdp and is_quantised(config):
             sharding.divide_packed(base, process, config.train.fsdp_offload)
         elif has_float8(base):
             leave_to_each_rank(model)
-    if is_expert_parallel:
+    if places.offloaded_layers:
+        weight_offloading.offload_layers(model, base, process, places.offloaded_layers)
+    if places.is_expert_parallel:
         expert_parallel.keep_own_experts(base, process)
-    if is_fsdp:
+    if places.is_fsdp:
         sharding.move_undivided(model, process)
     sharding.start(base, process)
-    install_fused_kernels(model, config, process, zero_stage, proofs)
+    install_fused_kernels(model, config, process, places.zero_stage, proofs)
     return model
 
 
@@ -148,16 +152,13 @@ def load_trained(model: PreTrainedModel, folder: str) -> None:
 def load_base(
     config: Config,
     process: Process,
-    zero_stage: int = 0,
+    places: WeightPlaces = ON_DEVICE,
     dtype: torch.dtype | Literal["auto"] | None = None,
-    is_fsdp: bool = False,
-    most_layers: int = 0,
-    is_expert_parallel: bool = False,
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
     Under ZeRO-3 and FSDP it is divided, but quantised weights under FSDP are whole. Under
-    model.device_map it is on the GPUs of this process.
+    model.device_map it is on the GPUs of this process. Layers to offload are on the host.
 
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
     in the files.
@@ -168,7 +169,7 @@ def load_base(
     require_base(config, environment())
     quantization = None
     if config.tuning.mode == "qlora":
-        storage = bnb.storage_type(process.compute_dtype, zero_stage, is_fsdp)
+        storage = bnb.storage_type(process.compute_dtype, places.zero_stage, places.is_fsdp)
         quantization = bnb.quantization_config(config, process.compute_dtype, storage)
     stored = stored_config(config)
     found = stored_format(config, stored)
@@ -181,13 +182,12 @@ def load_base(
         options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
     options |= _packed_as(config, process, stored, found, quantization)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
-    devices = placement.resolve_device_map(config, process, stored, most_layers)
-    if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
+    devices = placement.resolve_device_map(config, process, stored, places.most_layers)
+    if places.is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
-    if zero_stage < 3:
+    if places.zero_stage < 3:
         options["device_map"] = devices
-    # some classes draw weights that the files replace, and fewer where weights are divided: the
-    # adapters that are drawn next are to be the same
+    # some classes draw weights that the files replace: the adapters must not depend on how many
     gpus = list(process.devices) if process.is_gpu else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
@@ -195,8 +195,10 @@ def load_base(
         if found is not None:
             keeps = keeps_mxfp4(config, found)
             stack.enter_context(reading_stored(found, process.device, keeps))
-        stack.enter_context(_reading(config, process, found, is_fsdp, is_expert_parallel))
-        if _has_experts(stored):
+        stack.enter_context(_reading(config, process, found, places))
+        if places.offloaded_layers:
+            stack.enter_context(weight_offloading.leaving_on_host(places.offloaded_layers))
+        if places.offloaded_layers or _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
     if len(set(devices.values())) > 1:
@@ -245,19 +247,18 @@ def _reading(
     config: Config,
     process: Process,
     found: StoredAs | None,
-    is_fsdp: bool,
-    is_expert_parallel: bool,
+    places: WeightPlaces,
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are quantised or divided as they are read."""
     if config.tuning.mode == "qlora":
         return packing_experts(keeps_mxfp4(config, found))
     if config.tuning.has_float8_base:
         return quantising_to_float8()
-    if is_fsdp:  # quantised weights are read whole first
+    if places.is_fsdp:  # quantised weights are read whole first
         trains_weights = config.tuning.mode == "full"
         offloads = config.train.fsdp_offload
         return sharding.dividing_while_loading(process, trains_weights, offloads)
-    if is_expert_parallel:
+    if places.is_expert_parallel:
         return expert_parallel.dividing_while_loading(process)
     return contextlib.nullcontext()
 
@@ -376,8 +377,8 @@ def _has_experts(stored: PretrainedConfig | None) -> bool:
 def _one_tensor_at_a_time() -> Iterator[None]:
     """Let transformers read a tensor when it is needed.
 
-    Its files hold each expert by itself, and its threads read without waiting for them to be
-    joined: the GPU could hold up to twice the model's bytes.
+    Its threads read ahead of what joins experts, and of what moves weights to the host: the GPU
+    could hold up to twice the model's bytes.
     """
     before = os.environ.get(SEQUENTIAL_LOAD)
     os.environ[SEQUENTIAL_LOAD] = "1"

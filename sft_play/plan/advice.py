@@ -18,11 +18,12 @@ from sft_play.plan.inputs import (
     step_of,
     why_not_shared,
 )
-from sft_play.plan.memory import GIB, host_bytes
+from sft_play.plan.memory import GIB, host_bytes, offloaded_weight_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.step import LONG_ROW
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
+from sft_play.plan.weight_offloading import why_not_offloaded
 
 MIN_ROW_TOKENS = 256  # shorter rows are never suggested
 MAX_COMBINED = 3  # changes at once
@@ -62,6 +63,7 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     inputs = replace(draft.inputs, is_exact=False).changed(
         "train",
         activation_offloading=draft.step.offload_activations,
+        weight_offloading=draft.step.offloaded_weight_layers > 0,
         context_parallel=draft.step.context_parallel,
     )
     options = list(_options(replace(draft, inputs=inputs), gpu_count))
@@ -91,7 +93,10 @@ def _draft(inputs: PlanInputs) -> Draft:
 
 def _host_bytes(draft: Draft) -> int:
     """Return what a draft keeps in host memory for each rank."""
-    return host_bytes(draft.step, draft.layout) + offloaded_bytes(draft.step, draft.layout)
+    weights = offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
+    return (
+        weights + host_bytes(draft.step, draft.layout) + offloaded_bytes(draft.step, draft.layout)
+    )
 
 
 def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Change | None:
@@ -136,6 +141,10 @@ def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
         if 0 < on_host <= machine.host_budget_bytes:
             costs = f"{on_host / GIB:.0f} GiB of host memory for each GPU"
             yield _setting("train.activation_offloading", True, "offloading", costs)
+    if not train.weight_offloading and why_not_offloaded(inputs.config, machine.ranks) is None:
+        step = replace(draft.step, offloaded_weight_layers=draft.step.model.layers)
+        costs = f"{offloaded_weight_bytes(step) / GIB:.0f} GiB of host memory"
+        yield _setting("train.weight_offloading", True, "weights", costs)
     yield from _engine_options(inputs, gpu_count)
     yield from _context_options(inputs, gpu_count)
     if tuning.mode == "full":

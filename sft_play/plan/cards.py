@@ -11,6 +11,7 @@ from sft_play.plan.devices import BF16_CAPABILITY, GIB, Gpu, Hardware, cpu_count
 
 # operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
 MEASURED_FLOPS = {"NVIDIA H200": 790e12}
+HOST_LINK_SHARE = 54.9 / 63  # of the lanes' rate: measured on an H100
 REACHED_SHARE = 790 / 989  # of the data sheet's FLOP/s, where nothing was measured
 
 
@@ -29,6 +30,12 @@ class Card:
     bandwidth: float  # of the GPU's own memory, bytes a second
     link: Literal["NVLink", "PCIe"]
     link_bytes: float  # from one GPU to its neighbour, in one direction, bytes a second
+
+    @property
+    def host_link_bytes(self) -> float:
+        """Bytes a second from pinned host memory to the GPU, over 16 lanes of PCIe 3, 4 or 5."""
+        lanes = 63e9 if self.capability >= (9, 0) else 32e9 if self.capability >= (8, 0) else 16e9
+        return HOST_LINK_SHARE * lanes
 
     @property
     def reached_flops(self) -> float:

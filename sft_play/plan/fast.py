@@ -213,7 +213,7 @@ class GraphSetup:
     config: Config
     ranks: Ranks
     kernels: FastPlan
-    is_offloaded: bool = False  # the input of a layer, to the host's memory
+    offloading: str | None = None  # the setting by which layers use host memory
 
 
 def records_graphs(setup: GraphSetup) -> bool:
@@ -257,7 +257,7 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
         "tuning.mode=full": tuning.mode == "full",
         f"tuning.lora.dropout={tuning.lora.dropout}": tuning.lora.dropout > 0,
         "train.neftune_noise_alpha": setup.config.train.neftune_noise_alpha is not None,
-        "train.activation_offloading": setup.is_offloaded,
+        str(setup.offloading): setup.offloading is not None,
         **_unfused_reasons(setup.kernels),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

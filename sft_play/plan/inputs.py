@@ -29,6 +29,7 @@ from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.step import LONG_ROW, Adapters, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
+from sft_play.plan.weight_offloading import fastest_offloaded, why_not_offloaded
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARING_RANKS = (1, 2, 4, 8)  # that may share a row
@@ -127,6 +128,7 @@ def step_of(inputs: PlanInputs) -> StepSpec:
         offload_weights=machine.offload_weights,
         offload_activations=train.activation_offloading is True and inputs.can_offload_activations,
         is_float8=tuning.has_float8_base,
+        offloaded_weight_layers=model.layers if train.weight_offloading is True else 0,
         records_graphs=records_graphs(GraphSetup(config, machine.ranks, kernels)),
         traced=traced,
         untraced=untraced,
@@ -198,7 +200,7 @@ def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
     """Return the first draft of a step that fits, else the first: what is auto is decided.
 
     A model on several GPUs is divided, as few ranks share a row as it fits with, long rows keep the
-    outputs of attention, and activations are offloaded if it does not fit otherwise.
+    outputs of attention, and activations, then weights, are offloaded if it does not fit otherwise.
 
     Raises: ConfigError for numbers that contradict each other.
     """
@@ -223,7 +225,7 @@ def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
     if first is None:
         assert refused is not None, "one rank can always have a row"
         raise refused
-    return first
+    return _with_weights_on_host(first)
 
 
 def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None:
@@ -274,6 +276,22 @@ def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
         room = inputs.machine.host_budget_bytes * layers // host_bytes
         offloaded = draft_of(inputs, replace(step, host_layers=room))
     return offloaded if offloaded.fits else draft
+
+
+def _with_weights_on_host(draft: Draft) -> Draft:
+    """Return a draft that does not fit with layers offloaded, if it fits so and may do so."""
+    inputs, step = draft.inputs, draft.step
+    machine = inputs.machine
+    is_auto = machine.is_gpu and inputs.config.train.weight_offloading == "auto"
+    if not is_auto or why_not_offloaded(inputs.config, machine.ranks) is not None:
+        return draft
+    layer = memory.layer_bytes(step, step.weight_bytes)
+    room = machine.host_budget_bytes * machine.ranks.per_node // layer
+
+    def with_layers(count: int) -> Draft:
+        return _with_offloading(inputs, replace(step, offloaded_weight_layers=count))
+
+    return fastest_offloaded(with_layers, min(step.model.layers, room)) or draft
 
 
 def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:
@@ -339,9 +357,11 @@ def shortage(draft: Draft) -> str | None:
 def offloading_warnings(draft: Draft) -> list[str]:
     """Return what to know of offloaded weights and activations."""
     weights = memory.host_bytes(draft.step, draft.layout)
+    shared = memory.offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
     inputs_of_layers = activations.offloaded_bytes(draft.step, draft.layout)
     offloaded = (
         ("train.fsdp_offload", weights, "set TUNING_MODE=qlora, or use more machines"),
+        ("train.weight_offloading", shared, "set TUNING_MODE=qlora, or use a larger host"),
         ("train.activation_offloading", inputs_of_layers, "set a smaller MODEL_MAX_SEQ_LEN"),
     )
     host_budget = draft.inputs.machine.host_budget_bytes

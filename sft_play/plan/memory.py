@@ -33,6 +33,7 @@ OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
 LOADED_COPIES = 1.8  # while it is read and packed: 1.77 of Qwen3-30B-A3B in 4 bits
 PROOF_COPIES = 3  # in a proof of all experts: Qwen3-30B-A3B took 1.7 GiB of 0.75
 PART_COPIES = 8  # of the part that is PROVEN_EXPERTS, with its copy in float32
+WEIGHT_BUFFERS = 2  # in which layers compute whose weights are in host memory
 GATHERED_LAYERS = 3  # of FSDP: one computes, the next one's pieces arrive and are put together
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
@@ -197,7 +198,8 @@ def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
             gathered=_gathered_one(step),
             context=held.context,
         )
-    if step.zero_stage < 3 and (step.expert_ranks == 1 or step.is_quantised):
+    is_whole = step.expert_ranks == 1 or step.is_quantised
+    if step.zero_stage < 3 and is_whole and not step.offloaded_weight_layers:
         weights = base_weight_bytes(step, step.weight_bytes)
     adapters = held.adapters
     if step.expert_ranks > 1:  # added for all experts first
@@ -295,14 +297,17 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
         buckets = step.trained_bytes * shared.trained_weights
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
+    if step.is_gpu and step.offloaded_weight_layers > WEIGHT_BUFFERS:
+        on_host = step.offloaded_weight_layers - WEIGHT_BUFFERS
+        weights -= on_host * layer_bytes(step, weight_bytes)
     optimizer = (step.state_bytes + step.master_bytes * trained) // optimizer_shards
     gradients = step.trained_bytes * trained // gradient_shards
-    on_host = step.is_gpu and step.offloads_training
+    trains_on_host = step.is_gpu and step.offloads_training
     return PhaseBytes(
         weights=0 if step.offload_weights and step.is_gpu else weights,
         adapters=adapter_bytes * step.adapter_weights // (1 if step.is_fsdp else weight_shards),
-        gradients=0 if on_host else gradients,
-        optimizer=0 if on_host or (step.offload and step.is_gpu) else optimizer,
+        gradients=0 if trains_on_host else gradients,
+        optimizer=0 if trains_on_host or (step.offload and step.is_gpu) else optimizer,
         buckets=buckets,
         context=_context_bytes(step, world_size),
     )
@@ -314,6 +319,11 @@ def host_bytes(step: StepSpec, layout: Layout) -> int:
         return 0
     held = _held(replace(step, offload_weights=False), layout)
     return held.weights + (held.gradients + held.optimizer if step.is_full else 0)
+
+
+def offloaded_weight_bytes(step: StepSpec) -> int:
+    """Return the bytes of frozen weights in host memory, which all ranks of a machine share."""
+    return step.offloaded_weight_layers * layer_bytes(step, step.weight_bytes)
 
 
 def _gathered(step: StepSpec) -> int:
@@ -343,7 +353,7 @@ def _fetched_weights(step: StepSpec) -> int:
     in_layers = 2 * layer + fetched + reused
     if fetched:
         in_layers = max(in_layers, min(step.fetching.live, model.block_weights) + layer)
-    of_layers = _layer_bytes(step) * in_layers // layer
+    of_layers = layer_bytes(step, step.compute_bytes) * in_layers // layer
     return step.compute_bytes * head + of_layers + 4 * step.adapter_weights
 
 
@@ -355,7 +365,7 @@ def _gathered_layers(step: StepSpec) -> int:
     summed in float32.
     """
     model = step.model
-    layer = _layer_bytes(step)
+    layer = layer_bytes(step, step.compute_bytes)
     head = step.compute_bytes * model.vocab * model.hidden
     weights = head + GATHERED_LAYERS * layer
     if not step.is_full:
@@ -364,11 +374,11 @@ def _gathered_layers(step: StepSpec) -> int:
     return int(weights + copies * max(head, 2 * layer))
 
 
-def _layer_bytes(step: StepSpec) -> int:
-    """Bytes of the weights of a layer, in the type that is computed with or in 4 bits."""
+def layer_bytes(step: StepSpec, weight_bytes: int) -> int:
+    """Return the bytes of the weights of a layer, of which unquantised have `weight_bytes` each."""
     model = step.model
-    unquantised = step.compute_bytes * (model.parameters - model.block_weights)
-    return (base_weight_bytes(step, step.compute_bytes) - unquantised) // model.layers
+    others = weight_bytes * (model.parameters - model.block_weights)
+    return (base_weight_bytes(step, weight_bytes) - others) // model.layers
 
 
 def _gathered_one(step: StepSpec) -> int:

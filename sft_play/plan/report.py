@@ -14,6 +14,7 @@ from sft_play.plan.memory import GIB, StepBytes, step_bytes
 from sft_play.plan.ranks import DTYPE_NAMES, precision
 from sft_play.plan.recipe import describe_weights, format_count
 from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.weight_offloading import describe_host
 from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
 LINE_WIDTH = 110
@@ -56,7 +57,7 @@ def plan_line(planned: PlannedRun) -> str:
     context = f" context_parallel={shared}" if shared > 1 else ""
     return (
         f"plan device={plan.ranks.device} world={layout.world_size} "
-        f"strategy={plan.ranks.strategy}{zero}{context} "
+        f"strategy={plan.ranks.strategy}{zero}{context}{describe_host(plan.step)} "
         f"batch={layout.batch_size} x {layout.replicas} x accum={layout.grad_accum} "
         f"= {layout.rows_per_step} packing={str(plan.packing).lower()} "
         f"checkpointing={checkpointing} compute={precision(planned.config)} "
@@ -367,7 +368,7 @@ def _packing(plan: RunPlan) -> str:
 
 def _precision(planned: PlannedRun) -> str:
     computed = DTYPE_NAMES[precision(planned.config)]
-    weights = _weight_types(planned)
+    weights = _weight_types(planned) + describe_host(planned.plan.step)
     optim = planned.config.train.optim
     if planned.plan.step.is_full:
         return f"computes in {computed}; weights in {weights}; optimizer {optim}"

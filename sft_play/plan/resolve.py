@@ -41,6 +41,7 @@ from sft_play.plan.strategy import (
     resolved_name,
     unsharded,
 )
+from sft_play.plan.weight_offloading import refuse_offloading, resident_first
 from sft_play.runs import stamp
 
 NCCL_SECONDS = 1800
@@ -89,7 +90,12 @@ def resolve(
                 return plans[-1]
         return max(plans, key=_fits_and_speed) if compares else plans[0]
 
-    return with_largest_adapters(loaded, plan_engines)
+    has_idle_gpus = hardware.count > ranks.gpus_per_node
+    for tried in resident_first(loaded, has_idle_gpus):
+        planned = with_largest_adapters(tried, plan_engines)
+        if planned.plan.fits:
+            break
+    return planned
 
 
 def fastest(
@@ -171,11 +177,11 @@ def _machine_warnings(
     warnings = strategy.map_sentences(loaded, ranks, step.layers_by_gpu)
     warnings += recurrent_warnings(step.model, hardware) + faster_than_zero3(draft)
     warnings += offloading_warnings(draft)
-    is_offloaded = step.offloaded(draft.layout.checkpointed_layers) > 0
+    offloading = step.offloading(draft.layout.checkpointed_layers)
     host_share = 0.0
     if step.model.parameters >= TOY_PARAMETERS:
         host_share = draft.request.host_tokens / draft.layout.mean_tokens
-    graphs = GraphSetup(config, ranks, step.kernels, is_offloaded)
+    graphs = GraphSetup(config, ranks, step.kernels, offloading)
     return (
         warnings
         + graph_warnings(graphs, host_share)
@@ -285,6 +291,7 @@ def _refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec
 
 def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     config, machine = loaded.config, inputs.machine
+    refuse_offloading(loaded, machine.ranks)
     if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
         raise ConfigError(
             f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
@@ -336,6 +343,7 @@ def _resolved(
         "strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
         "packing": plan.packing,
         "activation_offloading": plan.step.offload_activations,
+        "weight_offloading": plan.step.offloaded_weight_layers > 0,
         "context_parallel": plan.layout.context_parallel,
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",

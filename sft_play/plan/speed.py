@@ -12,6 +12,7 @@ from sft_play.plan import memory
 from sft_play.plan.cards import Card
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import LONG_ROW, Layout, StepSpec
+from sft_play.plan.weight_offloading import with_copies
 
 
 def step_flops(
@@ -219,14 +220,15 @@ def overhead_tokens(step: StepSpec, row_tokens: float, card: Card | None) -> flo
 
 
 def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
-    """Return how many tokens a GPU computes while its host works on one micro-batch.
+    """Return how many tokens a GPU computes while its host launches one micro-batch.
 
-    0 if nothing is known of the device: then the host is not thought to set the pace.
+    Or while the host sends its weights. 0 if nothing is known of the device.
     """
     if card is None or not step.is_gpu or not step.is_half:
         return 0.0
     seconds = _gpu_seconds(step, StepWork(1, row_tokens, 1), card)
-    return _host_seconds(step, 0) * row_tokens / seconds
+    waiting = max(_host_seconds(step, 0), with_copies(step, card, 0.0, 0, 1))
+    return waiting * row_tokens / seconds
 
 
 def _gpu_seconds(step: StepSpec, work: StepWork, card: Card) -> float:
@@ -259,6 +261,7 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
         recomputed /= 1 + layout.pair_cost * work.row_tokens
     gpu_seconds = seconds * overhead * (1 + recomputed * again)
     gpu_seconds += work.micro_batches * (2 + again) * _reading_seconds(step, card)
+    gpu_seconds = with_copies(step, card, gpu_seconds, again, work.micro_batches)
     return max(gpu_seconds, work.micro_batches * _host_seconds(step, again))
 
 

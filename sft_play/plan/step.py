@@ -243,6 +243,7 @@ class StepSpec:
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
     is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
     records_graphs: bool = False  # layers are CUDA graphs
+    offloaded_weight_layers: int = 0  # frozen, to the host
     kernels: FastPlan = UNKNOWN_KERNELS
 
     @property
@@ -263,6 +264,12 @@ class StepSpec:
             return 0
         room = self.model.layers if self.host_layers is None else self.host_layers
         return min(checkpointed_layers, room)
+
+    def offloading(self, checkpointed_layers: int) -> str | None:
+        """Return the setting by which layers use host memory, None if they do not."""
+        if self.offloaded(checkpointed_layers):
+            return "train.activation_offloading"
+        return "train.weight_offloading" if self.offloaded_weight_layers else None
 
     def of_rank(self) -> "StepSpec":
         """Return the step with the experts of one rank as all that there are."""
@@ -356,8 +363,7 @@ class StepSpec:
             return STATE_BYTES[self.optim] * trained
         if self.optim == "adafactor":
             return 4 * self._factored_moments
-        # of each matrix Muon has a momentum, and AdamW two moments of all else
-        by_muon = 0
+        by_muon = 0  # one moment each; the others have two
         if self.optim == "muon":
             by_muon = sum(kind.weights for kind in self.model.matrices if not kind.is_stacked)
         return (4 if self.zero_stage else self.trained_bytes) * (2 * trained - by_muon)

@@ -18,7 +18,7 @@ from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.graphs.decoder import graph_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.linears.lora import copy_adapters_at_once
-from sft_play.models.load import load_model
+from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
@@ -174,17 +174,14 @@ def load_weights(
         f"loading {context.config.model.name}", measure=lambda: held_memory(context.process)
     )
     with context.memory.phase("load"), watched(stage, context.process.is_main):
-        placed = plan.step.most_layers
-        proofs = runtime.proofs_of(config)
-        model = load_model(
-            config,
-            context.process,
-            plan.zero_stage,
-            plan.is_fsdp,
-            placed,
-            proofs,
-            plan.is_expert_parallel,
+        places = WeightPlaces(
+            zero_stage=plan.zero_stage,
+            is_fsdp=plan.is_fsdp,
+            is_expert_parallel=plan.is_expert_parallel,
+            most_layers=plan.step.most_layers,
+            offloaded_layers=plan.step.offloaded_weight_layers,
         )
+        model = load_model(config, context.process, places, runtime.proofs_of(config))
     context.memory.note_before_training()
     if checkpoint is not None:
         refuse_other_dtypes(checkpoint, model)

@@ -164,8 +164,12 @@ class TrainSection(Section):
     activation_offloading: bool | Auto = Field(
         "auto",
         description="Keep the inputs of checkpointed layers in host memory until the backward "
-        "pass, for long rows on a GPU. auto: where a step does not fit otherwise and the host has "
-        "room (backend unsloth: ignored).",
+        "pass, for long rows on a GPU. auto: if only that fits (backend unsloth: ignored).",
+    )
+    weight_offloading: bool | Auto = Field(
+        "auto",
+        description="Keep frozen weights of layers in host memory, and copy each layer to the GPU "
+        "before it computes (one GPU or ddp). true: all layers; auto: if only that fits.",
     )
     context_parallel: Literal["auto", 1, 2, 4, 8] = Field(
         "auto",
@@ -262,8 +266,7 @@ class TrainSection(Section):
     )
     generation_max_rows: PositiveInt | None = Field(
         128,
-        description="Rows that an evaluation generates answers for, the first of the set; null is "
-        "all.",
+        description="First rows of a set that an evaluation generates answers for; null: all.",
     )
     generation_batch_size: PositiveInt | None = Field(
         None,
@@ -311,13 +314,11 @@ class TrainSection(Section):
     eval_batch_size: Rows | Auto = Field(
         "auto",
         description="Rows of an evaluation batch on each device; auto is as many, at most a "
-        "micro-batch, as fit into the memory that a training step has for its activations. Scores "
-        "do not depend on it.",
+        "micro-batch, as fit where a step has its activations. Scores do not depend on it.",
     )
     eval_do_concat_batches: bool = Field(
         False,
-        description="Score an evaluation's answers as one list, not batch by batch; the scores are "
-        "equal.",
+        description="Score all answers as one list, not batch by batch; the scores are equal.",
     )
     eval_accumulation_steps: PositiveInt | None = Field(
         None,
@@ -351,8 +352,7 @@ class TrainSection(Section):
     stop_after: PositiveFloat | None = Field(
         None,
         description="Optimizer steps, or a fraction of the run under 1, after which it stops with "
-        "a checkpoint and scores, to go on with train.resume_from on the same schedule; null does "
-        "not stop.",
+        "a checkpoint and scores; train.resume_from continues the schedule. null: no stop.",
     )
     reopen_saved: bool | Auto = Field(
         "auto",

@@ -18,6 +18,7 @@ from sft_play.models import partitioned
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.capture import ProofInputs, capture
 from sft_play.models.sharding import gathered, units_by_module
+from sft_play.models.weight_offloading import bring_layer_of
 from sft_play.process import Process
 
 # What the backward pass of an autograd function returns: None for what has no gradient
@@ -102,7 +103,11 @@ class TrainingSetup:
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Keep a module's own weights whole where ranks divide them; layers gather their own."""
+        """Keep a module's own weights in place where ranks divide them, or the host stores them.
+
+        Layers gather, or bring, their own.
+        """
+        bring_layer_of(module, self.base)
         if module in self._partitioned_units:
             unit = self._partitioned_units[module]
             with partitioned.gathered(partitioned.parameters_of(unit, self._partitioned_units)):

@@ -228,8 +228,8 @@ def graph_layers(
     if not config.train.cuda_graphs:
         return None
     ranks = plan.ranks
-    is_offloaded = plan.step.offloaded(plan.layout.checkpointed_layers) > 0
-    sentence = without_effect(graph_setup(model, config, ranks, is_offloaded))
+    offloading = plan.step.offloading(plan.layout.checkpointed_layers)
+    sentence = without_effect(graph_setup(model, config, ranks, offloading))
     if sentence is not None:
         if sentence not in plan.warnings:
             logger.warning("warning: %s", sentence)
@@ -247,8 +247,8 @@ def graph_layers(
 
 
 def graph_setup(
-    model: PreTrainedModel, config: Config, ranks: Ranks, is_offloaded: bool = False
+    model: PreTrainedModel, config: Config, ranks: Ranks, offloading: str | None = None
 ) -> GraphSetup:
     """Return what a loaded model says of recording its layers."""
     kernels = fused_kernels_of(model)
-    return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), is_offloaded)
+    return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), offloading)

@@ -1,0 +1,239 @@
+"""Frozen weights of decoder layers in host memory, on the GPU only while their layer computes.
+
+The frozen tensors of an offloaded layer are one block of pinned host memory, which all ranks of a
+machine share. On the GPU offloaded layers take turns in two buffers: layer i uses buffer i % 2.
+Before a layer computes, its block is copied to its buffer, while the layer before it computes: in
+the forward pass, and again in the backward pass. Frozen weights do not change, so nothing is copied
+back. A layer that is recomputed finds its weights in place.
+
+A parameter is a view of its layer's buffer and always has the same address. So fused kernels,
+autograd and bitsandbytes keep references to it as if it stayed on the GPU, and results are equal to
+the bit. Whatever reads a layer's weights outside of its passes calls `bring` first.
+
+A copy into a buffer waits for what was queued before: the last pass of the layer that used it.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, core_model_loading
+
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.host_memory import CopyStream, pin
+from sft_play.models.sharding import move_undivided
+from sft_play.process import Process
+
+BUFFERS = 2
+ALIGNMENT = 256  # bytes: as of the allocator's memory, so that the same kernels are chosen
+MIN_BYTES = 1024  # of a tensor; smaller ones stay on the GPU
+ATTRIBUTE = "offloaded_layers"  # of the base model
+
+
+class OffloadedLayers:
+    """Layers whose frozen weights are in host memory, and the buffers in which they compute."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], frozen: Sequence[list["Place"]], process: Process
+    ):
+        self.numbers: dict[nn.Module, int] = {}  # of the layer that a module belongs to
+        sizes = [sum(_aligned(place.tensor.nbytes) for place in places) for places in frozen]
+        self.memory, is_filling = _host_memory(sum(sizes), process)
+        self.on_host = self.memory.split(sizes)  # one for each layer
+        self.buffers: list[Tensor] = []
+        for _ in range(BUFFERS):
+            buffer = torch.empty(max(sizes), dtype=torch.uint8, device=process.device)
+            self.buffers.append(buffer)
+        self.stream = CopyStream(process.device)
+        self.copied: list[torch.cuda.Event | None] = [None] * BUFFERS
+        self.present: list[int | None] = [None] * BUFFERS  # the layer that is in a buffer
+        for number, layer in enumerate(layers):
+            self.numbers.update(dict.fromkeys(layer.modules(), number))
+            self._move(number, frozen[number], is_filling)
+        process.gather(None)  # the memory is filled
+        if process.is_gpu:
+            pin(self.memory, "train.weight_offloading", "set TRAIN_WEIGHT_OFFLOADING=false")
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._before_forward, number))
+            layer.register_forward_hook(partial(self._after_forward, number))
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Return itself: the hooks of a layer's copy bring the same weights."""
+        return self
+
+    def bring(self, module: nn.Module) -> None:
+        """Bring the weights of the layer that a module belongs to, if it is offloaded."""
+        if module in self.numbers:
+            self._bring(self.numbers[module])
+
+    def _move(self, number: int, places: list["Place"], is_filling: bool) -> None:
+        """Copy the tensors of a layer to host memory, and make them views of its buffer."""
+        start = 0
+        for place in places:
+            tensor = place.tensor
+            part = slice(start, start + tensor.nbytes)
+            if is_filling:
+                _viewed_as(tensor, self.on_host[number][part]).copy_(tensor)
+            place.set(_viewed_as(tensor, self.buffers[number % BUFFERS][part]))
+            start += _aligned(tensor.nbytes)
+
+    def _before_forward(self, number: int, *_: Any) -> None:
+        self._bring(number)
+        if _is_in_backward():  # recomputed
+            return
+        following = number + 1
+        if following == len(self.on_host):
+            if torch.is_grad_enabled() or not number % BUFFERS:  # backward follows, or no buffer
+                return
+            following = 0
+        self._start_copy(following)
+
+    def _after_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad and not _is_in_backward():
+            hidden.register_hook(partial(self._before_backward, number))
+
+    def _before_backward(self, number: int, _: Tensor) -> None:
+        self._bring(number)
+        if number:
+            self._start_copy(number - 1)
+
+    def _bring(self, number: int) -> None:
+        """Let the computation that is queued from now on find a layer's weights in its buffer."""
+        self._start_copy(number)
+        self.stream.wait(self.copied[number % BUFFERS])
+
+    def _start_copy(self, number: int) -> None:
+        turn = number % BUFFERS
+        if self.present[turn] != number:
+            self.present[turn] = number
+            source = self.on_host[number]
+            self.copied[turn] = self.stream.copy(self.buffers[turn][: len(source)], source)
+
+
+class Place:
+    """A frozen tensor of a layer: a parameter, or the scales of one in 4 bits."""
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name = owner, name
+
+    @property
+    def tensor(self) -> Tensor:
+        return getattr(self.owner, self.name)
+
+    def set(self, tensor: Tensor) -> None:
+        """Put another tensor there."""
+        setattr(self.owner, self.name, tensor)
+
+
+def chosen_layers(model: nn.Module, count: int) -> list[nn.Module]:
+    """Return `count` decoder layers, evenly spread: the others hide the copies of these."""
+    layers = decoder_layers(model)
+    return [layers[number * len(layers) // count] for number in range(count)]
+
+
+@torch.no_grad()
+def offload_layers(model: nn.Module, base: PreTrainedModel, process: Process, count: int) -> None:
+    """Offload the frozen weights of `count` decoder layers of a model with adapters.
+
+    All else is moved to the device.
+    """
+    owners = Counter(weight for layer in decoder_layers(base) for weight in layer.parameters())
+    layers = chosen_layers(base, count)
+    frozen: list[list[Place]] = []
+    moved: set[nn.Parameter] = set()
+    for layer in layers:
+        places = []
+        for weight in layer.parameters():
+            is_own = owners[weight] == 1  # layers may share weights
+            if is_own and not weight.requires_grad and weight.nbytes >= MIN_BYTES:
+                moved.add(weight)
+                places.append(Place(weight, "data"))
+                if _has_scales(weight):
+                    places.append(Place(weight.quant_state, "absmax"))
+        frozen.append(places)
+    vars(base)[ATTRIBUTE] = OffloadedLayers(layers, frozen, process)
+    move_undivided(model, process)
+    for weight in base.parameters():
+        if _has_scales(weight):
+            weight.quant_state.to(process.device)
+    # every rank reads the same files, and DDP would send the buffers again for each layer
+    kept = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
+    kept += [name for name, weight in model.named_parameters() if weight in moved]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, kept)
+
+
+def bring_layer_of(module: nn.Module, base: nn.Module) -> None:
+    """Bring the weights of the layer that a module belongs to, to run it by itself."""
+    offloaded: OffloadedLayers | None = vars(base).get(ATTRIBUTE)
+    if offloaded is not None:
+        offloaded.bring(module)
+
+
+@contextlib.contextmanager
+def leaving_on_host(count: int) -> Iterator[None]:
+    """Let from_pretrained move the weights of `count` decoder layers to the host as it reads them.
+
+    Each is read, and quantized, on the GPU.
+    """
+    set_weight = core_model_loading.set_param_for_module
+    chosen: set[nn.Module] = set()
+
+    def set_and_move(model: PreTrainedModel, name: str, *args: Any) -> None:
+        set_weight(model, name, *args)
+        if not chosen:
+            for layer in chosen_layers(model, count):
+                chosen.update(layer.modules())
+        holder, _, own = name.rpartition(".")
+        module = model.get_submodule(holder)
+        weight = module._parameters.get(own)
+        if weight is not None and module in chosen:
+            weight.data = weight.data.cpu()
+            if _has_scales(weight):
+                weight.quant_state.to("cpu")
+
+    with patch.object(core_model_loading, set_weight.__name__, set_and_move):
+        yield
+
+
+def _has_scales(weight: Tensor) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _viewed_as(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Return bytes as a tensor of the type, shape and strides of another."""
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _host_memory(size: int, process: Process) -> tuple[Tensor, bool]:
+    """Return memory that the ranks of a machine share, and whether this rank is to fill it."""
+    if process.world_size == 1:
+        return torch.empty(size, dtype=torch.uint8), True
+    is_first = process.local_rank == 0
+    file = None
+    if is_first:
+        file = os.memfd_create("frozen weights")
+        os.ftruncate(file, size)
+    opened = process.gather((os.getpid(), file))
+    pid, number = opened[process.rank - process.local_rank]
+    path = f"/proc/{pid}/fd/{number}"
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    process.gather(None)  # all have opened it
+    if is_first:
+        os.close(file)
+    return memory, is_first

@@ -1,0 +1,236 @@
+"""Frozen weights in host memory: every number is that of weights that stay on the device."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from marks import long
+from rank_processes import train_on_two
+from run_files import run_json
+from safetensors.torch import load_file
+from tiny_models import Sizes, write_base
+from torch import nn
+
+from sft_play.config.schema import Config
+from sft_play.models import weight_offloading
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.setup import base_model_of
+from sft_play.models.load import WeightPlaces, load_model
+from sft_play.models.weight_offloading import ATTRIBUTE, chosen_layers
+from sft_play.plan.run_plan import read_plan
+from sft_play.process import Process
+from sft_play.runs.folder import RunFolder
+
+LAYERS = 5
+CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)
+MODES = {
+    "lora": {"mode": "lora"},
+    "qlora": {"mode": "qlora"},
+    "float8": {"mode": "lora", "base_dtype": "float8"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory) -> Path:
+    sizes = Sizes(hidden=64, head=16, intermediate=128, expert=64)
+    folder = tmp_path_factory.mktemp("deep")
+    return write_base("llama", folder, tokenizer, sizes, num_hidden_layers=LAYERS)
+
+
+def loaded(base: Path, tuning: dict, offloaded: int, **train: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = Config.model_validate(
+        {"model": {"name": str(base), "max_seq_len": 128}, "tuning": tuning, "train": train}
+    )
+    model = load_model(config, CPU_BF16, WeightPlaces(offloaded_layers=offloaded))
+    with torch.no_grad():  # B is zero, and would hide A
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                generator = torch.Generator().manual_seed(len(name))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return model
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(256, (2, 48), generator=generator) for _ in range(6)]
+
+
+def trained(model: nn.Module, recomputed: int = 0) -> list[torch.Tensor]:
+    """Return losses and gradients of 3 steps of 2 micro-batches, evaluations, and the weights."""
+    model.train()
+    checkpoint_layers(base_model_of(model), recomputed)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
+    found = []
+    for step in range(3):
+        for ids in batches()[2 * step : 2 * step + 2]:
+            with CPU_BF16.autocast():
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append(loss.detach().clone())
+        found += [weight.grad.clone() for weight in weights]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad(), CPU_BF16.autocast():
+            found.append(model(input_ids=batches()[0]).logits)
+        model.train()
+    return [*found, *(weight.detach().clone() for weight in weights)]
+
+
+@pytest.fixture(scope="module")
+def expected(base):
+    """A function that returns what a resident model computes, once for each mode."""
+    found: dict[tuple, list[torch.Tensor]] = {}
+
+    def of(mode: str, recomputed: int) -> list[torch.Tensor]:
+        if (mode, recomputed) not in found:
+            found[mode, recomputed] = trained(loaded(base, MODES[mode], 0), recomputed)
+        return found[mode, recomputed]
+
+    return of
+
+
+SHORT = [(mode, LAYERS, LAYERS) for mode in MODES] + [("lora", 4, 0), ("qlora", 3, 2)]
+LONG = [long(mode, count, again) for mode in MODES for count in (3, 4, 5) for again in (0, 2, 5)]
+
+
+@pytest.mark.parametrize("mode, offloaded, recomputed", [*SHORT, *LONG])
+def test_losses_gradients_and_weights_are_those_of_a_resident_model(
+    base, expected, mode, offloaded, recomputed
+):
+    model = loaded(base, MODES[mode], offloaded)
+    assert {"mlp", "attention"} <= fused_kernels_of(model).on.keys()
+    for found, resident in zip(trained(model, recomputed), expected(mode, recomputed), strict=True):
+        assert torch.equal(found, resident)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_original_implementation_computes_the_same_too(base, mode):
+    losses = []
+    for offloaded in (0, LAYERS):
+        model = loaded(base, MODES[mode], offloaded, fast_path=False)
+        assert not fused_kernels_of(model).on
+        losses.append(trained(model, recomputed=2))
+    for found, resident in zip(*losses, strict=True):
+        assert torch.equal(found, resident)
+
+
+def test_layers_take_turns_in_two_buffers_and_all_else_stays(base):
+    model = loaded(base, MODES["qlora"], LAYERS)
+    storages = [
+        {weight.untyped_storage().data_ptr() for weight in layer.parameters() if frozen(weight)}
+        for layer in decoder_layers(base_model_of(model))
+    ]
+    assert all(len(each) == 1 for each in storages)
+    assert storages[0] == storages[2] == storages[4] != storages[1] == storages[3]
+    weight = decoder_layers(base_model_of(model))[0].mlp.up_proj.base_layer.weight
+    assert weight.quant_state.absmax.untyped_storage().data_ptr() in storages[0]
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    own = {each.untyped_storage().data_ptr() for each in trainable}
+    assert len(own) == len(trainable) and not own & (storages[0] | storages[1])
+
+
+def frozen(weight: torch.Tensor) -> bool:
+    return not weight.requires_grad and weight.nbytes >= weight_offloading.MIN_BYTES
+
+
+@pytest.mark.parametrize("mistake", ["late", "early", "turned"])
+def test_a_copy_at_the_wrong_time_would_be_seen(base, expected, monkeypatch, mistake):
+    """The test above sees it: layers compute with the weights of others."""
+    layers = weight_offloading.OffloadedLayers
+    start_copy = layers._start_copy
+
+    def too_far(self: object, number: int) -> None:
+        start_copy(self, min(number + 1, LAYERS - 1))
+
+    if mistake == "late":  # recomputed layers bring none
+        monkeypatch.setattr(layers, "_before_backward", lambda *_: None)
+        monkeypatch.setattr(layers, "_bring", lambda self, number: None)
+    elif mistake == "early":
+        monkeypatch.setattr(layers, "_start_copy", too_far)
+    else:
+        monkeypatch.setattr(layers, "_before_backward", lambda *_: None)
+    found = trained(loaded(base, MODES["lora"], LAYERS), 0)
+    assert not all(map(torch.equal, found, expected("lora", 0)))
+
+
+def test_layers_are_spread_evenly(base):
+    model = loaded(base, MODES["lora"], 0)
+    layers = decoder_layers(model)
+    assert chosen_layers(model, 2) == [layers[0], layers[2]]
+    assert chosen_layers(model, 3) == [layers[0], layers[1], layers[3]]
+    assert chosen_layers(model, LAYERS) == layers
+
+
+def test_a_copied_layer_brings_the_same_weights(base):
+    model = base_model_of(loaded(base, MODES["lora"], LAYERS))
+    layer = copy.deepcopy(decoder_layers(model)[3])
+    (hook,) = layer._forward_pre_hooks.values()
+    assert hook.func.__self__ is vars(model)[ATTRIBUTE]
+
+
+SETTINGS = {
+    "train.max_steps": 4,
+    "train.learning_rate": 1e-2,
+    "train.save_strategy": "steps",
+    "train.save_steps": 2,
+    "train.eval_strategy": "steps",
+    "train.eval_steps": 2,
+    "train.gradient_checkpointing": True,
+    "tuning.lora.dropout": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(plan_run, run_worker, base):
+    """A function that returns a finished run, the same one to every test."""
+    runs: dict[tuple, RunFolder] = {}
+
+    def run(mode: str, offloads: bool, ranks: int = 1, resume_from: Path | None = None):
+        key = (mode, offloads, ranks, resume_from)
+        if key not in runs:
+            changes = {**SETTINGS, "model.name": base, "tuning.mode": mode}
+            changes |= {"train.weight_offloading": offloads, "train.resume_from": resume_from}
+            folder = plan_run(changes, num_gpus=ranks)
+            assert (run_worker(folder) if ranks == 1 else train_on_two(folder)) in (0, None)
+            runs[key] = folder
+        return runs[key]
+
+    return run
+
+
+def scores(folder: RunFolder) -> tuple:
+    report = run_json(folder)
+    metrics = [report["metrics"][when] for when in ("before", "after")]
+    names = [name for name in metrics[0] if not name.endswith("seconds")]
+    return report["loss"], report["fast_path"], [[each[name] for name in names] for each in metrics]
+
+
+def adapter(folder: RunFolder) -> dict[str, torch.Tensor]:
+    return load_file(folder.path / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "mode, ranks", [("qlora", 1), ("lora", 2), long("lora", 1), long("qlora", 2)]
+)
+@pytest.mark.slow
+def test_a_run_trains_scores_and_saves_as_with_resident_weights(finished, mode, ranks):
+    resident, offloaded = finished(mode, False, ranks), finished(mode, True, ranks)
+    assert read_plan(offloaded).step.offloaded_weight_layers == LAYERS
+    assert scores(offloaded) == scores(resident)
+    torch.testing.assert_close(adapter(offloaded), adapter(resident), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_weights_elsewhere(finished):
+    resident, offloaded = finished("qlora", False), finished("qlora", True)
+    checkpoint = resident.checkpoints / "checkpoint-2"
+    again = finished("qlora", True, resume_from=checkpoint)
+    torch.testing.assert_close(adapter(again), adapter(resident), rtol=0, atol=0)
+    back = finished("qlora", False, resume_from=offloaded.checkpoints / "checkpoint-2")
+    torch.testing.assert_close(adapter(back), adapter(resident), rtol=0, atol=0)
