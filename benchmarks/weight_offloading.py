@@ -6,16 +6,15 @@ python -m benchmarks.weight_offloading --tokens 4096 --offloaded 16 --kept 16 --
 
 A model with random weights takes some steps three times: resident, resident again, and offloaded.
 The second says how far two runs differ by chance: backward kernels of attention add in another
-order each time, unless `--exact` asks for others. One micro-batch of rows of 2,048 tokens is a
-step; its layers are recomputed, except the last `--kept`. `copies` is the time that the link needs
-for the copies of a step by itself.
+order each time. `--exact` computes attention in plain torch, which is slower. One micro-batch of
+rows of 2,048 tokens is a step; its layers are recomputed, except the last `--kept`. `copies` is the
+time that the link needs for the copies of a step by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,7 +62,11 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     from sft_play.training.runtime import seed_everything
 
     settings = {
-        "model": {"name": str(folder), "max_seq_len": ROW_TOKENS},
+        "model": {
+            "name": str(folder),
+            "max_seq_len": ROW_TOKENS,
+            "attn_implementation": "eager" if args.exact else "auto",
+        },
         "tuning": {"mode": args.mode, "base_dtype": args.base_dtype},
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,7 +166,6 @@ def compared(measured: Measured, resident: Measured) -> str:
 
 def main() -> None:
     """Measure, and print a line for each run."""
-    import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -178,12 +180,9 @@ def main() -> None:
     add("--offloaded", type=int, nargs="*", help="layers, one number a run; default all")
     add("--steps", type=int, default=6)
     add("--only-offloaded", action="store_true", help="where resident weights do not fit")
-    add("--exact", action="store_true", help="with deterministic kernels, which are slower")
+    add("--exact", action="store_true", help="with attention in plain torch")
     add("--folder", type=Path, default=Path("outputs/bench"))
     args = parser.parse_args()
-    if args.exact:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True, warn_only=True)
     logging.disable_progress_bar()
     folder = make_model(BaseModel(shape=args.shape, layers=args.layers), args.folder)
     layers = AutoConfig.from_pretrained(folder).num_hidden_layers

@@ -41,16 +41,16 @@ TOKENS = {
     "data": 69_340,
     "evaluation": 13_100,
     "inference": 19_350,
-    "models": 113_250,
+    "models": 113_840,
     "monitor": 8_080,
     "notebooks": 13_800,
-    "plan": 49_600,
+    "plan": 49_620,
     "reporting": 10_950,
     "runs": 15_350,
     "training": 46_870,
 }
-FILES = 352
-FUNCTIONS = 4_084
+FILES = 353
+FUNCTIONS = 4_090
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -11,6 +11,7 @@ from peft import PeftModel
 from rank_processes import run_two, train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
@@ -156,6 +157,58 @@ def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(base_of, tmp_
     exits = run_two(compare_bases, base_of(model_type), tmp_path, output=output)
     assert exits == [0, 0], output.read_text()[-3000:]
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
+
+
+def compare_quantised(folder: Path, seen: Path, mode: str) -> None:
+    """Be a rank that loads a quantized model divided and whole; write down the tensors that differ.
+
+    And the bytes of layers that were there before the model was divided, and those that were read.
+    """
+    from sft_play.models import load, sharding
+    from sft_play.models.sharding import own_part
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    tuning = {"mode": "qlora"} if mode == "qlora" else {"mode": "lora", "base_dtype": mode}
+    config = Config.model_validate({"model": {"name": str(folder)}, "tuning": tuning})
+    process = Process(rank, rank, 2, torch.device("cpu"), torch.bfloat16)
+    whole = load.load_model(config, process, load.WeightPlaces())
+    divide, held = sharding.divide_quantised, []
+
+    def note(base, *args):
+        weights = [w for layer in sharding.outermost_layers(base) for w in layer.parameters()]
+        frozen = [w for w in weights if not w.requires_grad]
+        held.append(sum(w.untyped_storage().nbytes() for w in frozen))
+        held.append(sum(w.nbytes for w in frozen if w.nbytes >= sharding.MIN_BYTES))
+        divide(base, *args)
+
+    sharding.divide_quantised = note
+    divided = load.load_model(config, process, load.WeightPlaces(is_fsdp=True))
+    differing = []
+    for name, tensor in divided.named_parameters():
+        found, expected = own_part(tensor), whole.get_parameter(name).data
+        if expected.dtype != found.dtype:  # packed bytes
+            expected = expected.flatten().view(found.dtype)[:, None]
+        if isinstance(tensor, DTensor):
+            expected = expected.chunk(2)[rank]
+        as_bytes = [each.flatten().view(torch.uint8) for each in (found, expected)]
+        if not torch.equal(*as_bytes):
+            differing.append(name)
+    (seen / f"{rank}.json").write_text(json.dumps([differing, *held]))
+
+
+@pytest.mark.parametrize(
+    "model_type, mode", [("llama", "qlora"), ("gpt_oss", "qlora"), ("llama", "float8")]
+)
+def test_a_quantized_base_is_divided_as_it_is_read(base_of, tmp_path, model_type, mode):
+    output = tmp_path / "output.txt"
+    base = base_of(model_type, "qlora")
+    exits = run_two(compare_quantised, base, tmp_path, mode, output=output)
+    assert exits == [0, 0], output.read_text()[-3000:]
+    for rank in (0, 1):
+        differing, held, total = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert differing == []
+        assert held < 0.3 * total, "only norms, biases and routers are there"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", long("zero3")])

@@ -9,7 +9,7 @@ from marks import long
 from rank_processes import train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
-from tiny_models import Sizes, write_base
+from tiny_models import GPU_SIZES, Sizes, write_base
 from torch import nn
 
 from sft_play.config.schema import Config
@@ -18,6 +18,7 @@ from sft_play.models.architecture import decoder_layers
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of
+from sft_play.models.host_memory import CopyStream
 from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.weight_offloading import ATTRIBUTE, chosen_layers
 from sft_play.plan.run_plan import read_plan
@@ -25,6 +26,7 @@ from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
 LAYERS = 5
+SIZES = Sizes(hidden=64, head=16, intermediate=128, expert=64)
 CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)
 MODES = {
     "lora": {"mode": "lora"},
@@ -35,23 +37,25 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def base(tokenizer, tmp_path_factory) -> Path:
-    sizes = Sizes(hidden=64, head=16, intermediate=128, expert=64)
     folder = tmp_path_factory.mktemp("deep")
-    return write_base("llama", folder, tokenizer, sizes, num_hidden_layers=LAYERS)
+    return write_base("llama", folder, tokenizer, SIZES, num_hidden_layers=LAYERS)
 
 
-def loaded(base: Path, tuning: dict, offloaded: int, **train: object) -> nn.Module:
+def loaded(
+    base: Path, tuning: dict, offloaded: int, process: Process = CPU_BF16, **train: object
+) -> nn.Module:
     torch.manual_seed(0)
-    config = Config.model_validate(
-        {"model": {"name": str(base), "max_seq_len": 128}, "tuning": tuning, "train": train}
-    )
-    model = load_model(config, CPU_BF16, WeightPlaces(offloaded_layers=offloaded))
+    named = {"name": str(base), "max_seq_len": 128}
+    if process.is_gpu:  # the backward pass of others adds in another order each time
+        named["attn_implementation"] = "eager"
+    config = Config.model_validate({"model": named, "tuning": tuning, "train": train})
+    model = load_model(config, process, WeightPlaces(offloaded_layers=offloaded))
     with torch.no_grad():  # B is zero, and would hide A
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 generator = torch.Generator().manual_seed(len(name))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
-    return model
+    return model.train()
 
 
 def batches() -> list[torch.Tensor]:
@@ -61,14 +65,15 @@ def batches() -> list[torch.Tensor]:
 
 def trained(model: nn.Module, recomputed: int = 0) -> list[torch.Tensor]:
     """Return losses and gradients of 3 steps of 2 micro-batches, evaluations, and the weights."""
-    model.train()
     checkpoint_layers(base_model_of(model), recomputed)
+    device = next(model.parameters()).device
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-2)
     found = []
     for step in range(3):
         for ids in batches()[2 * step : 2 * step + 2]:
-            with CPU_BF16.autocast():
+            ids = ids.to(device)
+            with torch.autocast(device.type, torch.bfloat16):
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             found.append(loss.detach().clone())
@@ -76,8 +81,8 @@ def trained(model: nn.Module, recomputed: int = 0) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
-        with torch.no_grad(), CPU_BF16.autocast():
-            found.append(model(input_ids=batches()[0]).logits)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            found.append(model(input_ids=batches()[0].to(device)).logits)
         model.train()
     return [*found, *(weight.detach().clone() for weight in weights)]
 
@@ -116,6 +121,19 @@ def test_the_original_implementation_computes_the_same_too(base, mode):
         model = loaded(base, MODES[mode], offloaded, fast_path=False)
         assert not fused_kernels_of(model).on
         losses.append(trained(model, recomputed=2))
+    for found, resident in zip(*losses, strict=True):
+        assert torch.equal(found, resident)
+
+
+KINDS = ["sliding_attention", "full_attention"] * 3
+OTHERS = [("qwen3_moe", "lora", {}), ("gpt_oss", "qlora", {"layer_types": KINDS[:LAYERS]})]
+
+
+@pytest.mark.parametrize("model_type, mode, changes", OTHERS)
+def test_experts_compute_the_same_too(tokenizer, tmp_path, model_type, mode, changes):
+    changes = {"num_hidden_layers": LAYERS, **changes}
+    folder = write_base(model_type, tmp_path, tokenizer, SIZES, **changes)
+    losses = [trained(loaded(folder, MODES[mode], count), 2) for count in (0, LAYERS)]
     for found, resident in zip(*losses, strict=True):
         assert torch.equal(found, resident)
 
@@ -234,3 +252,41 @@ def test_a_run_resumes_with_weights_elsewhere(finished):
     torch.testing.assert_close(adapter(again), adapter(resident), rtol=0, atol=0)
     back = finished("qlora", False, resume_from=offloaded.checkpoints / "checkpoint-2")
     torch.testing.assert_close(adapter(back), adapter(resident), rtol=0, atol=0)
+
+
+def slow_copies(monkeypatch) -> None:
+    """Let each copy begin late: who does not wait for it computes with other weights."""
+    copy_now = CopyStream.copy
+
+    def copy_late(self: CopyStream, *tensors: torch.Tensor) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(20_000_000)  # cycles, 10 ms
+        return copy_now(self, *tensors)
+
+    monkeypatch.setattr(CopyStream, "copy", copy_late)
+
+
+def slow_layers(model: nn.Module) -> None:
+    """Let each layer compute late: a copy that does not wait for it takes its weights away."""
+    for layer in decoder_layers(base_model_of(model)):
+        layer.register_forward_pre_hook(lambda *_: torch.cuda._sleep(20_000_000))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slow", ["nothing", "copies", "layers"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gpu_computes_the_same_however_long_copies_take(
+    tokenizer, tmp_path, monkeypatch, mode, slow
+):
+    folder = write_base("llama", tmp_path, tokenizer, GPU_SIZES, num_hidden_layers=LAYERS)
+    process = Process.alone(torch.device("cuda", 0), torch.bfloat16)
+    expected = trained(loaded(folder, MODES[mode], 0, process), 2)
+    again = trained(loaded(folder, MODES[mode], 0, process), 2)
+    assert all(map(torch.equal, again, expected)), "kernels are not deterministic"
+    if slow == "copies":
+        slow_copies(monkeypatch)
+    model = loaded(folder, MODES[mode], LAYERS, process)
+    assert vars(base_model_of(model))[ATTRIBUTE].memory.is_pinned()
+    if slow == "layers":
+        slow_layers(model)
+    assert all(map(torch.equal, trained(model, 2), expected))

@@ -45,7 +45,7 @@ from sft_play.models.experts import (
 )
 from sft_play.models.mxfp4 import Mxfp4State
 from sft_play.models.parameters import dtype_name, log_packed
-from sft_play.models.sharding import run_within
+from sft_play.models.sharding import has_rows_alone, run_within, store_as
 
 
 def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:
@@ -113,8 +113,7 @@ def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
     """
     for weight in model.parameters():
         if isinstance(weight, Params4bit) and weight.dtype != storage:
-            weight.data = weight.data.flatten().view(storage)[:, None]
-            weight.quant_storage = storage
+            store_as(weight, storage)
     keep_differentiable(model)
     refuse_wrong_unpacking(model)
     log_packed(model)
@@ -140,7 +139,8 @@ def refuse_wrong_unpacking(model: nn.Module) -> None:
     """
     looked_at = set()
     for name, weight in model.named_parameters():
-        if not isinstance(weight, Params4bit) or weight.device.type != "cpu":
+        is_on_cpu = isinstance(weight, Params4bit) and weight.device.type == "cpu"
+        if not is_on_cpu or has_rows_alone(weight):
             continue
         state = weight.quant_state
         if isinstance(state, Mxfp4State):
@@ -257,7 +257,10 @@ def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
 
 
 def unpack(packed: Params4bit) -> Tensor:
-    """Return a packed weight in the type that it had."""
+    """Return a packed weight in the type that it had; of one without values, its shape."""
+    if has_rows_alone(packed):
+        nothing = torch.empty((), dtype=packed.quant_state.dtype, device=packed.device)
+        return nothing.expand(packed.quant_state.shape)
     if isinstance(packed.quant_state, Mxfp4State):
         return mxfp4.unpack(packed.data, packed.quant_state)
     return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)

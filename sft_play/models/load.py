@@ -5,10 +5,9 @@ Code after this module works with a transformers model and need not know the bac
 
 import contextlib
 import logging
-import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, expert_parallel, lora, placement, sharding, weight_offloading
 from sft_play.models.added_tokens import reading_grown
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
+from sft_play.models.as_read import one_tensor_at_a_time
 from sft_play.models.base_files import (
     growth_of_base,
     reading_stored,
@@ -57,7 +57,6 @@ from sft_play.runs.model_folder import refuse_unsafe_base
 
 logger = logging.getLogger(__name__)
 
-SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
 MISMATCHED = "ignore_mismatched_sizes"  # of transformers' error where shapes differ
 # tensors of a checkpoint that a model may leave unused; any other is an error
 MAY_BE_UNUSED = {
@@ -110,7 +109,8 @@ def load_model(
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
         deliver_adapters(model)
         if places.is_fsdp and is_quantised(config):
-            sharding.divide_packed(base, process, config.train.fsdp_offload)
+            check = bnb.refuse_wrong_unpacking
+            sharding.divide_quantised(base, process, config.train.fsdp_offload, check)
         elif has_float8(base):
             leave_to_each_rank(model)
     if places.offloaded_layers:
@@ -157,7 +157,7 @@ def load_base(
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
-    Under ZeRO-3 and FSDP it is divided, but quantised weights under FSDP are whole. Under
+    Under ZeRO-3 and FSDP it is divided; quantised weights under FSDP have no values yet. Under
     model.device_map it is on the GPUs of this process. Layers to offload are on the host.
 
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
@@ -196,10 +196,12 @@ def load_base(
             keeps = keeps_mxfp4(config, found)
             stack.enter_context(reading_stored(found, process.device, keeps))
         stack.enter_context(_reading(config, process, found, places))
+        if places.is_fsdp and is_quantised(config):
+            stack.enter_context(sharding.keeping_own_rows(process, config.train.fsdp_offload))
         if places.offloaded_layers:
             stack.enter_context(weight_offloading.leaving_on_host(places.offloaded_layers))
         if places.offloaded_layers or _has_experts(stored):
-            stack.enter_context(_one_tensor_at_a_time())
+            stack.enter_context(one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
     if len(set(devices.values())) > 1:
         placement.move_inputs_to_embedding(model)
@@ -254,7 +256,7 @@ def _reading(
         return packing_experts(keeps_mxfp4(config, found))
     if config.tuning.has_float8_base:
         return quantising_to_float8()
-    if places.is_fsdp:  # quantised weights are read whole first
+    if places.is_fsdp:
         trains_weights = config.tuning.mode == "full"
         offloads = config.train.fsdp_offload
         return sharding.dividing_while_loading(process, trains_weights, offloads)
@@ -371,23 +373,6 @@ def _has_experts(stored: PretrainedConfig | None) -> bool:
         return False
     sizes = vars(stored.get_text_config()).items()
     return any("experts" in name and isinstance(size, int) and size > 1 for name, size in sizes)
-
-
-@contextlib.contextmanager
-def _one_tensor_at_a_time() -> Iterator[None]:
-    """Let transformers read a tensor when it is needed.
-
-    Its threads read ahead of what joins experts, and of what moves weights to the host: the GPU
-    could hold up to twice the model's bytes.
-    """
-    before = os.environ.get(SEQUENTIAL_LOAD)
-    os.environ[SEQUENTIAL_LOAD] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[SEQUENTIAL_LOAD]
-        if before is not None:
-            os.environ[SEQUENTIAL_LOAD] = before
 
 
 def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:

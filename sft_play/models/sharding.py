@@ -39,7 +39,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import towers_of
+from sft_play.models.as_read import changing_weights
 from sft_play.process import Process
+
+MIN_BYTES = 1024  # of a weight worth more than the constants of each tensor
+PACKED_TYPE = torch.float32  # of the bytes of 4-bit weights: see `bnb.storage_type`
+OWN_ROWS = "own_rows"  # attribute of a parameter: what this rank keeps of it
 
 
 @contextlib.contextmanager
@@ -132,20 +137,73 @@ def _divide(
         type(unit).__module__ = own_class.__module__
 
 
-def divide_packed(model: PreTrainedModel, process: Process, offloads: bool = False) -> None:
-    """Divide a model with 4-bit weights, which this rank holds whole until now, below adapters.
+def keeping_own_rows(
+    process: Process, offloads: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Let from_pretrained keep of each weight of a layer the rows of this rank, until `_divide`.
 
-    A rank keeps the constants of each block of weights whole. FSDP gathers plain bytes, into the
-    same parameter each time: here it becomes bitsandbytes' again, and keeps that.
+    For weights that are quantized as they are read: on every rank the same ones, completely. The
+    parameter has its shape, but no memory.
+    """
+
+    def keep(weight: nn.Parameter) -> None:
+        if weight.nbytes < MIN_BYTES:
+            return
+        if isinstance(weight, Params4bit) and weight.dtype != PACKED_TYPE:
+            store_as(weight, PACKED_TYPE)
+        parts = weight.data.chunk(process.world_size)
+        rows = parts[process.rank] if process.rank < len(parts) else weight.data[:0]
+        setattr(weight, OWN_ROWS, rows.cpu() if offloads else rows.clone())
+        weight.data = weight.data.new_empty(()).expand(weight.shape)
+
+    return changing_weights(outermost_layers, keep)
+
+
+def store_as(packed: Params4bit, storage: torch.dtype) -> None:
+    """Store the bytes of a packed weight as numbers of another type."""
+    packed.data = packed.data.flatten().view(storage)[:, None]
+    packed.quant_storage = storage
+
+
+def has_rows_alone(weight: Tensor) -> bool:
+    """Return whether of a weight there are only the rows of this rank: it has no values to read."""
+    return OWN_ROWS in vars(weight)
+
+
+def divide_quantised(
+    model: PreTrainedModel,
+    process: Process,
+    offloads: bool,
+    check: Callable[[nn.Module], None],
+) -> None:
+    """Divide a quantized model below adapters, of which this rank has its rows alone until now.
+
+    A rank keeps the constants of each block of 4-bit weights whole. FSDP gathers plain bytes, into
+    the same parameter each time: here it becomes bitsandbytes' again, and keeps that. `check` is
+    called with each layer while it is whole.
     """
     adapters = {parameter for parameter in model.parameters() if parameter.requires_grad}
     packed: dict[tuple[nn.Module, str], dict[str, Any]] = {}
+    own_rows: dict[tuple[nn.Module, str], Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
+            whole = parameter
+            if parameter is not None and has_rows_alone(parameter):
+                own_rows[module, name] = vars(parameter).pop(OWN_ROWS)
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             if isinstance(parameter, Params4bit):
                 packed[module, name] = vars(parameter)
-                module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
+                whole = whole.data
+            if whole is not parameter:
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
     _divide(model, process, False, offloads, left_whole=adapters)
+    for (module, name), rows in own_rows.items():
+        divided = module._parameters[name]
+        places = (divided.device_mesh, divided.placements)
+        part = DTensor.from_local(
+            rows, *places, run_check=False, shape=divided.shape, stride=divided.stride()
+        )
+        module._parameters[name] = nn.Parameter(part, requires_grad=False)
     units = units_by_module(model)
     for unit in dict.fromkeys(units[module] for module, _ in packed):
         names = [(module, name) for module, name in packed if units[module] is unit]
@@ -156,6 +214,7 @@ def divide_packed(model: PreTrainedModel, process: Process, offloads: bool = Fal
                 whole = module._parameters[name]
                 whole.__class__ = Params4bit
                 vars(whole).update(packed[module, name])
+            check(unit)
 
 
 def run_within(

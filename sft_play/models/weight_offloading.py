@@ -16,17 +16,17 @@ A copy into a buffer waits for what was queued before: the last pass of the laye
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, core_model_loading
+from transformers import PreTrainedModel
 
 from sft_play.models.architecture import decoder_layers
+from sft_play.models.as_read import changing_weights
 from sft_play.models.host_memory import CopyStream, pin
 from sft_play.models.sharding import move_undivided
 from sft_play.process import Process
@@ -177,30 +177,18 @@ def bring_layer_of(module: nn.Module, base: nn.Module) -> None:
         offloaded.bring(module)
 
 
-@contextlib.contextmanager
-def leaving_on_host(count: int) -> Iterator[None]:
+def leaving_on_host(count: int) -> contextlib.AbstractContextManager[None]:
     """Let from_pretrained move the weights of `count` decoder layers to the host as it reads them.
 
     Each is read, and quantized, on the GPU.
     """
-    set_weight = core_model_loading.set_param_for_module
-    chosen: set[nn.Module] = set()
+    return changing_weights(partial(chosen_layers, count=count), _move_to_host)
 
-    def set_and_move(model: PreTrainedModel, name: str, *args: Any) -> None:
-        set_weight(model, name, *args)
-        if not chosen:
-            for layer in chosen_layers(model, count):
-                chosen.update(layer.modules())
-        holder, _, own = name.rpartition(".")
-        module = model.get_submodule(holder)
-        weight = module._parameters.get(own)
-        if weight is not None and module in chosen:
-            weight.data = weight.data.cpu()
-            if _has_scales(weight):
-                weight.quant_state.to("cpu")
 
-    with patch.object(core_model_loading, set_weight.__name__, set_and_move):
-        yield
+def _move_to_host(weight: nn.Parameter) -> None:
+    weight.data = weight.data.cpu()
+    if _has_scales(weight):
+        weight.quant_state.to("cpu")
 
 
 def _has_scales(weight: Tensor) -> bool:

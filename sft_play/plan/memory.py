@@ -190,22 +190,19 @@ def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
 
     Fused experts are proven beside their own code, of PROVEN_EXPERTS where a rank has them whole.
     """
-    weights = held.weights
-    if step.is_fsdp and not step.is_quantised:  # each rank reads its own part
-        return PhaseBytes(
-            weights=weights,
-            adapters=held.adapters,
-            gathered=_gathered_one(step),
-            context=held.context,
-        )
-    is_whole = step.expert_ranks == 1 or step.is_quantised
-    if step.zero_stage < 3 and is_whole and not step.offloaded_weight_layers:
-        weights = base_weight_bytes(step, step.weight_bytes)
-    adapters = held.adapters
+    loading = replace(held, gradients=0, optimizer=0, buckets=0)
+    if step.is_gpu and (step.is_quantised or not step.is_fsdp):
+        loading = replace(loading, activations=_loading_experts(step))
+    if step.is_fsdp:  # each layer is divided as it is read, and the vocabulary if not quantized
+        matrices = 2 if step.is_quantised and not step.model.is_tied else 1
+        return replace(loading, gathered=matrices * _gathered_one(step))
     if step.expert_ranks > 1:  # added for all experts first
-        adapters = 4 * step.adapter_weights
-    activations = _loading_experts(step) if step.is_gpu else 0
-    return PhaseBytes(weights, adapters, activations=activations, context=held.context)
+        loading = replace(loading, adapters=4 * step.adapter_weights)
+    if step.zero_stage == 3 or step.offloaded_weight_layers:
+        return loading
+    if step.expert_ranks > 1 and not step.is_quantised:
+        return loading
+    return replace(loading, weights=base_weight_bytes(step, step.weight_bytes))
 
 
 def _loading_experts(step: StepSpec) -> int:
