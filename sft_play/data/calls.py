@@ -82,7 +82,7 @@ def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
     if JSON_IN_TEXT.search(json.dumps(tools)):
         tools = [_parse_schema(tool) for tool in tools]
     return tuple(
-        _without_nulls(tool) if FILLED.search(json.dumps(tool)) else tool for tool in tools
+        [_without_nulls(tool) if FILLED.search(json.dumps(tool)) else tool for tool in tools]
     )
 
 
@@ -147,7 +147,7 @@ def _parse_call(call: Json, name: str) -> Json:
             f"{name} names no function; "
             "a call is {'function': {'name': ..., 'arguments': {...}}}"
         )
-    key = next((key for key in ARGUMENT_KEYS if key in function), "arguments")
+    key = ([key for key in ARGUMENT_KEYS if key in function] or ["arguments"])[0]
     arguments = function.get(key)
     if is_blank(arguments):
         arguments = {}

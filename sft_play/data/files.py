@@ -89,10 +89,6 @@ class Chunk:
         records = [self.records[position] for position in positions]
         return replace(self, numbers=numbers, records=records)
 
-    def origin(self, position: int) -> str:
-        """Return `file:line` or `file[index]` of the record at a position of this chunk."""
-        return format_origin(self.path, self.numbers[position])
-
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it is in the file, else JSON."""
         record = self.records[position]
@@ -182,7 +178,8 @@ def parse_records(chunk: Chunk) -> Iterator[Json | BadRow]:
         if isinstance(record, bytes):
             record = text_files.parse_json_line(record)
         if isinstance(record, UnreadableRecord):
-            record = BadRow(chunk.origin(position), record.reason, record.raw)
+            origin = format_origin(chunk.path, chunk.numbers[position])
+            record = BadRow(origin, record.reason, record.raw)
         yield record
 
 

@@ -339,7 +339,7 @@ class RowFormat:
         has_more = len(record) > len(self.required) or self.turn_keys or self.media or self.paths
         return not has_more and self.kind in ("turns", "pair")
 
-    @property
+    @cached_property
     def turn_column(self) -> str | None:
         """The column that has all turns, if one does."""
         return self.required[0] if self.kind == "turns" else None

@@ -17,6 +17,7 @@ from sft_play.config.schema import Config
 from sft_play.data.calls import check_json, drop_filled, has_null_arguments, parse_tools
 from sft_play.data.files import (
     Chunk,
+    format_origin,
     parse_records,
     read_chunks,
     refuse_bad_rows,
@@ -159,7 +160,7 @@ def parse_record_rows(
         if isinstance(record, BadRow):
             yield record
             continue
-        origin = chunk.origin(position)
+        origin = format_origin(chunk.path, chunk.numbers[position])
         try:
             rows = parse_record(record, row_format, origin, system_prompt)
             is_plain = row_format.is_plain(record)
@@ -183,7 +184,7 @@ def parse_record_rows(
             continue
         if unused is not None and not is_plain:
             unused.update(unused_keys(record, row_format))
-            if any(has_null_arguments(row.messages) for row in rows):
+            if [row for row in rows if has_null_arguments(row.messages)]:
                 unused[NULL_ARGUMENTS] += 1
         yield rows
 
@@ -319,7 +320,7 @@ def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> l
             if isinstance(record, BadRow):
                 bad.append(record)
                 continue
-            origin = chunk.origin(position)
+            origin = format_origin(chunk.path, chunk.numbers[position])
             try:
                 prompt = read_prompt(record, columns, system_prompt, origin)
                 messages = system_prompt.images.open_images(prompt.messages, path)

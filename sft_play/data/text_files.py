@@ -66,24 +66,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     return record
 
 
-strict_decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
+STRICT = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def parse_json(data: bytes | str) -> Any:
     """Return the value of a JSON text. Raises InvalidJsonError."""
     try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
-        value = json.loads(text)
-        level = [value]
-        keys = 0
-        for each in level:  # which grows
-            if isinstance(each, dict):
-                keys += len(each)
-                level += each.values()
-            elif isinstance(each, list):
-                level += each
-        # else perhaps a key stands twice in an object
-        return value if keys == text.count('":') else strict_decoder.decode(text)
+        return STRICT.decode(data.decode("utf-8") if isinstance(data, bytes) else data)
     except (ValueError, RecursionError) as error:
         raise InvalidJsonError(explain(error)) from None
 
