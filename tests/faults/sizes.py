@@ -252,7 +252,7 @@ ROWS = (
     of_data(
         "size-removed-file",
         "a data file is removed while it is tokenised",
-        changed(lambda path: path.unlink(missing_ok=True), "longest_first"),
+        changed(lambda path: path.unlink(missing_ok=True), "StoreSummary"),
         Guard(
             "sft_play.data.sources:Source.states",
             lambda source: [(each.stat().st_size,) for each in source.files],
