@@ -118,13 +118,13 @@ def test_the_zero_that_is_advised_offloads_nothing(tmp_path):
     used = tmp_path / "offload.json"
     used.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
     environ = {"DEEPSPEED_CONFIG": str(used)}
-    settings = ("tuning.mode=qlora", "train.batch_size=2")
-    plan = plan_of("4x4090", LLAMA_70B, *settings, environ=environ, use_deepspeed=True)
+    settings = ("tuning.mode=lora", "train.batch_size=2")
+    plan = plan_of("4xH100", LLAMA_70B, *settings, environ=environ, use_deepspeed=True)
     advised = [change for change in plan.changes if "train-deepspeed" in change.words]
     assert plan.step.offload
     assert advised
     for change in advised:
-        after = plan_with(change, "4x4090", LLAMA_70B, *settings)
+        after = plan_with(change, "4xH100", LLAMA_70B, *settings)
         assert after.memory.predicted_peak == change.predicted_peak
 
 
