@@ -303,6 +303,7 @@ def traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from sft_play.plan import counting
 
     monkeypatch.setattr(counting, "_ask", partial(answer_here, may_trace=False))
+    monkeypatch.setattr(counting, "write_json", lambda *_: None)  # other tests read the cache
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.batch import smallest
 from sft_play.plan.cards import parse
-from sft_play.plan.inputs import Draft, PlanInputs, draft_of, plan_step, shortage, step_of
-from sft_play.plan.machine import Machine
+from sft_play.plan.inputs import Draft, PlanInputs, draft_of, plan_step, step_of
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.model_shape import load_shape
-from sft_play.plan.ranks import plan_ranks
+from sft_play.plan.ranks import Machine, plan_ranks
+from sft_play.plan.warnings import shortage
 
 ROW_TOKENS = 2048
 

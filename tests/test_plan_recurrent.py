@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from plan_examples import EIGHT_B
 
-from sft_play.plan import needs
+from sft_play.plan import warnings
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.model_shape import ModelShape
-from sft_play.plan.needs import recurrent_warnings, why_no_kernels
+from sft_play.plan.needs import why_no_kernels
 from sft_play.plan.structure import LayerKind, Structure
+from sft_play.plan.warnings import recurrent_warnings
 
 H200 = Gpu(0, "NVIDIA H200", 140 << 30, 139 << 30, (9, 0), uuid="GPU-1")
 
@@ -27,7 +28,7 @@ def on(gpu: Gpu) -> Hardware:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(needs, "_version", lambda _: "3.6.0")
+    monkeypatch.setattr(warnings, "version_of", lambda _: "3.6.0")
 
 
 def test_a_triton_that_computes_wrongly_is_named_with_what_it_costs():

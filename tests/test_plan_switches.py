@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import Config
-from sft_play.plan.needs import slow_switches, switch_warnings
 from sft_play.plan.ranks import Ranks
+from sft_play.plan.warnings import slow_switches, switch_warnings
 
 RANKS = Ranks("ddp", "cuda", 2, 1, 0, "127.0.0.1", None, ("0", "1"), 8)
 ON_CPU = replace(RANKS, device="cpu", visible=())

@@ -13,7 +13,6 @@ from sft_play.models.fake_model import load_architecture
 from sft_play.models.structure import count_structure
 from sft_play.models.trace import answer
 from sft_play.plan.counting import (
-    KNOWN_DEVICE,
     KNOWN_SETTINGS,
     KNOWN_TRACES,
     known_setting,
@@ -38,8 +37,8 @@ def write_structures() -> None:
 
 def known_trace(name: str, word: str) -> dict[str, Any]:
     """Return the trace of a well-known model with some of KNOWN_SETTINGS, as it ships."""
-    settings = traced_settings(known_setting(name, word), KNOWN_DEVICE)
-    request = {"settings": settings, "device": KNOWN_DEVICE.kind, "zero_stage": 0}
+    settings = traced_settings(known_setting(name, word), is_half=True)
+    request = {"settings": settings, "device": "cuda", "zero_stage": 0}
     return json.loads(json.dumps(answer(request)["answer"]))
 
 

@@ -27,8 +27,8 @@ from sft_play.monitor.packages import (
     torch_build,
     torch_findings,
 )
-from sft_play.plan import needs
 from sft_play.plan.devices import Gpu, nvml_gpus
+from sft_play.plan.warnings import slow_switches
 
 NVIDIA_VENDOR = "0x10de"  # on the PCI bus
 # two checkpoints in full mode of 1 B weights: 4 bytes a weight, 8 for Adam's two moments
@@ -207,7 +207,7 @@ def switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
     `make plan` warns of those that a run does not read: that depends on its settings.
     """
-    for sentence in needs.slow_switches(environ):
+    for sentence in slow_switches(environ):
         fix = f"unset {sentence.partition('=')[0]}"
         yield Finding("warn", "environment", sentence, fix)
     if environ.get("NCCL_TIMEOUT"):

@@ -36,6 +36,7 @@ from sft_play.plan.model_shape import (
     load_model_config,
     load_shape,
 )
+from sft_play.plan.ranks import Machine
 from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import TracedStep
 from sft_play.runs.files import read_json, write_json
@@ -135,19 +136,7 @@ def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str])
     return max(rows, max(ids.values()) + 1 + new)
 
 
-@dataclass(frozen=True)
-class Device:
-    """What a step runs on, as far as it changes what the step holds."""
-
-    kind: str  # cuda, cpu
-    is_half: bool  # matrix products in 16 bits
-    zero_stage: int
-
-
-KNOWN_DEVICE = Device("cuda", is_half=True, zero_stage=0)
-
-
-def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> TracedStep:
+def load_trace(config: Config, machine: Machine, environ: Mapping[str, str]) -> TracedStep:
     """Return the traced step of a config.
 
     Raises: Uncounted with the reason why there is none.
@@ -156,17 +145,17 @@ def load_trace(config: Config, device: Device, environ: Mapping[str, str]) -> Tr
         raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
     model = config.model
     facts, known = load_config_and_shape(model.name, model.revision, environ)
-    if known is not None and device == KNOWN_DEVICE and has_liger():
-        traces = known_traces().get(known.name, {})
-        asked = _settings(config, device)
-        for word, trace in traces.items():
-            if _settings(known_setting(known.name, word), device) == asked:
+    is_known = machine.is_gpu and machine.is_half and not machine.zero_stage and has_liger()
+    if known is not None and is_known:
+        asked = _settings(config, machine.is_half)
+        for word, trace in known_traces().get(known.name, {}).items():
+            if _settings(known_setting(known.name, word), is_half=True) == asked:
                 return _traced_step(trace)
     request = {
-        "settings": traced_settings(config, device),
+        "settings": traced_settings(config, machine.is_half),
         "config": dict(facts),
-        "device": device.kind,
-        "zero_stage": device.zero_stage,
+        "device": machine.ranks.device,
+        "zero_stage": machine.zero_stage,
     }
     told = f"tracing a {config.tuning.mode} step of {model.name} without its weights, once"
     return _traced_step(answer(TRACER, request, told, cache_folder(config) / "traces", environ))
@@ -188,14 +177,14 @@ def known_setting(name: str, word: str) -> Config:
     return Config.model_validate({**settings, "model": {"name": name, **settings.get("model", {})}})
 
 
-def traced_settings(config: Config, device: Device) -> dict[str, object]:
+def traced_settings(config: Config, is_half: bool) -> dict[str, object]:
     """Return the settings that a trace is made with."""
     model = {"name": _resolved_name(config.model.name), "revision": config.model.revision}
-    settings = _settings(config, device)
+    settings = _settings(config, is_half)
     return {**settings, "model": {**settings["model"], **model}}
 
 
-def _settings(config: Config, device: Device) -> dict[str, dict[str, object]]:
+def _settings(config: Config, is_half: bool) -> dict[str, dict[str, object]]:
     """Return the settings that change what a step of a model holds beyond its rows."""
     unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
     return {
@@ -205,7 +194,7 @@ def _settings(config: Config, device: Device) -> dict[str, dict[str, object]]:
             "fast_path": config.train.fast_path,
             "batch_size": 2,  # so that there is a mask where attention needs one
             "packing": False,
-            "bf16": device.is_half,
+            "bf16": is_half,
             "fp16": False,
         },
     }

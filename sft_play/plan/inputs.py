@@ -14,7 +14,7 @@ from sft_play.config.sections.model import MapRule
 from sft_play.errors import ConfigError
 from sft_play.plan import activations, batch, memory, placement, speed
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.counting import Device, Uncounted, load_trace
+from sft_play.plan.counting import Uncounted, load_trace
 from sft_play.plan.fast import (
     UNKNOWN_KERNELS,
     FastSetup,
@@ -24,9 +24,8 @@ from sft_play.plan.fast import (
     plan_kernels,
     records_graphs,
 )
-from sft_play.plan.machine import Machine
-from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
+from sft_play.plan.ranks import Machine
 from sft_play.plan.step import LONG_ROW, Adapters, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 from sft_play.plan.weight_offloading import fastest_offloaded, why_not_offloaded
@@ -141,13 +140,12 @@ def _trace(inputs: PlanInputs, config: Config) -> tuple[TracedStep | None, str |
     is_like_llama = model.model_type in LLAMA_LIKE and not inputs.is_exact
     if is_like_llama or model.guess is not None:
         return None, model.guess
-    device = Device(machine.ranks.device, machine.is_half, machine.zero_stage)
     if machine.ranks.strategy == "fsdp" and config.tuning.mode == "full" and machine.is_half:
         # gathered in the type that is computed with: autocast casts no weight
         in_half = config.model.model_copy(update={"dtype": "bfloat16"})
         config = config.model_copy(update={"model": in_half})
     try:
-        return load_trace(config, device, inputs.environ), None
+        return load_trace(config, machine, inputs.environ), None
     except Uncounted as reason:
         if inputs.is_exact:
             raise ConfigError(
@@ -328,53 +326,3 @@ def _placed_by_rule(step: StepSpec, rule: MapRule, gpus: int, most_layers: int) 
         most_layers=most_layers,
     )
     return replace(step, layers_by_gpu=placement.counts(places[1:-1]))
-
-
-def shortage(draft: Draft) -> str | None:
-    """Return why a draft is not expected to fit, None if it is."""
-    if draft.fits:
-        return None
-    request, layout, machine = draft.request, draft.layout, draft.inputs.machine
-    needed = f"{draft.peak_bytes / GIB:.2f} GiB"
-    budget = f"{machine.budget_bytes / GIB:.2f} GiB"
-    if request.batch_size != "auto":
-        return (
-            f"train.batch_size={layout.batch_size} is estimated to need {needed} and {budget} "
-            "are there"
-        )
-    device = "a GPU" if machine.is_gpu else "this host for each process"
-    rows = "1 row"
-    if layout.batch_size > 1:
-        called_for = f"train.grad_accum={request.grad_accum} calls for"
-        rows = f"{layout.batch_size} rows, which {called_for},"
-    recomputed = " with checkpointing" if layout.checkpointed_layers else ""
-    return (
-        f"train.batch_size=auto: even {rows} of {request.row.max_seq_len} tokens{recomputed} needs "
-        f"{needed}, {device} has {budget} to give"
-    )
-
-
-def offloading_warnings(draft: Draft) -> list[str]:
-    """Return what to know of offloaded weights and activations."""
-    weights = memory.host_bytes(draft.step, draft.layout)
-    shared = memory.offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
-    inputs_of_layers = activations.offloaded_bytes(draft.step, draft.layout)
-    offloaded = (
-        ("train.fsdp_offload", weights, "set TUNING_MODE=qlora, or use more machines"),
-        ("train.weight_offloading", shared, "set TUNING_MODE=qlora, or use a larger host"),
-        ("train.activation_offloading", inputs_of_layers, "set a smaller MODEL_MAX_SEQ_LEN"),
-    )
-    host_budget = draft.inputs.machine.host_budget_bytes
-    warnings = []
-    for setting, needed, remedy in offloaded:
-        if needed > host_budget:
-            warnings.append(
-                f"{setting}=true needs {needed / GIB:.1f} GiB of host memory for each process, "
-                f"and {host_budget / GIB:.1f} GiB are there; {remedy}"
-            )
-    wants_offloading = draft.inputs.config.train.activation_offloading is True
-    if wants_offloading and not draft.inputs.can_offload_activations:
-        warnings.append(
-            "train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"
-        )
-    return warnings

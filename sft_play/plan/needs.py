@@ -1,25 +1,29 @@
-"""What settings need of machine and model, and which variables slow a run or do nothing to it.
+"""What settings need of machine, model and each other: what is refused, and what to type instead.
 
 Loads no torch.
 """
 
+import difflib
 import importlib.util
-from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from packaging.version import Version
 
+from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
-from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.cards import Card
 from sft_play.plan.devices import Gpu, Hardware
-from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.inputs import PlanInputs, why_not_shared
 from sft_play.plan.ranks import Ranks
+from sft_play.plan.step import StepSpec
+from sft_play.plan.strategy import refuse_remainder, unsharded
+from sft_play.plan.weight_offloading import refuse_offloading
 
 FLASH2 = "flash-attn"  # the package of FlashAttention 2
 FLASH2_CAPABILITY = (8, 0)  # or newer
@@ -61,7 +65,7 @@ def _require_flash_attention(loaded: LoadedConfig, hardware: Hardware) -> None:
             f"{asked}: cuda:{gpu.index} {gpu.name} has capability {_capability(gpu)}, and "
             f"{needed}; {instead}"
         )
-    if _gpus_here(hardware) and _version(FLASH2) is None:
+    if gpus_here(hardware) and version_of(FLASH2) is None:
         raise EnvironmentFault(
             f"{asked}: {FLASH2} is not installed; run {INSTALL_FLASH2}, or {instead}"
         )
@@ -75,12 +79,12 @@ def _capability(gpu: Gpu) -> str:
     return ".".join(map(str, gpu.capability))
 
 
-def _gpus_here(hardware: Hardware) -> list[Gpu]:
+def gpus_here(hardware: Hardware) -> list[Gpu]:
     """Return the GPUs of this machine; those that GPUS names have no UUID."""
     return [gpu for gpu in hardware.gpus if gpu.uuid]
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """Return the version of an installed package, else None."""
     try:
         return metadata.version(package)
@@ -114,7 +118,45 @@ def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
         )
 
 
-def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
+# accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
+OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
+    """Raise ConfigError for settings that do not go together on these ranks."""
+    config, machine = loaded.config, inputs.machine
+    refuse_offloading(loaded, machine.ranks)
+    if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
+        raise ConfigError(
+            f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
+            "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the "
+            "DeepSpeed JSON"
+        )
+    is_qlora = config.tuning.mode == "qlora"
+    if machine.zero_stage == 3 and is_qlora and machine.ranks.device == "cpu":
+        raise ConfigError(
+            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
+            "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
+        )
+    _refuse_deepspeed(loaded, machine.ranks)
+    if machine.ranks.strategy == "ep" and inputs.model.guess is None:
+        refuse_remainder(inputs.model.counts.stacked_experts, machine.ranks.world_size)
+    whole = unsharded(config)
+    if machine.zero_stage == 3 and config.tuning.mode != "full" and whole:
+        raise ConfigError(
+            f"{', '.join(map(loaded.described, whole))}: PEFT "
+            "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
+            "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
+        )
+    backend = backend_of(config)
+    if machine.zero_stage and not backend.runs_under_deepspeed:
+        raise ConfigError(
+            f"tuning.backend={backend.name} does not run under DeepSpeed; "
+            "use make train-distributed, or set TUNING_BACKEND=bnb"
+        )
+
+
+def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
     """Raise ConfigError for what DeepSpeed cannot train."""
     if loaded.config.train.optim in MATRIX_OPTIMIZERS and ranks.strategy == "deepspeed":
         raise ConfigError(
@@ -136,6 +178,47 @@ def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
         )
 
 
+def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
+    """Refuse bfloat16 under DeepSpeed without a GPU. Raises: ConfigError."""
+    asked = loaded.described("train.bf16")
+    if deepspeed.precision(raw) == "bf16":
+        asked = f"{path}: bf16.enabled=true"
+    raise ConfigError(
+        f"{asked}: under DeepSpeed transformers computes in bfloat16 on GPUs alone; "
+        'write "auto" there, or leave DeepSpeed out: make train-distributed'
+    )
+
+
+def refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec) -> None:
+    """Raise ConfigError for a number of ranks that cannot share each row."""
+    asked = loaded.config.train.context_parallel
+    reason = None
+    if asked not in ("auto", 1):
+        reason = why_not_shared(inputs, step, asked)
+    if reason is not None:
+        raise ConfigError(
+            f"{loaded.described('train.context_parallel')}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
+        )
+
+
+def refuse_misspelt_targets(step: StepSpec) -> None:
+    """Raise ConfigError for a layer to adapt whose name is nearly that of one that the model has.
+
+    Other unknown names are left to the model itself, which has more than the plan knows.
+    """
+    targets = step.adapters.targets
+    if step.is_full or isinstance(targets, str):
+        return
+    known = {kind.name.rpartition(".")[2] for kind in step.model.matrices}
+    for name in targets:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and name not in known:
+            raise ConfigError(
+                f"tuning.lora.target_modules: the model has no linear layer {name}; did you mean "
+                f"{near[0]}? It has {', '.join(sorted(known))}"
+            )
+
+
 HOPPER = 9  # major compute capability
 # flash-linear-attention refuses these on Hopper: issue 640 of fla-org/flash-linear-attention
 FIRST_WRONG_TRITON = Version("3.4.0")
@@ -155,23 +238,6 @@ def why_no_kernels(capability: tuple[int, int], triton: str | None) -> str | Non
             f"(Triton {FIRST_RIGHT_TRITON}, which torch 2.13 brings, does not)"
         )
     return None
-
-
-def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
-    """Return what is to be said of recurrent layers on the GPUs of this machine."""
-    layers = model.counts.recurrent_layers
-    here = _gpus_here(hardware)
-    if not layers or not here:
-        return []
-    reason = MISSING
-    if importlib.util.find_spec("fla") is not None:
-        reason = why_no_kernels(here[0].capability, _version("triton"))
-    if reason is None:
-        return []
-    return [
-        f"{layers} of {model.layers} layers are recurrent, and {reason}: transformers computes "
-        "them in plain torch, several times slower and in more memory than is planned"
-    ]
 
 
 class PackingChoice(NamedTuple):
@@ -224,50 +290,3 @@ def needs_boundaries(attn_implementation: str, has_fast_attention: bool = False)
     batch.
     """
     return has_fast_attention or attn_implementation not in ("auto", "sdpa", "eager")
-
-
-# Switches that are on, and what they cost on a GPU
-SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel, which makes training several times "
-    "slower; it is for finding the kernel that fails",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated anew, which makes training "
-    "several times slower",
-    "NCCL_P2P_DISABLE": "GPUs reach each other through the host's memory, which makes collectives "
-    "several times slower",
-    "NCCL_IB_DISABLE": "machines talk over TCP and not over InfiniBand",
-}
-OF_NCCL = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", *(name for name in SLOW if "NCCL" in name))
-
-
-def switch_warnings(config: Config, ranks: Ranks, environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that slows this run, or that it does not read."""
-    found = list(slow_switches(environ)) if ranks.device == "cuda" else []
-    for name in sorted(environ):
-        reason = _unread_because(name, config, ranks) if environ[name].strip() else None
-        if reason:
-            found.append(f"{name}={environ[name]} has no effect: {reason}")
-    return found
-
-
-def slow_switches(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each variable that slows training on GPUs."""
-    words = Words(environ)
-    for name, effect in SLOW.items():
-        if words.is_on(name):
-            yield f"{name}={environ[name]}: {effect}"
-    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        yield "TORCH_DISTRIBUTED_DEBUG=DETAIL: every collective is checked by another one"
-
-
-def _unread_because(name: str, config: Config, ranks: Ranks) -> str | None:
-    """Return why a run does not read a variable, None if it may."""
-    backend = config.tuning.backend
-    if name.startswith("UNSLOTH_") and name != FORCE_SINGLE and backend != "unsloth":
-        return f"tuning.backend={backend}, and TUNING_BACKEND=unsloth reads it"
-    if name == "DEEPSPEED_CONFIG" and ranks.strategy != "deepspeed":
-        return "this run does without DeepSpeed; make train-deepspeed reads it"
-    if name == "NCCL_TIMEOUT" and config.train.ddp_timeout is not None:
-        return "train.ddp_timeout is set; no library reads this name"
-    if name in OF_NCCL and ranks.device == "cpu" and ranks.strategy != "single":
-        return "processes on a CPU talk over gloo, which reads GLOO_SOCKET_IFNAME"
-    return None

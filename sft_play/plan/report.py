@@ -9,9 +9,8 @@ from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
-from sft_play.plan.machine import RESERVE
 from sft_play.plan.memory import GIB, StepBytes, step_bytes
-from sft_play.plan.ranks import DTYPE_NAMES, precision
+from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, precision
 from sft_play.plan.recipe import describe_weights, format_count
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.weight_offloading import describe_host

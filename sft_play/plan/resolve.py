@@ -1,53 +1,47 @@
 """What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.invocation import Invocation
-from sft_play.config.loader import LoadedConfig
-from sft_play.config.rules import without_effect
+from sft_play.config.layers import Layer
+from sft_play.config.loader import CHOSEN, LoadedConfig, is_default
 from sft_play.config.schema import Config
+from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.plan import advice, memory, needs, recipe, sources, strategy
-from sft_play.plan.adapter_choice import refuse_misspelt_targets, with_largest_adapters
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.fast import GraphSetup, graph_warnings
 from sft_play.plan.inputs import (
     Draft,
     PlanInputs,
-    offloading_warnings,
     plan_step,
-    shortage,
     step_of,
-    why_not_shared,
 )
-from sft_play.plan.machine import machine_of, used_before
-from sft_play.plan.needs import recurrent_warnings, resolve_packing
-from sft_play.plan.ranks import Precision, Ranks, choose_precision, plan_ranks
-from sft_play.plan.rope import load_positions, unstretched
+from sft_play.plan.needs import resolve_packing
+from sft_play.plan.ranks import (
+    Precision,
+    Ranks,
+    choose_precision,
+    machine_of,
+    plan_ranks,
+    used_before,
+)
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
-from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import (
     Engine,
     alternatives,
     asked_strategy,
-    faster_than_zero3,
     resolved_name,
-    unsharded,
 )
-from sft_play.plan.weight_offloading import refuse_offloading, resident_first
+from sft_play.plan.warnings import shortage, warnings_of
+from sft_play.plan.weight_offloading import resident_first
 from sft_play.runs import stamp
 
 NCCL_SECONDS = 1800
-TOY_PARAMETERS = 3e8  # a smaller model trains in minutes, whoever sets the pace
-# accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
-OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 def resolve(
@@ -92,7 +86,7 @@ def resolve(
 
     has_idle_gpus = hardware.count > ranks.gpus_per_node
     for tried in resident_first(loaded, has_idle_gpus):
-        planned = with_largest_adapters(tried, plan_engines)
+        planned = _with_largest_adapters(tried, plan_engines)
         if planned.plan.fits:
             break
     return planned
@@ -117,6 +111,47 @@ def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
     return planned.plan.fits, speed.tokens_per_second if speed else 0.0
 
 
+def _with_largest_adapters(
+    loaded: LoadedConfig, plan_for: Callable[[LoadedConfig], PlannedRun]
+) -> PlannedRun:
+    """Return the plan with the largest adapters on experts that fit, if the config leaves it open.
+
+    Experts that are published in 4 bits also stay so, unless the user set a mode.
+    """
+    first = plan_for(loaded)
+    if not first.plan.fits:
+        for settings in _smaller_adapters(loaded, first.plan):
+            smaller = plan_for(loaded.with_values(settings))
+            if smaller.plan.fits:
+                return smaller
+    return first
+
+
+def _smaller_adapters(loaded: LoadedConfig, plan: RunPlan) -> Iterator[Layer]:
+    """Yield settings that need less memory than a plan's, the largest adapters first."""
+    config, step = loaded.config, plan.step
+    lora = config.tuning.lora
+    is_given = config.model.adapter or config.train.resume_from or config.tuning.backend != "bnb"
+    if is_given or lora.experts != "auto" or not step.has_adapted_experts:
+        return
+    needed = f"needs {plan.memory.predicted_peak / memory.GIB:.0f} GiB on each GPU"
+    weight_bytes = memory.base_weight_bytes(step, step.weight_bytes)
+    fewer = [
+        {},
+        {"tuning.lora.experts": Located("shared", f"{CHOSEN}one for each expert does not fit")},
+    ]
+    if lora.target_modules == "all-linear":
+        none = Located("none", f"{CHOSEN}adapters on experts do not fit")
+        fewer.append({"tuning.lora.experts": none})
+    if weight_bytes < plan.budget_bytes * plan.ranks.world_size:
+        yield from fewer[1:]
+    is_open = is_default(loaded.origin["tuning.mode"]) and config.tuning.mode == "lora"
+    if is_open and step.model.in_mxfp4:
+        reason = f"{CHOSEN}lora {needed}; experts stay in MXFP4, as published, others become NF4"
+        mode = Located("qlora", reason)
+        yield from ({"tuning.mode": mode} | settings for settings in fewer)
+
+
 def _resolve(
     loaded: LoadedConfig,
     invocation: Invocation,
@@ -133,19 +168,17 @@ def _resolve(
     model = load_counted_shape(config, environ)
     precision, warnings = choose_precision(loaded, hardware, raw, deepspeed_path)
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
-        _refuse_bfloat16(loaded, deepspeed_path, raw)
+        needs.refuse_bfloat16(loaded, deepspeed_path, raw)
     machine = machine_of(hardware, ranks, precision, raw, config.train.fsdp_offload, model.hidden)
     is_set = loaded.is_set("train.effective_batch_size")
     inputs = PlanInputs(config, is_set, machine, model, environ, invocation.exact)
-    _refuse_combinations(loaded, inputs)
+    needs.refuse_combinations(loaded, inputs)
     step = step_of(inputs)
-    refuse_misspelt_targets(step)
-    _refuse_shared_rows(loaded, inputs, step)
+    needs.refuse_misspelt_targets(step)
+    needs.refuse_shared_rows(loaded, inputs, step)
     draft = plan_step(inputs, step)
     layout = draft.layout
-    warnings += _model_warnings(loaded, step) + _position_warnings(loaded, environ)
-    warnings += _batch_warnings(loaded, layout) + _setting_warnings(loaded)
-    warnings += _machine_warnings(loaded, draft, hardware, environ)
+    warnings += warnings_of(loaded, draft, hardware, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(draft)
     plan = RunPlan(
@@ -169,37 +202,6 @@ def _resolve(
     return planned.with_layout(layout, plan.memory)
 
 
-def _machine_warnings(
-    loaded: LoadedConfig, draft: Draft, hardware: Hardware, environ: Mapping[str, str]
-) -> list[str]:
-    """Return what is to be said of how the machine will run the step."""
-    config, ranks, step = loaded.config, draft.inputs.machine.ranks, draft.step
-    warnings = strategy.map_sentences(loaded, ranks, step.layers_by_gpu)
-    warnings += recurrent_warnings(step.model, hardware) + faster_than_zero3(draft)
-    warnings += offloading_warnings(draft)
-    offloading = step.offloading(draft.layout.checkpointed_layers)
-    host_share = 0.0
-    if step.model.parameters >= TOY_PARAMETERS:
-        host_share = draft.request.host_tokens / draft.layout.mean_tokens
-    graphs = GraphSetup(config, ranks, step.kernels, offloading)
-    return (
-        warnings
-        + graph_warnings(graphs, host_share)
-        + needs.switch_warnings(config, ranks, environ)
-    )
-
-
-def _refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
-    """Refuse bfloat16 under DeepSpeed without a GPU. Raises: ConfigError."""
-    asked = loaded.described("train.bf16")
-    if deepspeed.precision(raw) == "bf16":
-        asked = f"{path}: bf16.enabled=true"
-    raise ConfigError(
-        f"{asked}: under DeepSpeed transformers computes in bfloat16 on GPUs alone; "
-        'write "auto" there, or leave DeepSpeed out: make train-distributed'
-    )
-
-
 def _deepspeed_plan(
     raw: deepspeed.DeepSpeedJson,
     path: Path | None,
@@ -219,107 +221,6 @@ def _deepspeed_plan(
     )
     settings = deepspeed.resolve(raw, run, source=str(path))
     return DeepSpeedPlan(settings, str(path), stamp.digest_of_text(path.read_text("utf-8")))
-
-
-def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:
-    """Say where weights and bytes are a guess."""
-    name = loaded.described("model.name")
-    warnings = []
-    if step.model.guess is not None:
-        warnings.append(
-            f"{name}: its weights could not be counted ({step.model.guess}); the plan takes it for "
-            "a Llama of the sizes in its config.json, which may be far off"
-        )
-    if step.untraced is not None:
-        warnings.append(
-            f"{name}: a step of it could not be traced ({step.untraced}); the memory is a guess, "
-            "and train.probe measures it before the first step on a GPU"
-        )
-    return warnings
-
-
-def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[str]:
-    """Say where rows are longer than the sequences that the model was made for."""
-    model = loaded.config.model
-    if loaded.origin["model.max_seq_len"].startswith(recipe.CHOSEN):  # within them where it looked
-        return []
-    positions = load_positions(model, environ, may_fetch=False)
-    if positions is None or model.max_seq_len <= positions:
-        return []
-    rope = model.rope_scaling
-    own = load_positions(unstretched(model), environ, may_fetch=False)
-    factor = math.ceil(model.max_seq_len / own)
-    reach = f"the {own} tokens of the model's config.json"
-    if rope.rope_type:
-        reach = f"the {positions} tokens that {rope.rope_type} with factor {rope.factor:g} reaches"
-    return [
-        f"{loaded.described('model.max_seq_len')} is more than {reach}: what the model knows of "
-        "positions does not reach further, and tokens behind them train badly; stretch its rope "
-        f"with MODEL_ROPE_SCALING_ROPE_TYPE={rope.rope_type or 'yarn'} "
-        f"MODEL_ROPE_SCALING_FACTOR={factor}, or set MODEL_MAX_SEQ_LEN={positions}"
-    ]
-
-
-def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
-    """Say where the step is not the effective batch of the config."""
-    train = loaded.config.train
-    rows = layout.rows_per_step
-    if rows == train.effective_batch_size or "auto" not in (train.batch_size, train.grad_accum):
-        return []
-    return [
-        f"{loaded.described('train.effective_batch_size')} becomes {rows}: train.batch_size="
-        f"{layout.batch_size} x world={layout.replicas} x train.grad_accum={layout.grad_accum}; "
-        f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
-    ]
-
-
-def _setting_warnings(loaded: LoadedConfig) -> list[str]:
-    unread = without_effect(loaded.config, loaded.is_set, loaded.described)
-    return recipe.foreign_recipe(loaded) + unread
-
-
-def _refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec) -> None:
-    asked = loaded.config.train.context_parallel
-    reason = None
-    if asked not in ("auto", 1):
-        reason = why_not_shared(inputs, step, asked)
-    if reason is not None:
-        raise ConfigError(
-            f"{loaded.described('train.context_parallel')}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
-        )
-
-
-def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
-    config, machine = loaded.config, inputs.machine
-    refuse_offloading(loaded, machine.ranks)
-    if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
-        raise ConfigError(
-            f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
-            "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the "
-            "DeepSpeed JSON"
-        )
-    is_qlora = config.tuning.mode == "qlora"
-    if machine.zero_stage == 3 and is_qlora and machine.ranks.device == "cpu":
-        raise ConfigError(
-            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
-            "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
-        )
-    needs.refuse_deepspeed(loaded, machine.ranks)
-    if machine.ranks.strategy == "ep" and inputs.model.guess is None:
-        strategy.refuse_remainder(inputs.model.counts.stacked_experts, machine.ranks.world_size)
-    whole = unsharded(config)
-    if machine.zero_stage == 3 and config.tuning.mode != "full" and whole:
-        raise ConfigError(
-            f"{', '.join(map(loaded.described, whole))}: PEFT "
-            "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
-            "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
-        )
-    backend = backend_of(config)
-    if machine.zero_stage and not backend.runs_under_deepspeed:
-        raise ConfigError(
-            f"tuning.backend={backend.name} does not run under DeepSpeed; "
-            "use make train-distributed, or set TUNING_BACKEND=bnb"
-        )
 
 
 def _resolved(

@@ -17,8 +17,6 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
 from sft_play.plan.devices import Hardware
-from sft_play.plan.inputs import Draft
-from sft_play.plan.memory import peak_bytes
 from sft_play.plan.ranks import Ranks, Strategy, visible_entries
 
 # For a stage where the user names no JSON
@@ -27,7 +25,6 @@ ZERO_CONFIGS = {
 }
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
-WORTH_A_WORD = 1.05  # of ZeRO-3's speed
 UNSHARDED = (
     *("tuning.lora.use_dora", "tuning.lora.modules_to_save", "tuning.lora.trainable_tokens"),
     "model.add_tokens",
@@ -147,29 +144,6 @@ def resolved_name(strategy: Strategy, zero_stage: int) -> str:
     if strategy == "deepspeed":
         return f"zero{zero_stage}" if zero_stage else "auto"
     return "ddp" if strategy == "single" else strategy
-
-
-def faster_than_zero3(draft: Draft) -> list[str]:
-    """Return a sentence where the planner expects FSDP to train the same step faster than ZeRO-3.
-
-    Nobody asked for the host's memory, and the step fits under FSDP too.
-    """
-    step, machine = draft.step, draft.inputs.machine
-    offloads = step.offload or step.offload_weights
-    is_float16 = machine.precision == "fp16"
-    if step.zero_stage != 3 or offloads or why_not_fsdp(draft.inputs.config, is_float16):
-        return []
-    fsdp_step = replace(step, zero_stage=0, is_fsdp=True)
-    fsdp = replace(draft, step=fsdp_step, peak_bytes=peak_bytes(fsdp_step, draft.layout))
-    zero_speed, fsdp_speed = draft.tokens_per_second(), fsdp.tokens_per_second()
-    if not fsdp.fits or zero_speed is None:
-        return []
-    if fsdp_speed < WORTH_A_WORD * zero_speed:
-        return []
-    return [
-        f"train.strategy=zero3: FSDP is expected to train {fsdp_speed / zero_speed:.2f} times as "
-        "fast; try make train-distributed TRAIN_STRATEGY=fsdp"
-    ]
 
 
 def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
@@ -357,29 +331,3 @@ def resolved_map(
     if ranks.gpus_per_process == 1:
         return None
     return "balanced" if value == "auto" else value
-
-
-def map_sentences(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, ...]) -> list[str]:
-    """Return which mode is in force under a device map, [] without one."""
-    wanted = loaded.config.model.device_map
-    if wanted is None:
-        return []
-    described = loaded.described(MAP_NAME)
-    if ranks.world_size > 1:
-        holding = "each rank holds a whole copy"
-        if ranks.strategy == "fsdp":  # where a copy does not fit
-            holding = "they divide its weights among them"
-        return [
-            f"{described} is for one process, and this run has {ranks.world_size}: {holding} "
-            f"({ranks.strategy}); make train without NUM_GPUS places one model on all GPUs"
-        ]
-    if ranks.gpus_per_process == 1:
-        device = "the CPU" if ranks.device == "cpu" else "one GPU"
-        return [f"{described}: {device} holds the whole model; MODEL_DEVICE_MAP=null says so"]
-    split = " + ".join(map(str, layers_by_gpu))
-    return [
-        f"{described}: one process places the model on {ranks.gpus_per_process} GPUs ({split} "
-        "layers), which compute one after the other, by the model's original implementation "
-        "(no fused kernels). MODEL_DEVICE_MAP=null TRAIN_STRATEGY=fsdp "
-        f"NUM_GPUS={ranks.gpus_per_process} uses all GPUs at once and is faster."
-    ]
