@@ -41,7 +41,7 @@ TOKENS = {
     "data": 69_280,
     "evaluation": 13_100,
     "inference": 19_350,
-    "models": 113_840,
+    "models": 113_830,
     "monitor": 8_080,
     "notebooks": 13_800,
     "plan": 49_590,

@@ -131,20 +131,18 @@ class StepMeter:
         """
         checkpoint_layers(self.model, checkpointed_layers)
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        hooks = (
+        self._moments.clear()
+        with (
             head.register_forward_pre_hook(lambda *_: self._end_moment()),
             embedding.register_forward_hook(self._watch_gradient),
-        )
-        self._moments.clear()
-        with self.tracker:
+            self.tracker,
+        ):
             before = self.tracker.reset_peak()
             loss = self._loss(size)
             self._end_moment()
             if runs_backward:
                 loss.backward()
                 self._end_moment()
-        for hook in hooks:
-            hook.remove()
         layers, loss_made, *passed_back = self._moments
         peaks = [moment.peak - before for moment in passed_back]
         return MicroBatchBytes(
