@@ -101,4 +101,7 @@ def test_a_model_that_fits_in_float8_alone_is_offered_so():
 def test_qlora_in_the_place_of_float8_leaves_float8_out():
     plan = plan_for("1xH200", *LLAMA_8B, FLOAT8)
     found = smaller_settings(plan.config, plan.plan, "load")
+    assert found == {"train.weight_offloading": True}
+    plan = plan_for("1xH200", *LLAMA_8B, FLOAT8, "train.weight_offloading=true")
+    found = smaller_settings(plan.config, plan.plan, "load")
     assert found == {"tuning.mode": "qlora", "tuning.base_dtype": "auto"}

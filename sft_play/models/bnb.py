@@ -137,6 +137,8 @@ def refuse_wrong_unpacking(model: nn.Module) -> None:
     The kernel of bitsandbytes 0.50 for CPUs with AVX512 takes the scales of other blocks where the
     rows of a weight are no whole blocks (of 64 weights).
     """
+    if any(weight.is_cuda for weight in model.parameters()):  # others are on their way there
+        return
     looked_at = set()
     for name, weight in model.named_parameters():
         is_on_cpu = isinstance(weight, Params4bit) and weight.device.type == "cpu"

@@ -199,7 +199,7 @@ def load_base(
         if places.is_fsdp and is_quantised(config):
             stack.enter_context(sharding.keeping_own_rows(process, config.train.fsdp_offload))
         if places.offloaded_layers:
-            stack.enter_context(weight_offloading.leaving_on_host(places.offloaded_layers))
+            stack.enter_context(weight_offloading.leaving_on_host(process, places.offloaded_layers))
         if places.offloaded_layers or _has_experts(stored):
             stack.enter_context(one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)

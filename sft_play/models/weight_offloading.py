@@ -177,18 +177,22 @@ def bring_layer_of(module: nn.Module, base: nn.Module) -> None:
         offloaded.bring(module)
 
 
-def leaving_on_host(count: int) -> contextlib.AbstractContextManager[None]:
+def leaving_on_host(process: Process, count: int) -> contextlib.AbstractContextManager[None]:
     """Let from_pretrained move the weights of `count` decoder layers to the host as it reads them.
 
-    Each is read, and quantized, on the GPU.
+    Each is read, and quantized, on the GPU. Only the first rank of a machine keeps the values; the
+    memory that others allocate is never written.
     """
-    return changing_weights(partial(chosen_layers, count=count), _move_to_host)
 
+    def move_to_host(weight: nn.Parameter) -> None:
+        if weight.nbytes < MIN_BYTES:
+            return
+        on_host = torch.empty_like(weight.data, device="cpu")
+        weight.data = on_host.copy_(weight.data) if process.local_rank == 0 else on_host
+        if _has_scales(weight):
+            weight.quant_state.to("cpu")
 
-def _move_to_host(weight: nn.Parameter) -> None:
-    weight.data = weight.data.cpu()
-    if _has_scales(weight):
-        weight.quant_state.to("cpu")
+    return changing_weights(partial(chosen_layers, count=count), move_to_host)
 
 
 def _has_scales(weight: Tensor) -> bool:

@@ -18,6 +18,7 @@ from sft_play.plan.probe_fit import MeasuredFit
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.step import Layout
 from sft_play.plan.strategy import why_not_fsdp
+from sft_play.plan.weight_offloading import why_not_offloaded
 
 TARGETS = {
     "single": "train",
@@ -34,6 +35,7 @@ KEEP_CHECKPOINTS = {
     "train.eval_batch_size",
     "train.gradient_checkpointing",
     "train.activation_offloading",
+    "train.weight_offloading",
 }
 
 
@@ -145,9 +147,13 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
         return _halved(plan)
     if is_micro_batch and plan.checkpointing != "full":
         return {"train.gradient_checkpointing": True}
-    can_offload = plan.ranks.device == "cuda" and backend_of(config).recomputes_by_layer
+    is_gpu = plan.ranks.device == "cuda"
+    can_offload = is_gpu and backend_of(config).recomputes_by_layer
     if is_micro_batch and can_offload and not plan.step.offload_activations:
         return {"train.activation_offloading": True}
+    can_offload = is_gpu and why_not_offloaded(config, plan.ranks) is None
+    if can_offload and not plan.step.offloaded_weight_layers:
+        return {"train.weight_offloading": True}
     depends_on_rows = is_micro_batch or phase == "evaluation"
     if depends_on_rows and config.model.max_seq_len > 1:
         return {"model.max_seq_len": config.model.max_seq_len // 2}
