@@ -125,6 +125,16 @@ def test_the_original_implementation_computes_the_same_too(base, mode):
         assert torch.equal(found, resident)
 
 
+@pytest.mark.long
+def test_rounded_weights_are_the_same_too(base):
+    losses = []
+    for offloaded in (0, LAYERS):
+        model = loaded(base, MODES["lora"], offloaded, deliver_as="int4")
+        losses.append(trained(model, recomputed=2))
+    for found, resident in zip(*losses, strict=True):
+        assert torch.equal(found, resident)
+
+
 KINDS = ["sliding_attention", "full_attention"] * 3
 OTHERS = [("qwen3_moe", "lora", {}), ("gpt_oss", "qlora", {"layer_types": KINDS[:LAYERS]})]
 
