@@ -55,6 +55,12 @@ class PlanInputs:
         """Whether activation_offloading does anything here."""
         return self.machine.is_gpu and backend_of(self.config).recomputes_by_layer
 
+    @property
+    def may_offload_weights(self) -> bool:
+        """Whether train.weight_offloading=auto may keep weights of layers in host memory."""
+        is_auto = self.machine.is_gpu and self.config.train.weight_offloading == "auto"
+        return is_auto and why_not_offloaded(self.config, self.machine.ranks) is None
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -278,18 +284,23 @@ def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
 
 def _with_weights_on_host(draft: Draft) -> Draft:
     """Return a draft that does not fit with layers offloaded, if it fits so and may do so."""
-    inputs, step = draft.inputs, draft.step
-    machine = inputs.machine
-    is_auto = machine.is_gpu and inputs.config.train.weight_offloading == "auto"
-    if not is_auto or why_not_offloaded(inputs.config, machine.ranks) is not None:
+    if not draft.inputs.may_offload_weights:
         return draft
+    machine, step = draft.inputs.machine, draft.step
     layer = memory.layer_bytes(step, step.weight_bytes)
     room = machine.host_budget_bytes * machine.ranks.per_node // layer
-
-    def with_layers(count: int) -> Draft:
-        return _with_offloading(inputs, replace(step, offloaded_weight_layers=count))
-
+    with_layers = partial(with_layers_on_host, draft)
     return fastest_offloaded(with_layers, min(step.model.layers, room)) or draft
+
+
+def with_layers_on_host(draft: Draft, count: int) -> Draft:
+    """Return a draft with the weights of some layers in host memory; activations have the rest."""
+    machine = draft.inputs.machine
+    step = replace(draft.step, offloaded_weight_layers=count)
+    share = memory.offloaded_weight_bytes(step) // machine.ranks.per_node
+    left = replace(machine, host_budget_bytes=max(0, machine.host_budget_bytes - share))
+    offloaded = _with_offloading(replace(draft.inputs, machine=left), step)
+    return replace(offloaded, inputs=draft.inputs)
 
 
 def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:

@@ -12,7 +12,7 @@ from sft_play.config.schema import Config
 from sft_play.plan import activations, memory, recipe
 from sft_play.plan.devices import Hardware
 from sft_play.plan.fast import GraphSetup, graph_warnings
-from sft_play.plan.inputs import Draft
+from sft_play.plan.inputs import Draft, with_layers_on_host
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.needs import MISSING, gpus_here, version_of, why_no_kernels
@@ -220,6 +220,14 @@ def _offloading_warnings(draft: Draft) -> list[str]:
             warnings.append(
                 f"{setting}=true needs {needed / GIB:.1f} GiB of host memory for each process, "
                 f"and {host_budget / GIB:.1f} GiB are there; {remedy}"
+            )
+    if not draft.fits and draft.inputs.may_offload_weights:
+        on_host = with_layers_on_host(draft, draft.step.model.layers)
+        if on_host.fits:  # but this host has no room
+            needed = memory.offloaded_weight_bytes(on_host.step) / GIB
+            warnings.append(
+                f"train.weight_offloading=auto: with {needed:.0f} GiB of free host memory it would "
+                "fit; use a larger host"
             )
     wants_offloading = draft.inputs.config.train.activation_offloading is True
     if wants_offloading and not draft.inputs.can_offload_activations:
