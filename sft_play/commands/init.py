@@ -94,7 +94,7 @@ def _translated(path: Path, source: str) -> list[str]:
 
 
 def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
-    """Return the mode that the user set, else lora where that fits, else qlora.
+    """Return the mode that the user set, else lora if that fits on the GPUs, else qlora.
 
     Adapters whose base fits on each GPU are fastest without ZeRO, so that comes last.
     Raises: OutOfMemory where nothing fits.
@@ -115,10 +115,13 @@ def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
         _refuse_too_large(run.plan)
         return Fit(settled, run, f"{loaded.origin['tuning.mode']}; {_memory(run.plan)}")
     settled, lora = planned("lora")
-    if lora.plan.fits:
+    on_host = lora.plan.step.offloaded_weight_layers
+    if lora.plan.fits and not on_host:
         return Fit(settled, lora, f"adapters over unquantised weights fit: {_memory(lora.plan)}")
-    needed = lora.plan.memory.predicted_peak / GIB
-    reason = f"lora would need {needed:.1f} GiB; adapters over 4-bit weights fit"
+    needed = f"need {lora.plan.memory.predicted_peak / GIB:.1f} GiB"
+    if on_host:
+        needed = f"have {on_host} layers in host memory"
+    reason = f"lora would {needed}; adapters over 4-bit weights fit"
     settled, qlora = planned("qlora")
     if not qlora.plan.fits:
         settled, qlora = planned("qlora", sharded=True)
