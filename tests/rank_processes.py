@@ -4,7 +4,6 @@ For tests of what ranks do together, and of commands that would import a tokeniz
 launcher, which imports torch for each process, is started only where a test is about the launcher.
 """
 
-import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -74,8 +73,7 @@ def _serve(program: str, descriptors: Sequence[int]) -> None:
     """Be the fork server: `program` is what an interpreter would be started with."""
     faulthandler.disable()  # it writes to a file that is closed here
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
-        with contextlib.suppress(OSError):  # that of the listing
-            os.close(descriptor)
+        os.dup2(2, descriptor)  # closed, a log handler would write to what gets its number
     for name, number in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (open to the end)
     listener, alive = descriptors[:2]
