@@ -44,7 +44,7 @@ TOKENS = {
     "models": 113_880,
     "monitor": 8_080,
     "notebooks": 13_800,
-    "plan": 49_780,
+    "plan": 49_830,
     "reporting": 10_950,
     "runs": 15_350,
     "training": 46_870,

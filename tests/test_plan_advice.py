@@ -89,10 +89,10 @@ def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host():
 
 def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_has():
     settings = ("tuning.mode=full", "model.max_seq_len=4096", "model.device_map=auto")
-    plan = plan_of("2x4090", LLAMA_3B, *settings, distributed=False)
+    plan = plan_of("2x4090", LLAMA_8B, *settings, distributed=False)
     assert not plan.fits
     assert not [change for change in plan.changes if "FSDP_OFFLOAD" in change.words]
-    typed = plan_of("2x4090", LLAMA_3B, *settings[:2], "train.fsdp_offload=true")
+    typed = plan_of("2x4090", LLAMA_8B, *settings[:2], "train.fsdp_offload=true")
     assert [warning for warning in typed.warnings if "of host memory" in warning]
 
 

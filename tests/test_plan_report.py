@@ -178,7 +178,7 @@ def test_speed_hours_and_the_longest_row_are_told_where_they_are_known():
     assert line(planned, "speed").startswith(expected)
     work = r"38 steps: .* [\d.]+ s of training, 0\.\d\d GPU-hours, [\d,]+ tokens/s"
     assert re.match(work, line(planned, "run"))
-    pattern = r"[\d,]+ tokens .* [\d,]+ tokens/s; [\d,]+ .* offloaded to \d+ GiB"
+    pattern = r"[\d,]+ tokens at [\d,]+ tokens/s; [\d,]+ .* offloaded to [\d.]+ GiB"
     assert re.match(pattern, line(planned, "longest row"))
     a10g = Gpu(0, "NVIDIA A10G", 20 * GIB, 20 * GIB, (8, 6))
     rtx = Gpu(1, "NVIDIA GeForce RTX 3090", 20 * GIB, 20 * GIB, (8, 6))

@@ -364,16 +364,38 @@ def test_the_module_and_its_options_exist(command):
 
 
 # hardware of README's table of cards
-CARDS = {"8 GiB": "1x8GiB", "4090": "1x4090", "two": "2x4090", "H100": "1xH100", "eight": "8xH100"}
+CARDS = {
+    "8 GiB": "1x8GiB",
+    "16 GiB": "1x16GiB",
+    "4090": "1x4090",
+    "two": "2x4090",
+    "H100": "1xH100",
+    "eight": "8xH100",
+}
+
+
+def row_of_card(card: str) -> list[str]:
+    row = re.search(rf"^\| {card}.*\|$", README.read_text(), re.MULTILINE)
+    return [cell.strip().strip("`") for cell in row[0].split("|")[2:-1]]
+
+
+def plan_of_card(card: str, environ: dict[str, str]) -> str:
+    environ |= {"GPUS": CARDS[card], "MODEL_MAX_SEQ_LEN": "2048"}
+    result = CliRunner().invoke(app, ["plan"], env=environ)
+    assert result.exit_code == 0 and " fits: " in result.stdout, result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_what_the_readme_names_for_a_card_fits_it(card):
-    row = re.search(rf"^\| {card}[^|]*\| `make [a-z-]+ ([^`]+)`", README.read_text(), re.MULTILINE)
-    environ = dict(word.split("=") for word in row[1].split())
-    environ |= {"GPUS": CARDS[card], "MODEL_MAX_SEQ_LEN": "2048"}
-    result = CliRunner().invoke(app, ["plan"], env=environ)
-    assert result.exit_code == 0 and " fits: " in result.stdout, result.output
+    command = row_of_card(card)[0].partition("`")[0]
+    plan_of_card(card, dict(word.split("=") for word in command.split()[2:]))
+
+
+@pytest.mark.parametrize("card", [card for card in CARDS if row_of_card(card)[1]])
+def test_the_largest_model_that_the_readme_names_for_a_card_fits_it(card):
+    printed = plan_of_card(card, {"MODEL_NAME": row_of_card(card)[1], "TUNING_MODE": "qlora"})
+    assert re.search(r"[0-9]+ of [0-9]+ layers in [0-9.]+ GiB of\s+host\s+memory", printed)
 
 
 @pytest.mark.parametrize("command", named(PLANS))

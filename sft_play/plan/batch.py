@@ -242,19 +242,20 @@ class LongestRows:
 
     kept: LongestRow
     offloaded: LongestRow | None  # None if offloading makes no longer row fit
+    has_weights_on_host: bool = False  # of all layers
 
     def describe(self) -> str:
         """Return both in words, for the report."""
-        if not self.kept.tokens and not self.offloaded:
-            return f"not one of {STEP_TOKENS:,} tokens fits"
-        words = f"{self.kept.tokens:,} tokens fit, one row at a time"
-        if speed := self.kept.speed():
-            words += f",{speed}"
-        if self.offloaded is None:
-            return words
-        host = f"{self.offloaded.host_bytes / memory.GIB:.0f} GiB of host memory for each GPU"
-        offloaded = f"{self.offloaded.tokens:,}{self.offloaded.speed()}"
-        return f"{words}; {offloaded}, with activations offloaded to {host}"
+        rows = [f"{self.kept.tokens:,} tokens{self.kept.speed()}"] if self.kept.tokens else []
+        if self.offloaded is not None:
+            host = f"{self.offloaded.host_bytes / memory.GIB:.1f} GiB of host memory for each GPU"
+            offloaded = f"{self.offloaded.tokens:,} tokens{self.offloaded.speed()}"
+            rows.append(f"{offloaded} with activations offloaded to {host}")
+        if not rows:
+            return f"not even {STEP_TOKENS:,} tokens fit"
+        if self.has_weights_on_host:
+            rows[0] += " with all frozen weights in host memory"
+        return "; ".join(rows)
 
 
 def longest_rows(
@@ -262,15 +263,19 @@ def longest_rows(
 ) -> LongestRows:
     """Return the longest rows for micro-batches of one row, all layers recomputed if that may be.
 
-    The budget is of a rank's device; whether the host has the memory is not asked. `speed_of` says
-    how many tokens a second a step trains.
+    If weights of some layers are in host memory, then those of all layers are. The budget is of a
+    rank's device; host memory is not limited. `speed_of` returns the tokens per second of a step.
     """
+    has_weights_on_host = step.offloaded_weight_layers > 0
+    if has_weights_on_host:
+        step = replace(step, offloaded_weight_layers=step.model.layers)
     step = replace(step, keeps_attention=False, host_layers=None)
     kept = _longest(replace(step, offload_activations=False), request, budget_bytes, speed_of)
     if not step.is_gpu or not request.recomputes_by_layer or not _recomputes(request):
-        return LongestRows(kept, None)
+        return LongestRows(kept, None, has_weights_on_host)
     offloaded = _longest(replace(step, offload_activations=True), request, budget_bytes, speed_of)
-    return LongestRows(kept, offloaded if offloaded.tokens > kept.tokens else None)
+    longer = offloaded if offloaded.tokens > kept.tokens else None
+    return LongestRows(kept, longer, has_weights_on_host)
 
 
 def _longest(

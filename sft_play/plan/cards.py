@@ -11,6 +11,7 @@ from sft_play.plan.devices import BF16_CAPABILITY, GIB, Gpu, Hardware, cpu_count
 
 # operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
 MEASURED_FLOPS = {"NVIDIA H200": 790e12}
+MORE_RAM = 16 * GIB  # of a host than its GPUs have memory
 HOST_LINK_SHARE = 54.9 / 63  # of the lanes' rate: measured on an H100
 REACHED_SHARE = 790 / 989  # of the data sheet's FLOP/s, where nothing was measured
 
@@ -113,9 +114,9 @@ def card_of(gpu_names: Sequence[str]) -> Card | None:
 def parse(words: str) -> Hardware:
     """Return the hardware that `2xH200`, `8xA100-80`, `H100:8`, `RTX 4090` or `2x24GiB` names.
 
-    All memory of its GPUs is free, and its host has as much RAM free as its GPUs have memory: hosts
-    with less are rare, and this host says nothing of that one. The cores are this host's. A size in
-    GiB stands for a GPU of that much usable memory and capability 8.0.
+    All memory of its GPUs is free. Its host is assumed to have as much RAM free as its GPUs have
+    memory, and 16 GiB more. The cores are this host's. A size in GiB stands for a GPU of that much
+    usable memory and capability 8.0.
 
     Raises: ConfigError for other words, with the nearest name.
     """
@@ -130,7 +131,7 @@ def parse(words: str) -> Hardware:
     if count < 1:
         raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2xH200")
     gpus = tuple(replace(gpu, index=index) for index in range(count))
-    return Hardware("cuda", gpus, cpu_count(), count * gpu.total_bytes)
+    return Hardware("cuda", gpus, cpu_count(), count * gpu.total_bytes + MORE_RAM)
 
 
 def _readings(words: str) -> list[tuple[int, str]]:
