@@ -114,6 +114,7 @@ def test_unpacked_and_recomputed_rows_train_alike(finished, changes):
     assert losses(finished("ddp", 2, **changes)) == pytest.approx(losses(whole), abs=2e-5)
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_one_that_never_stopped(finished):
     whole = finished("ddp", 2)
     again = finished("ddp", 2, **{"train.resume_from": whole.checkpoints / "checkpoint-2"})

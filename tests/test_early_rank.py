@@ -107,9 +107,8 @@ def test_what_fails_is_in_the_timeline_too() -> None:
     assert timeline.spans.pop().name == "a part that fails"
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_rank_saves_a_checkpoint_when_its_relay_is_stopped_or_killed(
     settings_of, tmp_path, number
 ) -> None:

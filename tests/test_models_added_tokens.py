@@ -74,7 +74,14 @@ def matrices(model) -> list[torch.nn.Module]:
 
 @pytest.mark.parametrize(
     "mode, ranks",
-    [("full", 1), ("lora", 2), ("qlora", 1), long("full", 2), long("lora", 1), long("qlora", 2)],
+    [
+        ("full", 1),
+        long("lora", 2),
+        ("qlora", 1),
+        long("full", 2),
+        long("lora", 1),
+        long("qlora", 2),
+    ],
 )
 def test_losses_are_those_of_a_base_that_was_resized_by_hand(
     plan_run, run_worker, losses_of, tiny_base, tool_rows, tmp_path, mode, ranks
@@ -126,11 +133,11 @@ def test_new_rows_are_the_mean_of_all_others(base_of, tmp_path, model_type, form
     "mode, model_type",
     [
         ("full", "mistral"),
-        ("full", "gptj"),
+        long("full", "gptj"),
         ("full", "qwen3_moe"),
-        ("lora", "gpt2"),
+        long("lora", "gpt2"),
         ("lora", "gemma3"),
-        ("lora", "phi"),
+        long("lora", "phi"),
     ],
 )
 def test_the_plan_counts_the_rows_of_every_kind_of_model(plan_run, base_of, model_type, mode):

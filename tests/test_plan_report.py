@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long
 from plan_examples import CPU, plan_for
 
 from sft_play.config.loader import PROJECT_ROOT
@@ -155,7 +156,7 @@ SHOWN = [
     ("1x4GiB", LLAMA_8B, "longest row", "1,024 tokens"),
     ("1xH200", MIXTURE, "plan", "3.35 billion active for a token, 8 of 128 experts"),
     ("1xH200", MIXTURE, "plan", "on all linear layers and experts"),
-    ("1xH200", f"{MIXTURE} tuning.lora.experts=none", "plan", "none on experts"),
+    long("1xH200", f"{MIXTURE} tuning.lora.experts=none", "plan", "none on experts"),
     ("1xH200", f"{MIXTURE} tuning.lora.experts=shared", "plan", "one adapter for all experts"),
 ]
 

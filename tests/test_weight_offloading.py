@@ -244,7 +244,7 @@ def adapter(folder: RunFolder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "mode, ranks", [("qlora", 1), ("lora", 2), long("lora", 1), long("qlora", 2)]
+    "mode, ranks", [("qlora", 1), long("lora", 2), long("lora", 1), long("qlora", 2)]
 )
 @pytest.mark.slow
 def test_a_run_trains_scores_and_saves_as_with_resident_weights(finished, mode, ranks):
@@ -254,7 +254,7 @@ def test_a_run_trains_scores_and_saves_as_with_resident_weights(finished, mode, 
     torch.testing.assert_close(adapter(offloaded), adapter(resident), rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumes_with_weights_elsewhere(finished):
     resident, offloaded = finished("qlora", False), finished("qlora", True)
     checkpoint = resident.checkpoints / "checkpoint-2"
