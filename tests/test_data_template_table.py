@@ -1,6 +1,6 @@
 """Templates of published models: each trains ordinary rows and rows with reasoning, or says how.
 
-`docs/templates.md` is what these tests find: SFT_PLAY_WRITE_TABLE=1 writes it anew, with llama.cpp
+`docs/evidence/templates.md` is what these tests find: SFT_PLAY_WRITE_TABLE=1 writes it anew, with llama.cpp
 (`make install-gguf`, or LLAMA_CPP) all of it.
 """
 
@@ -28,7 +28,7 @@ trl = pytest.importorskip("trl", reason="it brings templates of published models
 OF_TRL = Path(trl.__file__).parent / "chat_templates"
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP") or Path(sys.prefix) / "share" / "llama.cpp")
 OF_LLAMA_CPP = LLAMA_CPP / "models" / "templates"
-PAGE = ROOT / "docs" / "templates.md"
+PAGE = ROOT / "docs" / "evidence" / "templates.md"
 IMAGES = ("idefics3", "llava_next", "smolvlm")  # their messages are lists of parts
 WITH_TOOLS = ("tool_use", "firefunction", "functionary")  # what they are for: rows with tools
 MARKS = re.compile(
@@ -389,7 +389,7 @@ def section(text: str, title: str) -> str:
 
 
 def page() -> str:
-    """Return docs/templates.md; of llama.cpp's templates what it says, where they are not here."""
+    """Return docs/evidence/templates.md; of llama.cpp's templates what it says, where they are not here."""
     lines = [HEAD, *table([OF_TRL / f"{name}.jinja" for name in TRL_NAMES], trl=True)]
     if LLAMA_CPP_NAMES:
         paths = [OF_LLAMA_CPP / f"{name}.jinja" for name in LLAMA_CPP_NAMES]

@@ -2,7 +2,7 @@
 
 PEFT loads the adapter for eval, infer and chat, so its options mean what they mean in PEFT.
 Training adds adapters by the run's own settings, so it accepts the options that a setting
-describes. docs/support.md has this table.
+describes. docs/models.md has this table.
 """
 
 import re

@@ -15,11 +15,11 @@ DOCS = PROJECT_ROOT / "docs"
 PICTURE = DOCS / "timelines.svg"
 MARK = "<!-- From here on written by `python -m tools.docs`; edit the code instead. -->\n"
 PAGES: Mapping[str, Callable[[], str]] = {
-    "commands.md": commands.markdown,
-    "coming-from.md": migration.markdown,
+    "evidence/commands.md": commands.markdown,
+    "evidence/coming-from.md": migration.markdown,
     "evidence/errors.md": errors.markdown,
     "evidence/promises.md": promises.markdown,
-    "support.md": support.markdown,
+    "models.md": support.markdown,
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: what the settings of other programs are called here. No torch.
+"""docs/evidence/coming-from.md: what the settings of other programs are called here. No torch.
 
 The table side by side is written here; `test_docs_pages` holds each name in it against what the
 program answers when somebody types that name.

@@ -1,4 +1,4 @@
-"""docs/support.md: what goes with what, by the rules that every command follows."""
+"""docs/models.md: what goes with what, by the rules that every command follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of docs/concepts.md: what two GPUs do in a step under DDP, FSDP and a device map.
+"""The picture of docs/several-gpus.md: what two GPUs do in a step under DDP, FSDP and a device map.
 
 `python -m tools.docs` writes it. The widths are those of a thought, not of a measurement.
 """

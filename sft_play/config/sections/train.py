@@ -75,7 +75,7 @@ class TrainSection(Section):
     lr_scheduler_kwargs: dict[str, Any] = Field(
         {},
         json_schema_extra={"structured": True, "write": "options such as {min_lr_rate: 0.1}"},
-        description="Options of the schedule by transformers' names (docs/concepts.md).",
+        description="Options of the schedule by transformers' names (docs/several-gpus.md).",
     )
     warmup_steps: NonNegativeFloat = Field(
         0.03,
@@ -92,7 +92,7 @@ class TrainSection(Section):
     optim: Literal[*OPTIMIZERS] = Field(
         "adamw_torch_fused",
         description="Optimizer; the 8-bit and paged ones and lion are bitsandbytes', and paging "
-        "needs a GPU. muon is for mode full (docs/concepts.md).",
+        "needs a GPU. muon is for mode full (docs/several-gpus.md).",
     )
     adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment; Lion's first.")
     adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment; Lion's second.")
@@ -191,7 +191,7 @@ class TrainSection(Section):
     cuda_graphs: bool = Field(
         False,
         description="Replay the layers of adapter runs, on one GPU or under ddp or ep, as CUDA "
-        "graphs: for a CPU that is slower than the GPU, and for mixtures (docs/fast.md).",
+        "graphs: for a CPU that is slower than the GPU, and for mixtures (docs/evidence/fast.md).",
     )
     profile_steps: int = Field(
         0,
