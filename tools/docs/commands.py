@@ -1,4 +1,4 @@
-"""docs/evidence/commands.md: the targets of the Makefile, and the variables that each reads. No torch."""
+"""docs/evidence/commands.md: the targets of the Makefile, and what each reads. No torch."""
 
 from __future__ import annotations
 
