@@ -37,7 +37,7 @@ TOKENS = {
     ".": 10_960,
     "commands": 21_530,
     "compat": 1_270,
-    "config": 24_090,
+    "config": 24_100,
     "data": 69_280,
     "evaluation": 13_100,
     "inference": 19_350,

@@ -88,25 +88,25 @@ class DataSection(Section):
         None,
         json_schema_extra=WRITE_SOURCES,
         description="Training rows: a JSONL, JSON, CSV, Parquet, Excel or text file, a folder of "
-        "them, a hub data set id, or several; with weights small ones repeat and none is cut. null "
-        "is the shipped data set.",
+        "them, a hub data set id, or several; with weights, small ones repeat and none is cut. "
+        "null is the included set.",
     )
     val_path: Sources | None = Field(
         None,
         json_schema_extra=WRITE_NAMED_SOURCES,
-        description="Rows to evaluate on while training, of several sources by name, too; null "
+        description="Rows to evaluate on during training, also several sources by name; null "
         "holds out data.val_size of the training rows.",
     )
     test_path: Sources | None = Field(
         None,
         json_schema_extra=WRITE_NAMED_SOURCES,
-        description="Rows for the scores before and after training, of several sources by name, "
-        "too; null is the validation rows.",
+        description="Rows for the scores before and after training, also several sources by name; "
+        "null is the validation rows.",
     )
     format: Literal["auto", "text"] = Field(
         "auto",
-        description="How files of a folder are read: auto by the ends of their names, without .md "
-        "files; text reads its .md files, too, as plain texts like .txt.",
+        description="How files of a folder are read: auto by their file endings, without .md "
+        "files; text also reads .md files, as plain texts like .txt.",
     )
     columns: dict[str, str] = Field(
         {},
@@ -115,20 +115,20 @@ class DataSection(Section):
             "write": "a mapping of fields to the file's columns, such as {question: problem, "
             "answer: solution}",
         },
-        description="Which column holds which field of a row, for files with column names of their "
-        "own, or a path into a column, such as answers.text.0; {} recognises the row format by its "
-        "keys.",
+        description="Which column contains which field of a row, for files with other column "
+        "names, or a path into a column, such as answers.text.0; {} recognizes the row format by "
+        "its keys.",
     )
     on_bad_row: Literal["fail", "quarantine"] = Field(
         "fail",
-        description="What happens to rows that cannot be read or whose answer cannot be found: "
-        "fail stops the run, quarantine writes them to a file in the run folder and goes on.",
+        description="Rows that cannot be read or whose answer cannot be found: fail stops the "
+        "run, quarantine writes them to a file in the run folder and continues.",
     )
     on_overlap: Literal["fail", "drop", "drop_questions", "allow"] = Field(
         "fail",
-        description="What happens to training rows that are also evaluation rows: fail stops the "
-        "run, drop trains without them, drop_questions also without those that only ask the same, "
-        "allow trains on them.",
+        description="Training rows that are also evaluation rows: fail stops the run, drop trains "
+        "without them, drop_questions also without those that only ask the same, allow trains on "
+        "them.",
     )
     order: Literal["shuffled", "as_given"] = Field(
         "shuffled",
@@ -141,44 +141,44 @@ class DataSection(Section):
     )
     reasoning: Literal["keep", "drop", "empty"] = Field(
         "keep",
-        description="An answer's reasoning: keep trains it as the chat template writes it, else as "
-        "<think>, drop leaves it out, empty trains an empty block where a row has none and the "
+        description="An answer's reasoning: keep trains it as the chat template writes it, else "
+        "as <think>; drop leaves it out; empty trains an empty block if a row has none and the "
         "template opens one.",
     )
     special_tokens_in_text: Literal["fail", "as_text", "allow"] = Field(
         "as_text",
         description="The tokenizer's special tokens inside a message: as_text reads plain text, "
-        "which ends no turn, fail refuses the row, allow reads the tokens, as rows of plain text "
+        "which ends no turn; fail refuses the row; allow reads the tokens, as rows of plain text "
         "always do.",
     )
     image_min_pixels: PositiveInt | None = Field(
         None,
-        description="Pixels that an image has at least when the model's processor has resized it; "
-        "null is the processor's own bound.",
+        description="Smallest number of pixels of an image after the model's processor has "
+        "resized it; null is the processor's limit.",
     )
     image_max_pixels: PositiveInt | None = Field(
         None,
-        description="Pixels that it has at most: fewer are fewer tokens. null is the processor's "
-        "own bound.",
+        description="Largest number of pixels of an image: fewer pixels are fewer tokens. null is "
+        "the processor's limit.",
     )
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05,
-        description="Fraction of the training rows that is held out where there is no val_path, at "
+        description="Fraction of the training rows that is held out if there is no val_path, at "
         "most 500 rows.",
     )
     split_by: str = Field(
         "prompt",
         min_length=1,
         json_schema_extra={"write": "prompt, row, or the name of a column, such as id"},
-        description="Which rows are held out together where there is no val_path: prompt, those "
-        "that ask the same before their last answer; row, equal ones alone; a column, those of one "
-        "value in it.",
+        description="Which rows are held out together if there is no val_path: prompt, those that "
+        "ask the same before their last answer; row, only equal ones; a column, those with the "
+        "same value.",
     )
     too_long: Literal["auto", "drop", "truncate_left", "split"] = Field(
         "auto",
-        description="What happens to rows over model.max_seq_len tokens: drop leaves them out, "
-        "truncate_left keeps their end, split cuts them into several. auto splits plain texts "
-        "and drops other rows.",
+        description="Rows over model.max_seq_len tokens: drop leaves them out, truncate_left "
+        "keeps their end, split cuts them into several. auto splits plain texts and drops other "
+        "rows.",
     )
     max_lost: Fraction = Field(
         0.05,
@@ -196,18 +196,18 @@ class DataSection(Section):
     image_folder: str | None = Field(
         None,
         min_length=1,
-        description="Folder where relative paths of images begin; null is the data file's.",
+        description="Folder to which relative paths of images refer; null is the data file's.",
     )
     image_urls: Literal["refuse", "fetch"] = Field(
         "refuse",
-        description="What happens to rows whose images are URLs: refuse fetches nothing, fetch "
-        "stores each image in the folder of data.cache_dir, once.",
+        description="Rows whose images are URLs: refuse fetches nothing, fetch stores each image "
+        "in the folder of data.cache_dir, once.",
     )
     cache_dir: str | None = Field(
         None,
         min_length=1,
-        description="Folder of the tokenized rows, of what train.probe measured and of what was "
-        "proved of fused kernels; null is .data in train.output_dir.",
+        description="Folder of the tokenized rows, of the measurements of train.probe and of the "
+        "verified kernels; null is .data in train.output_dir.",
     )
 
     def split_column(self, split: str) -> str | None:

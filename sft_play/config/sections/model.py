@@ -56,39 +56,41 @@ class RopeScalingSection(Section):
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = Field(
         None,
-        description="How rotary positions are stretched beyond the base's: yarn and llama3 leave "
-        "near tokens as they are, linear moves all, dynamic only longer rows; null is the base's "
-        "own rope.",
+        description="How rotary positions are stretched beyond the base's limit: yarn and llama3 "
+        "keep near tokens unchanged, linear scales all, dynamic only longer rows; null changes "
+        "nothing.",
     )
     factor: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="How many times as many tokens as before the stretched rope reaches, such as "
-        "4; needed with a rope_type.",
+        description="How many times the original number of tokens the stretched rope covers, such "
+        "as 4; required with a rope_type.",
     )
     original_max_position_embeddings: PositiveInt | None = Field(
         None,
-        description="Tokens that the base was trained on, for yarn and llama3; null is what its "
-        "config.json says.",
+        description="Tokens that the base was trained on, for yarn and llama3; null is the value "
+        "of its config.json.",
     )
     attention_factor: PositiveFloat | None = Field(
         None, description="yarn: scale of the rotated values; null follows from the factor."
     )
     beta_fast: PositiveFloat | None = Field(
         None,
-        description="yarn: what turns more often than this within the base's length stays as it "
-        "is; null is 32.",
+        description="yarn: frequencies with more rotations than this within the original length "
+        "stay unchanged; null is 32.",
     )
     beta_slow: PositiveFloat | None = Field(
-        None, description="yarn: what turns less often than this is stretched in full; null is 1."
+        None,
+        description="yarn: frequencies with fewer rotations than this are stretched completely; "
+        "null is 1.",
     )
     low_freq_factor: PositiveFloat | None = Field(
         None,
-        description="llama3: what turns less often than this within the base's length is "
-        "stretched in full; null is 1.",
+        description="llama3: frequencies with fewer rotations than this within the original "
+        "length are stretched completely; null is 1.",
     )
     high_freq_factor: PositiveFloat | None = Field(
         None,
-        description="llama3: what turns more often than this stays as it is; null is 4.",
+        description="llama3: frequencies with more rotations than this stay unchanged; null is 4.",
     )
 
 
@@ -102,27 +104,27 @@ class ModelSection(Section):
     )
     adapter: str | None = Field(
         None,
-        description="Adapter to go on from with other rows: a run, or a folder with "
-        "adapter_config.json. The base and the shape of the adapters follow from it.",
+        description="Adapter to continue training with other rows: a run, or a folder with "
+        "adapter_config.json. The base and the adapter's shape follow from it.",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; null is the hub's default branch."
     )
     max_seq_len: PositiveInt | Auto = Field(
         "auto",
-        description="Longest training sequence in tokens; longer rows are handled as data.too_long "
-        "says. auto holds 99.5 % of the training rows, within what the model can take.",
+        description="Longest training sequence in tokens; data.too_long decides about longer "
+        "rows. auto covers 99.5 % of the training rows, up to the model's limit.",
     )
     rope_scaling: RopeScalingSection = RopeScalingSection()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of the unquantised base weights; auto is the compute type for lora and "
+        description="Type of the unquantized base weights; auto is the compute type for lora and "
         "qlora, float32 for full.",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto",
-        description="Attention of transformers; auto is sdpa where the architecture has it, else "
-        "eager. Fused kernels replace auto and sdpa. Unsloth brings its own.",
+        description="Attention of transformers; auto is sdpa if the architecture has it, else "
+        "eager. Fused kernels replace auto and sdpa. Unsloth uses its own.",
     )
     device_map: DeviceMap | None = Field(
         None,
@@ -131,16 +133,16 @@ class ModelSection(Section):
             "write": "auto, balanced, balanced_low_0, sequential, or a mapping of modules to GPUs, "
             "such as {model.embed_tokens: 0, model.layers: 0, model.norm: 1, lm_head: 1}",
         },
-        description="One model on all GPUs of one process, of which one computes at a time. auto, "
-        "balanced: parts of like size; balanced_low_0: no layer on GPU 0; sequential: GPU 0 first. "
-        "null is one GPU.",
+        description="One model on all GPUs of one process, which compute one after the other. "
+        "auto, balanced: parts of similar size; balanced_low_0: no layer on GPU 0; sequential: "
+        "GPU 0 first. null is one GPU.",
     )
     chat_template: str | None = Field(
         None,
         min_length=1,
-        description="Chat template in place of the model's own: a Jinja file, name:rag for the one "
-        "that it has by that name, or default for the built-in plain-text one, which a model "
-        "without any gets, too.",
+        description="Chat template instead of the model's own: a Jinja file, name:rag for the "
+        "model's template of that name, or default for the built-in one, which models without a "
+        "template get too.",
     )
     add_tokens: Annotated[list[str], AfterValidator(_distinct_words)] | None = Field(
         None,
@@ -149,8 +151,8 @@ class ModelSection(Section):
             "write": 'a list of tokens, each once and none of them blank, such as ["<tool>", '
             '"</tool>"]'
         },
-        description="Tokens that are added to the tokenizer, and their rows to embedding and "
-        "output head. They begin as the mean of all rows, and are trained in every mode.",
+        description="Tokens that are added to the tokenizer, with rows in embedding and output "
+        "head. New rows start as the mean of all rows and are trained in every mode.",
     )
     template_kwargs: dict[str, Any] = Field(
         {},
@@ -158,23 +160,23 @@ class ModelSection(Section):
             "structured": True,
             "write": "a mapping of the template's variables, such as {enable_thinking: false}",
         },
-        description="Variables of the chat template, such as {enable_thinking: false}. They become "
-        "part of the template: training, evaluation, inference and every saved folder have them.",
+        description="Variables of the chat template, such as {enable_thinking: false}. Training, "
+        "evaluation, inference and every saved folder use them.",
     )
     template_date: str = Field(
         "2024-07-26",
-        description="Today, for chat templates that write the date (strftime_now), in training and "
-        "in every saved folder: a run that goes on tomorrow sees the same prompts.",
+        description="The date for chat templates that write today's date (strftime_now), in "
+        "training and in every saved folder. So a run that resumes tomorrow sees the same prompts.",
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run Python code from the model's repository; of a hub model model.revision is "
-        "then a commit.",
+        description="Run Python code from the model's repository; a hub model then needs a commit "
+        "in model.revision.",
     )
     allow_pickled_weights: bool = Field(
         False,
-        description="Load base weights that are pickles (.bin, .pt), which can run any code; false "
-        "takes safetensors alone.",
+        description="Load base weights that are pickles (.bin, .pt), which can run any code; "
+        "false loads only safetensors.",
     )
 
     @property
@@ -199,33 +201,33 @@ class LoraSection(Section):
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear",
         description="Names of the linear layers that get adapters, and of experts' parameters "
-        "(gate_up_proj, down_proj); all-linear is every one but the output head and routers.",
+        "(gate_up_proj, down_proj); all-linear is all except the output head and routers.",
     )
     experts: Literal["auto", "per_expert", "shared", "none"] = Field(
         "auto",
-        description="Adapters of experts: one for each (per_expert), one for all of a layer "
-        "(shared), or none. auto is the first of these that fits, if target_modules is all-linear "
-        "or names experts.",
+        description="Adapters of experts: one per expert (per_expert), one for all experts of a "
+        "layer (shared), or none. auto is the first of these that fits, if target_modules is "
+        "all-linear or names experts.",
     )
     use_rslora: bool = Field(
-        False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."
+        False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilized LoRA)."
     )
     use_dora: bool = Field(
         False,
-        description="DoRA: also train the length of each output's weights, apart from their "
-        "direction. Its linears are computed by PEFT, slower and with more memory than the fused "
-        "ones.",
+        description="DoRA: also train the magnitude of each output's weights, separately from "
+        "their direction. PEFT computes these linears, slower and with more memory than the fused "
+        "kernels.",
     )
     init_lora_weights: Literal["default", "gaussian", "orthogonal"] = Field(
         "default",
-        description="How adapters begin: default and gaussian have a random A and a zero B, "
-        "orthogonal a random A and B, and an even r. pissa and olora change the base weights and "
-        "are not here.",
+        description="How adapters are initialized: default and gaussian have a random A and a "
+        "zero B; orthogonal has a random A and B, and an even r. pissa and olora change the base "
+        "and are not supported.",
     )
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="LoRA+: learning rate of the B matrices (and of DoRA's lengths) as a multiple "
-        "of train.learning_rate, often 16; null is one rate for all.",
+        description="LoRA+: learning rate of the B matrices (and of DoRA's magnitudes) as a "
+        "multiple of train.learning_rate, often 16; null is one rate for all.",
     )
     layers_to_transform: list[NonNegativeInt] | None = Field(
         None,
@@ -236,8 +238,9 @@ class LoraSection(Section):
     modules_to_save: list[str] | None = Field(
         None,
         min_length=1,
-        description="Modules that are trained whole, beside the adapters, and saved with them: "
-        "embed_tokens, lm_head, norm. In float32, 16 bytes a weight with Adam; not under ZeRO-3.",
+        description="Modules that are trained in full, in addition to the adapters, and saved "
+        "with them: embed_tokens, lm_head, norm. In float32, 16 bytes per weight with Adam; not "
+        "under ZeRO-3.",
     )
     trainable_tokens: list[str] | None = Field(
         None,
@@ -265,26 +268,29 @@ class TuningSection(Section):
     )
     bnb_4bit_use_double_quant: bool = Field(
         True,
-        description="Also quantise the quantisation constants of a qlora base under backend bnb "
-        "(0.37 bit a weight less).",
+        description="Also quantize the quantization constants of a qlora base under backend bnb "
+        "(0.37 bits per weight less).",
     )
     base_dtype: Literal["auto", "float8"] = Field(
         "auto",
-        description="float8: the frozen linear weights of a lora base in 8 bits (e4m3, a scale a "
-        "row), and products of 8-bit numbers; a GPU needs capability 8.9. auto keeps model.dtype.",
+        description="float8: the frozen linear weights of a lora base in 8 bits (e4m3, one scale "
+        "per row), multiplied in 8 bits; a GPU needs capability 8.9. auto keeps model.dtype.",
     )
     towers: Literal["frozen", "lora", "full", "drop"] = Field(
         "frozen",
-        description="What reads images or sound: frozen stays as it is, lora has adapters on its "
-        "linear layers, full is trained in mode full, drop is not in memory; it is in what leaves.",
+        description="Encoders for images or sound: frozen are not trained, lora adds adapters to "
+        "their linear layers, full trains them in mode full, drop frees their memory. Saved "
+        "models contain them anyway.",
     )
     towers_learning_rate: PositiveFloat | None = Field(
-        None, description="Learning rate of towers that are trained; null is train.learning_rate."
+        None,
+        description="Learning rate of trained image and sound encoders; null is "
+        "train.learning_rate.",
     )
     allow_untrained_tokens: bool = Field(
         False,
-        description="Train adapters although the rows use added tokens whose embedding or output "
-        "row was never trained; adapters leave those rows as they are.",
+        description="Train adapters although the rows use added tokens whose embedding was never "
+        "trained; adapters do not train it.",
     )
     lora: LoraSection = LoraSection()
 

@@ -43,59 +43,57 @@ class TrainSection(Section):
             "write": "1 to 128 letters, digits, dots, dashes or underscores that begin with a "
             "letter or digit"
         },
-        description="Name of the run's folder; null is the config's name and the time. RUN= wins "
-        "over it.",
+        description="Name of the run's folder; RUN= overrides it. null is config and time.",
     )
     output_dir: str = Field(
         "outputs", min_length=1, description="Folder that holds the run folders."
     )
     batch_size: Rows | Auto = Field(
         "auto",
-        description="Rows of one micro-batch on each device, or sequences where rows are packed; "
-        "auto is chosen by estimated memory, again once packed rows are counted, and by "
-        "train.probe.",
+        description="Rows of one micro-batch on each device, or sequences if rows are packed. "
+        "auto follows from the planned memory, the counted rows and train.probe.",
     )
     grad_accum: Rows | Auto = Field(
         "auto",
-        description="Micro-batches per optimizer step, before packing makes them fewer; auto is as "
-        "many as reach train.effective_batch_size.",
+        description="Micro-batches per optimizer step, before packing reduces them; auto is as "
+        "many as train.effective_batch_size needs.",
     )
     effective_batch_size: Rows = Field(
         32,
-        description="Rows of one optimizer step over all devices, kept while batch_size or "
-        "grad_accum is auto; with both set, it is their product.",
+        description="Rows of one optimizer step over all devices, if batch_size or grad_accum is "
+        "auto; if both are set, it is their product.",
     )
     learning_rate: PositiveFloat | Auto = Field(
         "auto",
         description="Peak learning rate; auto follows from tuning.mode and the size of the model.",
     )
     lr_scheduler_type: Literal[*SCHEDULES] = Field(
-        "cosine", description="Learning rate schedule after the warm-up, by transformers' names."
+        "cosine", description="Learning rate schedule after the warm-up, with transformers' names."
     )
     lr_scheduler_kwargs: dict[str, Any] = Field(
         {},
         json_schema_extra={"structured": True, "write": "options such as {min_lr_rate: 0.1}"},
-        description="Options of the schedule by transformers' names (docs/several-gpus.md).",
+        description="Options of the schedule, with transformers' names (docs/adapters.md).",
     )
     warmup_steps: NonNegativeFloat = Field(
         0.03,
-        description="Warm-up in optimizer steps; a value under 1 is a fraction of the run. Of W "
-        "steps the first has 1/W of the learning rate.",
+        description="Warm-up in optimizer steps; a value under 1 is a fraction of the run. The "
+        "first of W steps has 1/W of the learning rate.",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,
-        description="Weight decay, decoupled under AdamW; norms and biases are left out.",
+        description="Weight decay, decoupled for AdamW; norms and biases are excluded.",
     )
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="Gradients are clipped to this global L2 norm; 0 does not clip."
     )
     optim: Literal[*OPTIMIZERS] = Field(
         "adamw_torch_fused",
-        description="Optimizer; the 8-bit and paged ones and lion are bitsandbytes', and paging "
-        "needs a GPU. muon is for mode full (docs/several-gpus.md).",
+        description="Optimizer. The 8-bit and paged ones and lion are those of bitsandbytes; "
+        "paging needs a GPU. muon is for mode full (docs/adapters.md).",
     )
-    adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment; Lion's first.")
-    adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment; Lion's second.")
+    adam_beta1: Fraction = Field(0.9, description="Decay of the first moment of Adam and Lion.")
+    adam_beta2: Fraction = Field(0.999, description="Decay of the second moment of Adam and Lion.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
     neftune_noise_alpha: PositiveFloat | None = Field(
         None,
@@ -104,94 +102,96 @@ class TrainSection(Section):
     )
     router_aux_loss_coef: NonNegativeFloat | Auto = Field(
         "auto",
-        description="Coefficient of the load-balancing loss of a mixture of experts, logged as "
-        "router_aux_loss; 0 is none, auto is that of the model's config if its "
+        description="Coefficient of the load-balancing loss of MoE models, logged as "
+        "router_aux_loss; 0 is none. auto is the value of the model's config if its "
         "output_router_logits is true, else none.",
     )
     epochs: Epochs | Auto = Field(
         "auto",
         description="Passes over the training rows; train.max_steps overrides it. auto is 3, more "
-        "where the rows are few, down to 1 where they are many.",
+        "for few rows, down to 1 for many.",
     )
     max_steps: PositiveInt | None = Field(
-        None, description="Optimizer steps of the run; null is as many as train.epochs takes."
+        None, description="Optimizer steps of the run; null follows from train.epochs."
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
-        description="What a step does whose loss or gradient is NaN or infinite: stop the run, or "
-        "skip the step. No weight, no optimizer state and no checkpoint has anything of it.",
+        description="If the loss or gradient of a step is NaN or infinite: stop the run, or skip "
+        "the step. It never reaches weights, optimizer state or checkpoints.",
     )
     max_skipped_steps: PositiveInt = Field(
-        10, description="Steps that on_nonfinite: skip may leave out before it stops the run."
+        10, description="Steps that on_nonfinite: skip may skip before it stops the run."
     )
     on_untrained: Literal["stop", "warn"] = Field(
         "stop",
-        description="What happens where an adapter has got no gradient in the first 10 steps: stop "
-        "the run and name it, or warn. Other weights warn.",
+        description="If an adapter has received no gradient in the first 10 steps: stop the run "
+        "and name it, or warn. Other weights always warn.",
     )
     seed: Seed = Field(
         42,
-        description="Seed of dropout and of the adapters' first values, equal on one GPU and under "
-        "every strategy, and of all that data_seed seeds where that is null.",
+        description="Seed of dropout and of the adapters' initial values, equal on one GPU and "
+        "under every strategy, and of what data_seed seeds if that is null.",
     )
     data_seed: Seed | None = Field(
         None,
-        description="Seed of the row order, of a held-out split and of weighted sources; null is "
+        description="Seed of the row order, of held-out rows and of weighted sources; null is "
         "train.seed.",
     )
     bf16: bool | Auto = Field(
         "auto",
-        description="Compute in bfloat16; auto is on where every GPU supports it (capability 8.0) "
-        "and fp16 is not true, and off on a CPU. With fp16 auto too, a precision that the "
-        "DeepSpeed JSON names decides.",
+        description="Compute in bfloat16; auto is on if every GPU supports it (capability 8.0) "
+        "and fp16 is not true, and off on a CPU. If fp16 is auto too, the DeepSpeed JSON decides "
+        "if it names a precision.",
     )
     fp16: bool | Auto = Field(
         "auto",
         description="Compute in float16 with loss scaling; auto is on for GPUs without bfloat16. "
-        "bf16 wins where both are true.",
+        "If both are true, bf16 is used.",
     )
     packing: bool | Auto = Field(
         "auto",
-        description="Train several rows in one sequence, kept apart: only the speed changes. auto "
-        "is on but for a few architectures that cannot keep them apart; every packed run checks "
-        "it before its first step.",
+        description="Put several rows into one sequence, isolated from each other: only the speed "
+        "changes. auto is on, except for a few architectures; every packed run checks the "
+        "isolation before its first step.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto",
-        description="Recompute activations in the backward pass; true does so for all layers, auto "
-        "for as few as the memory estimate needs (backend unsloth: all or none).",
+        description="Recompute activations in the backward pass; true does so for all layers, "
+        "auto for as few as the memory needs (backend unsloth: all or none).",
     )
     activation_offloading: bool | Auto = Field(
         "auto",
-        description="Keep the inputs of checkpointed layers in host memory until the backward "
-        "pass, for long rows on a GPU. auto: if only that fits (backend unsloth: ignored).",
+        description="Keep the inputs of recomputed layers in host memory until the backward pass, "
+        "for long rows on a GPU. auto: if it does not fit otherwise; not for unsloth.",
     )
     weight_offloading: bool | Auto = Field(
         "auto",
         description="Keep frozen weights of layers in host memory, and copy each layer to the GPU "
-        "before it computes (one GPU or ddp). true: all layers; auto: if only that fits.",
+        "before it computes (one GPU or ddp). true: all layers; auto: if it does not fit "
+        "otherwise.",
     )
     context_parallel: Literal["auto", 1, 2, 4, 8] = Field(
         "auto",
-        description="GPUs that share each row, for rows that one has no memory for: each computes "
-        "a part of the row's tokens, and in attention all tokens of a part of the heads. auto is "
-        "as few as the plan needs.",
+        description="GPUs that share each row, for rows that do not fit on one: each computes a "
+        "part of the row's tokens, and in attention all tokens of a part of the heads. auto: as "
+        "few as needed.",
     )
     deliver_as: Delivered | None = Field(
         None,
-        description="Train lora or full for files of 8 or 4 bits: each product is of the weight as "
-        "make export writes it in this format, and scores are those of the files (docs/export.md).",
+        description="Train lora or full for files of 8 or 4 bits: layers compute with the weights "
+        "that make export writes in this format, and scores are those of the files "
+        "(docs/export.md).",
     )
     fast_path: bool | Auto = Field(
         "auto",
         description="Compute with fused kernels: the same result in less time and memory. auto is "
-        "wherever model, mode and device allow; false is plain transformers and PEFT (backend "
-        "unsloth ignores it).",
+        "on if model, mode and device allow it; false is plain transformers and PEFT.",
     )
     cuda_graphs: bool = Field(
         False,
         description="Replay the layers of adapter runs, on one GPU or under ddp or ep, as CUDA "
-        "graphs: for a CPU that is slower than the GPU, and for mixtures (docs/evidence/fast.md).",
+        "graphs: for a CPU that is slower than the GPU, and for MoE models "
+        "(docs/evidence/fast.md).",
     )
     profile_steps: int = Field(
         0,
@@ -201,20 +201,20 @@ class TrainSection(Section):
     )
     probe: bool | Auto = Field(
         "auto",
-        description="Measure a step's memory before training and choose batch and checkpointing by "
-        "it; auto is on for bnb on a GPU. On a CPU, under FSDP and DeepSpeed and on resuming it "
-        "measures and changes nothing.",
+        description="Measure the memory of a step before training and choose batch and "
+        "recomputation by it; auto is on for bnb on a GPU. On a CPU, under FSDP and DeepSpeed and "
+        "on resuming it only measures.",
     )
     strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "ep"] = Field(
         "auto",
-        description="How GPUs share a run (docs/planner.md): each has all of it (ddp), parts "
-        "(fsdp; zero1, zero2, zero3 of DeepSpeed), or a part of the experts (ep). auto: ddp, or "
-        "fsdp where only that fits.",
+        description="How GPUs share a run (docs/several-gpus.md): each has everything (ddp), "
+        "parts (fsdp; zero1, zero2, zero3 of DeepSpeed), or a part of the experts (ep). auto: "
+        "ddp, or fsdp if ddp does not fit.",
     )
     fsdp_offload: bool = Field(
         False,
-        description="Under fsdp keep each rank's part of the divided weights in host memory, and "
-        "what trains them; a layer comes to the GPU while it computes. Slower; auto is fsdp then.",
+        description="Under fsdp keep each rank's part of the weights in host memory, with "
+        "gradients and optimizer if all weights are trained. Slower; auto is fsdp then.",
     )
     ddp_find_unused_parameters: bool = Field(
         False, description="Let DDP look for parameters without a gradient in every step (slower)."
@@ -228,7 +228,7 @@ class TrainSection(Section):
     )
     ddp_timeout: PositiveInt | None = Field(
         None,
-        description="Seconds a collective may take; null is NCCL_TIMEOUT where set, else 1800.",
+        description="Seconds a collective may take; null is NCCL_TIMEOUT if set, else 1800.",
     )
     rendezvous_timeout: PositiveInt = Field(
         900,
@@ -238,17 +238,16 @@ class TrainSection(Section):
     hang_timeout: PositiveInt | None = Field(
         600,
         description="Seconds without a sign of life of a rank, or without a micro-batch inside a "
-        "step, after which a run of several ranks ends; null waits for ever.",
+        "step, after which a run of several ranks ends; null waits forever.",
     )
     dataloader_num_workers: NonNegativeInt | Auto = Field(
         "auto",
-        description="Processes of each rank that collate batches ahead; auto is up to 8 for rows "
-        "with images, and 0 for text, which takes the training process a few milliseconds a batch.",
+        description="Processes per rank that collate batches ahead. auto is up to 8 for rows with "
+        "images, and 0 for text.",
     )
     dataloader_pin_memory: bool | Auto = Field(
         "auto",
-        description="Put batches in page-locked memory for copies to the GPU; auto is on with a "
-        "GPU.",
+        description="Put batches in pinned memory for copies to the GPU; auto is on with a GPU.",
     )
     predict_with_generate: bool = Field(
         True,
@@ -260,30 +259,32 @@ class TrainSection(Section):
     )
     generation_max_new_tokens: PositiveInt | Auto = Field(
         "auto",
-        description="Longest generated answer in tokens, in evaluations, infer and chat; auto is "
-        "the longest answer of the scored rows and a quarter more, 64 to 1024 tokens, and 2048 in "
-        "infer and chat.",
+        description="Longest generated answer in tokens, in evaluations, infer and chat. auto is "
+        "1.25 times the longest answer of the scored rows, from 64 to 1024, and 2048 in infer and "
+        "chat.",
     )
     generation_max_rows: PositiveInt | None = Field(
         128,
-        description="First rows of a set that an evaluation generates answers for; null: all.",
+        description="Number of rows of a set for which an evaluation generates answers, the first "
+        "ones; null is all.",
     )
     generation_batch_size: PositiveInt | None = Field(
         None,
-        description="Answers generated at once on each device; null is as many as the free memory "
-        "holds, at most 256, in training within the planned peak. Answers do not depend on it but "
-        "for rounding in 16 bits.",
+        description="Answers generated at once on each device; null is as many as fit in the free "
+        "memory, at most 256, in training within the planned peak. Answers differ only by "
+        "rounding in 16 bits.",
     )
     metrics: Metrics = Field(
         [],
         json_schema_extra={"write": f"{metrics.WRITE}, or a list of them"},
-        description="Scores of generated answers beside ROUGE-L (docs/using-a-run.md): rouge1, "
-        "rouge2, exact_match, bleu, chrf, json_valid, json_schema:FILE, or FILE.py:FUNCTION.",
+        description="Scores of generated answers in addition to ROUGE-L (docs/using-a-run.md): "
+        "rouge1, rouge2, exact_match, bleu, chrf, json_valid, json_schema:FILE, or "
+        "FILE.py:FUNCTION.",
     )
     eval_strategy: EventStrategy = Field(
         "no",
         description="When to evaluate during training, on the validation rows; the test rows are "
-        "scored before and after it in any case.",
+        "always scored before and after it.",
     )
     eval_steps: PositiveInt = Field(
         200, description="Optimizer steps between evaluations under eval_strategy: steps."
@@ -291,30 +292,30 @@ class TrainSection(Section):
     eval_time_budget: PositiveFloat | None = Field(
         0.1,
         le=1,
-        description="Largest share of the time in training for evaluations under eval_strategy, "
-        "and for the scores before and after it, which may need 10 seconds each or use a random "
-        "sample of rows; null: no limit.",
+        description="Largest share of the training time for evaluations, and for the scores "
+        "before and after training. Those may use 10 seconds each, else they use a random sample "
+        "of rows; null: no limit.",
     )
     metric_for_best_model: str = Field(
         "eval_loss",
         min_length=1,
-        description="Score of the validation rows by which checkpoints are compared: eval_loss, "
+        description="Score of the validation rows that selects the best checkpoint: eval_loss, "
         "eval_rougeL, eval_ and a name of train.metrics, or eval_<name>_loss of a named source.",
     )
     load_best_model_at_end: bool = Field(
         False,
-        description="Save the weights of the best checkpoint, not the last ones; so does a run "
-        "that diverges after it.",
+        description="Save the weights of the best checkpoint instead of the last ones, also if "
+        "the run diverges later.",
     )
     early_stopping_patience: PositiveInt | None = Field(
         None,
-        description="Evaluations in a row without a better train.metric_for_best_model after which "
-        "training ends; null goes on.",
+        description="Evaluations in a row without a better train.metric_for_best_model after "
+        "which training ends; null never ends it.",
     )
     eval_batch_size: Rows | Auto = Field(
         "auto",
-        description="Rows of an evaluation batch on each device; auto is as many, at most a "
-        "micro-batch, as fit where a step has its activations. Scores do not depend on it.",
+        description="Rows of an evaluation batch on each device; auto is as many as fit, at most "
+        "a micro-batch. Scores do not depend on it.",
     )
     eval_do_concat_batches: bool = Field(
         False,
@@ -322,8 +323,8 @@ class TrainSection(Section):
     )
     eval_accumulation_steps: PositiveInt | None = Field(
         None,
-        description="Evaluation batches whose generated ids stay on the device before they move to "
-        "the CPU; null moves each at once.",
+        description="Evaluation batches whose generated ids stay on the device before they move "
+        "to the CPU; null moves each at once.",
     )
     logging_steps: PositiveInt = Field(10, description="Optimizer steps between two logged losses.")
     report_to: Trackers = Field(
@@ -331,9 +332,9 @@ class TrainSection(Section):
         json_schema_extra={
             "write": "tensorboard, wandb, mlflow, trackio or none, or a list of them"
         },
-        description="Where losses, scores, speed and memory go besides run.json and the log; "
-        "TensorBoard's files are in the run folder's tb/, the others read their own variables "
-        "(WANDB_*, MLFLOW_*, TRACKIO_*).",
+        description="Where losses, scores, speed and memory go, in addition to run.json and the "
+        "log. TensorBoard's files are in tb/; the others read their own variables (WANDB_*, "
+        "MLFLOW_*, TRACKIO_*).",
     )
     save_strategy: EventStrategy = Field(
         "epoch", description="When to write a checkpoint that a run can resume from."
@@ -347,7 +348,7 @@ class TrainSection(Section):
     resume_from: str | None = Field(
         None,
         description="Run or checkpoint folder to resume: its settings, step, optimizer and random "
-        "state; null starts anew.",
+        "state; null starts a new run.",
     )
     stop_after: PositiveFloat | None = Field(
         None,
@@ -356,23 +357,22 @@ class TrainSection(Section):
     )
     reopen_saved: bool | Auto = Field(
         "auto",
-        description="Open saved weights with plain transformers in a process of its own, and hold "
-        "their scores of a few rows to the run's; auto: up to 40 GB on a GPU with room, 0.5 GB on "
-        "a CPU.",
+        description="Open saved weights with plain transformers in a fresh process, and compare "
+        "their scores of a few rows with the run's; auto: 40 GB on a GPU with room, 0.5 on a CPU.",
     )
     extend: bool = Field(
         False,
-        description="Go on from train.resume_from with other train.epochs or train.max_steps: the "
-        "schedule is that of the longer run, from the step that was reached.",
+        description="Continue from train.resume_from with other train.epochs or train.max_steps: "
+        "the schedule is that of the longer run, from its last step on.",
     )
     elastic: bool = Field(
         False,
         description="Resume with another number of processes (ELASTIC=1): every row is trained "
-        "once, as before; sums round otherwise, and dropout draws other numbers.",
+        "once, as before; sums round differently, and dropout draws other numbers.",
     )
     allow_backend_change: bool = Field(
         False,
-        description="Resume although the checkpoint's stamp names another backend or quantisation.",
+        description="Resume although the checkpoint's stamp names another backend or quantization.",
     )
 
     @property
