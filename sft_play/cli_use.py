@@ -46,12 +46,8 @@ def infer(
     request = read_sampling(call.environ)
     from sft_play.inference.chat import answer_all
 
-    device, questions, images = (
-        use.inference_device(call),
-        use.prompts(call, prompt),
-        use.images(call),
-    )
-    for answer in answer_all(run, device, questions, config, request, images):
+    device, questions = use.inference_device(call), use.prompts(call, prompt)
+    for answer in answer_all(run, device, questions, config, request, use.images(call)):
         typer.echo(answer)  # flushes: a program that reads line by line need not wait
 
 

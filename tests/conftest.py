@@ -463,13 +463,14 @@ def counting_run(plan_run, run_worker, taught_base):
 @contextlib.contextmanager
 def opening_here() -> Iterator[None]:
     """Open saved weights in this process: one that imports transformers anew takes seconds."""
-    from sft_play.evaluation import plain, reopened
+    from sft_play.evaluation import opener, plain
 
-    def run(asked: Path, answered: Path, folder: Path) -> None:
+    def run(asked: Path, answered: Path, said: Path) -> int:
         plain.answer(str(asked), str(answered))
+        return 0
 
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(reopened, "_run_script", run)
+        changed.setattr(opener, "run", run)
         yield
 
 

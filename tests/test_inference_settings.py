@@ -1,6 +1,7 @@
 """What eval, infer and chat take from variables and --set, and what a chat on a terminal shows."""
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -161,7 +162,8 @@ def test_a_chat_obeys_its_commands(terminal):
 
 def test_commands_change_what_the_model_is_asked(counting_run, monkeypatch):
     trained = load_run(counting_run, "cpu")
-    talk = chat.Chat([chat.tuned_speaker(trained)], [], "")
+    speaker = chat.Speaker("tuned", trained, nullcontext, chat.system_messages(trained))
+    talk = chat.Chat([speaker], [], "")
     asked = []
     said = chat.Answer("Yes.", was_cut=False)
     monkeypatch.setattr(chat, "answer", lambda _, turn, *__: asked.append(list(turn)) or said)

@@ -87,7 +87,7 @@ def test_the_base_of_a_comparison_is_the_model_without_its_adapter(counting_run)
             if "lora_B" in name:
                 tensor.fill_(0.1)
         tuned = trained.model(ids).logits
-        with chat.base_speaker(trained).is_used():
+        with chat.base_of(trained)[1]():
             base = trained.model(ids).logits
         trained.model.unload()
         plain = trained.model.get_base_model()(ids).logits

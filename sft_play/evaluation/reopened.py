@@ -121,9 +121,13 @@ class Reopened:
 
     def faults(self) -> list[str]:
         """Return all that is not as in the evaluated model."""
-        found = self.differences()
-        if self.stops < self.all_stops:
-            missed = self.all_stops - self.stops
+        return self.differences() + self.broken()
+
+    def broken(self) -> list[str]:
+        """Return what is not as in the evaluated model, other than scores."""
+        found = []
+        missed = self.all_stops - self.stops
+        if missed > 0:
             found.append(f"generation runs on behind the trained stop of {missed} rows")
         if self.changed_prompts:
             found.append(f"the chat template writes {self.changed_prompts} prompts otherwise")
@@ -194,7 +198,10 @@ def divergence(run: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def ask(
     folder: Folder, reference: Reference, temporary: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what the script says of the reference's rows, and its facts."""
+    """Return what the script says of the reference's rows, and its facts.
+
+    Raises: CheckpointError with what it could not do.
+    """
     rows = {**reference.rows, "tokens": reference.said["tokens"].contiguous()}
     save_file(rows, temporary / "rows.safetensors")
     first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
@@ -208,20 +215,15 @@ def ask(
     }
     asked, answered = temporary / "request.json", temporary / "answer.safetensors"
     asked.write_text(json.dumps(request, default=str), encoding="utf-8")
-    _run_script(asked, answered, folder.path)
-    with safe_open(answered, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, json.loads(file.metadata()["facts"])
-
-
-def _run_script(asked: Path, answered: Path, folder: Path) -> None:
-    """Run the script. Raises CheckpointError with what it could not do."""
-    said = answered.with_name("said.txt")
+    said = temporary / "said.txt"
     code = opener.run(asked, answered, said)
     if code:
         lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         why = lines[-1] if lines and code > 0 else f"exit status {code}"
-        raise CheckpointError(f"{folder}: transformers cannot open and use it: {why}")
+        raise CheckpointError(f"{folder.path}: transformers cannot open and use it: {why}")
+    with safe_open(answered, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["facts"])
 
 
 def _distinct_stops(reference: Reference) -> list[int]:

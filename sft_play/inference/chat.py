@@ -147,19 +147,10 @@ def chat_with(
 
         print("\n".join(banner_lines(folder, trained)))
     system = system_messages(trained)
-    speakers = [tuned_speaker(trained)]
+    speakers = [Speaker("tuned", trained, contextlib.nullcontext, system)]
     if compares:
-        speakers.insert(0, base_speaker(trained))
+        speakers.insert(0, Speaker("base", *base_of(trained), system))
     Chat(speakers, system, "> " if is_terminal else "", folder.results).run()
-
-
-def tuned_speaker(trained: TrainedModel) -> Speaker:
-    return Speaker("tuned", trained, contextlib.nullcontext, system_messages(trained))
-
-
-def base_speaker(trained: TrainedModel) -> Speaker:
-    """Return the base of a run, which answers the same prompts. Raises: as `base_of`."""
-    return Speaker("base", *base_of(trained), system_messages(trained))
 
 
 def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:

@@ -1,7 +1,6 @@
 """Score the weights of a finished run, on its test rows or on other ones."""
 
 import contextlib
-import json
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -40,14 +39,10 @@ from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 
-SETTINGS = (
-    "predict_with_generate",
-    "generation_max_new_tokens",
-    "generation_num_beams",
-    "generation_max_rows",
-    "metrics",
-    "eval_batch_size",
-)
+SETTINGS = """
+predict_with_generate generation_max_new_tokens generation_num_beams generation_max_rows metrics
+eval_batch_size
+""".split()
 OWN_ROWS = "again"  # the name of the scores of the run's own test rows
 MOST_ROWS = 8  # of an evaluation without a plan
 BYTES_OF_SCORE = 12  # the head's scores of a token in 16 bits, in float32, and their softmax
@@ -60,7 +55,7 @@ class ScoredRows:
 
     split: Split
     name: str
-    path: Any  # as data.test_path has it; None for the run's own rows
+    path: Any  # as data.test_path has it, in JSON; None for the run's own rows
     lines: tuple[str, ...] = ()
 
 
@@ -82,7 +77,7 @@ def evaluate_run(
     rows = chosen_rows(folder, config, asked)
     config = with_answer_limit(config, rows.split)
     trained = with_batch_size(joined(load_run(folder, device, config), place), rows.split)
-    lines = [*rows.lines]
+    lines = list(rows.lines)
     if isinstance(folder, ModelFolder):
         lines += said_of_model(folder, trained, rows.split)
     scores = _score(trained, rows, folder.evaluation / f"{rows.name}.jsonl")
@@ -201,7 +196,8 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
             trained_on = DataFacts.from_json(folder.read_data()).sources["train"]
     rows = assemble_other_rows(config, found["test"], trained_on)
     names = ", ".join(source.name for source in found["test"])
-    name = _free_name(folder, Path(found["test"][0].files[0]).stem, data.test_path)
+    path = data.model_dump(mode="json")["test_path"]
+    name = _free_name(folder, Path(found["test"][0].files[0]).stem, path)
     counts = rows.ledger.tally
     dropped = " ".join(f"{reason}={count}" for reason, count in counts.dropped.items())
     lines = [
@@ -214,7 +210,7 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
         )
     for bad in read_bad_rows(found).get("test", []):
         lines.append(f"warning: {bad.origin} cannot be used: {bad.reason}")
-    return ScoredRows(rows.split, name, data.test_path, tuple(lines))
+    return ScoredRows(rows.split, name, path, tuple(lines))
 
 
 def prepared_data(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData:
@@ -240,7 +236,7 @@ def _free_name(folder: RunFolder, stem: str, path: Any) -> str:
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         scores = folder.evaluation / f"{name}.json"
-        is_free = not scores.exists() or read_json(scores).get("test_path") == _as_json(path)
+        is_free = not scores.exists() or read_json(scores).get("test_path") == path
         if name not in TAKEN_NAMES and is_free:
             return name
 
@@ -250,15 +246,10 @@ def _facts(config: Config, rows: ScoredRows, scores: Scores) -> dict[str, Any]:
     settings = {f"train.{name}": getattr(config.train, name) for name in SETTINGS}
     if rows.path is not None:
         settings["data.columns"] = config.data.columns
-    path = _as_json(config.data.test_path if rows.path is None else rows.path)
+    own_path = config.data.model_dump(mode="json")["test_path"]
     return {
         **scores.as_metrics(),
         "rows": len(rows.split),
         "settings": settings,
-        "test_path": path,
+        "test_path": own_path if rows.path is None else rows.path,
     }
-
-
-def _as_json(path: Any) -> Any:
-    """Return the value of data.test_path as plain data."""
-    return json.loads(json.dumps(path, default=lambda section: section.model_dump()))

@@ -12,10 +12,15 @@ from sft_play.inference.exported import (
     Written,
     complete,
     link_files,
-    staged,
     write_plain_model,
 )
-from sft_play.inference.merge import not_scored, refuse_other_adapter, what_vllm_does_not_serve
+from sft_play.inference.merge import (
+    FILES,
+    not_scored,
+    refuse_other_adapter,
+    staged,
+    what_vllm_does_not_serve,
+)
 from sft_play.models.export import complete_tokenizer
 from sft_play.models.listed_experts import list_experts
 from sft_play.plan.ranks import precision
@@ -38,9 +43,9 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
         from sft_play.inference.export_compressed import write_compressed as write
     else:
         write = WRITERS[asked.format]
-    with staged(export.target) as (staging, scratch):
-        written = write(export, staging, scratch)
-        complete(export, staging, device, written.scores)
+    with staged(export.target) as work:
+        written = write(export, work / FILES, work / "model")
+        complete(export, work / FILES, device, written.scores)
     published = (f"exported {export.target}{end}" for end in written.published)
     return [
         *(*written.lines, *written.scores, *published),

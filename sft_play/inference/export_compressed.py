@@ -43,7 +43,7 @@ from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reference import Reference, as_tensors
 from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
 from sft_play.inference.exported import Export, Written, link_files, write_plain_model
-from sft_play.inference.improvement import Losses, chosen_rows, interval, read_losses
+from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
 from sft_play.models.architecture import auto_class_of, empty_model
 from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
@@ -297,9 +297,7 @@ class CompressedScores:
 
     def faults(self, least_gain: float) -> list[str]:
         """Return what is not as in the run."""
-        known = self.reopened.differences()
-        others = [fault for fault in self.reopened.faults() if fault not in known]
-        return [*self.losses.faults(least_gain), *others]
+        return [*self.losses.faults(least_gain), *self.reopened.broken()]
 
 
 def score(export: Export, files: Path) -> CompressedScores:
@@ -307,18 +305,16 @@ def score(export: Export, files: Path) -> CompressedScores:
 
     Raises: CheckpointError where the run's own scores are gone.
     """
-    found = read_losses(export.run, export.data.test)
+    found = read_scored_rows(export.run, export.data.test)
     if found is None:
         raise CheckpointError(
             f"{export.run.path}: the scores before and after training are gone, which an export "
             "is held to; FORMAT=safetensors needs none"
         )
-    scored, written = found
-    chosen = chosen_rows(scored)
+    samples, written = found
     with tempfile.TemporaryDirectory() as offload_folder:
         opened = merged_folder(files, export.config, Path(offload_folder))
-        nats = nats_of_rows(opened, [scored[index] for index in chosen])
-        table = np.column_stack([written[chosen], nats])
+        table = np.column_stack([written, nats_of_rows(opened, samples)])
         return CompressedScores(table, reopen(opened, export.reference))
 
 

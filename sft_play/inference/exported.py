@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -38,7 +38,7 @@ from sft_play.inference.load import (
     updated,
     without_rounding,
 )
-from sft_play.inference.merge import merge_run, merged_folder, publish
+from sft_play.inference.merge import merge_run, merged_folder
 from sft_play.models.export import saved_stops, write_for_older_readers
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
@@ -105,19 +105,6 @@ class Export:
                 f"{self.run.path}: {what} is not the model that was evaluated: "
                 f"{'; '.join(faults)}. Nothing was published{remedy}"
             )
-
-
-@contextlib.contextmanager
-def staged(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a path that replaces `target` if nothing was raised, and one for a plain model."""
-    work = target.with_name(f".{target.name}-staging")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        yield work / "files", work / "model"
-        publish(work / "files", target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopened]:

@@ -1,6 +1,5 @@
 """What a gguf file says of a run's test rows, by llama-cpp-python: tokens, loss, answers, stops."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -19,7 +18,8 @@ from sft_play.data.store import Sample, Split
 from sft_play.evaluation.scores import rouge
 from sft_play.inference.exported import Export
 from sft_play.inference.gguf_tools import opened, require_bindings
-from sft_play.inference.improvement import Losses, chosen_rows, read_losses
+from sft_play.inference.improvement import Losses, read_scored_rows
+from sft_play.reporting.answers import read_answers
 from sft_play.runs.exports import LEAST_GAIN
 
 MOST_ANSWERS = 32
@@ -28,10 +28,10 @@ LEAST_SAME_TOKENS = 0.95  # share of them that must have the tokens of training
 LEAST_CONTEXT = 512
 ROOM = 8  # tokens of the context beyond the longest row
 # Of llama.cpp, the most common first: other ones split text as one of these, or are rare
-PRE_TOKENIZERS = (
-    *("gpt-2", "llama-bpe", "qwen2", "starcoder", "qwen35", "deepseek-v3", "gpt-4o", "tekken"),
-    *("deepseek-llm", "falcon", "chatglm-bpe", "default"),
-)
+PRE_TOKENIZERS = """
+gpt-2 llama-bpe qwen2 starcoder qwen35 deepseek-v3 gpt-4o tekken deepseek-llm falcon chatglm-bpe
+default
+""".split()
 PRE_TOKENIZER_KEY = "tokenizer.ggml.pre"
 
 
@@ -121,19 +121,17 @@ def best_pre_tokenizer(
 
 def score_gguf(path: Path, export: Export) -> GgufScores | None:
     """Return what a gguf file says of a run's test rows; None if the run wrote no losses."""
-    found = read_losses(export.run, export.data.test)
+    found = read_scored_rows(export.run, export.data.test)
     if found is None:
         return None
-    scored, written = found
-    chosen = chosen_rows(scored)
+    samples, written = found
     tokens = same_tokens(path, export.data.test, export.tokenizer)
-    longest = max(len(scored[index].ids) for index in chosen)
-    context = max(LEAST_CONTEXT, longest + ROOM)
+    context = max(LEAST_CONTEXT, ROOM + max(len(sample.ids) for sample in samples))
     # on a GPU where llama-cpp-python was built for one
     with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
-        nats = [nats_of(model, scored[index]) for index in chosen]
+        nats = [nats_of(model, sample) for sample in samples]
         answers = score_answers(model, export)
-    losses = Losses.of_table(np.column_stack([written[chosen], nats]))
+    losses = Losses.of_table(np.column_stack([written, nats]))
     return GgufScores(**vars(losses), tokens=tokens, **answers)
 
 
@@ -150,9 +148,7 @@ def nats_of(model: Any, sample: Sample) -> float:
 
 def score_answers(model: Any, export: Export) -> dict[str, Any]:
     """Return ROUGE-L and stops of the file's answers and of the run's, to the same questions."""
-    path = export.run.evaluation / "after.jsonl"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    written = [json.loads(line) for line in text.splitlines()]
+    written = read_answers(export.run, "after")
     if not written:
         return {}
     split, answers = export.data.test, []
@@ -165,13 +161,13 @@ def score_answers(model: Any, export: Export) -> dict[str, Any]:
         ids, has_ended = answer_of(model, split[int(index)].prompt, limit)
         answers.append(export.tokenizer.decode(ids, skip_special_tokens=True).strip())
         ended += has_ended
-    expected = [row["expected"] for row in written]
+    expected = [row.expected for row in written]
     return {
         "rouge_l": rouge("rougeL", answers, expected).estimate.mean,
-        "run_rouge_l": rouge("rougeL", [row["answer"] for row in written], expected).estimate.mean,
+        "run_rouge_l": rouge("rougeL", [row.answer for row in written], expected).estimate.mean,
         "answers": len(written),
         "ended": ended,
-        "run_ended": sum(not row["was_cut"] for row in written),
+        "run_ended": sum(not row.was_cut for row in written),
     }
 
 

@@ -5,7 +5,6 @@ number of labels, and their nats by the exported weights.
 """
 
 import contextlib
-import json
 import math
 from dataclasses import dataclass
 
@@ -14,12 +13,13 @@ import torch
 
 from sft_play.config.schema import Config
 from sft_play.data.splits import drawn
-from sft_play.data.store import Split
+from sft_play.data.store import Sample, Split
 from sft_play.errors import CheckpointError
 from sft_play.evaluation.plain import scored
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import TrainedModel, load_run, without_rounding
+from sft_play.reporting.answers import read_row_losses
 from sft_play.runs.folder import RunFolder
 
 LEAST_NATS = 0.02  # a smaller improvement cannot be told from noise
@@ -69,11 +69,11 @@ class Losses:
         found = f"eval_loss {self.eval_loss:.3f} instead of {self.run_loss:.3f}"
         return f"{found}{base} ({self.rows} rows)"
 
-    def line(self, interval: str = "") -> str:
+    def line(self) -> str:
         """Return what is printed of these losses."""
         return (
             f"eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}, {self.rows} rows) "
-            f"gain kept={self.gain_kept:.3f}{interval}"
+            f"gain kept={self.gain_kept:.3f}"
         )
 
     def faults(self, least_gain: float) -> list[str]:
@@ -89,19 +89,24 @@ class Losses:
         return [f"it loses {lost} of the improvement, more than {allowed}: {self}"]
 
 
-def read_losses(folder: RunFolder, split: Split) -> tuple[Split, np.ndarray] | None:
-    """Return the test rows that were scored and three columns of their table, None if gone."""
-    found = []
-    for when in ("before", "after"):
-        path = folder.evaluation / f"{when}.losses.jsonl"
-        rows = map(json.loads, path.open(encoding="utf-8")) if path.is_file() else ()
-        found.append([(row["nats"], row["tokens"]) for row in rows])
-    before, after = found
+def read_scored_rows(folder: RunFolder, split: Split) -> tuple[list[Sample], np.ndarray] | None:
+    """Return test rows that the run has scored and three columns of their table, None if gone.
+
+    These are the first rows that are not too long, of MOST_TOKENS together; at least one.
+    """
+    before, after = (read_row_losses(folder, when) for when in ("before", "after"))
     if not 0 < len(before) == len(after) <= len(split):
         return None
     scored = split.take(drawn(np.arange(len(split)), len(before)))
-    pairs = zip(before, after, strict=True)
-    return scored, np.array([(first, last, labels) for (first, _), (last, labels) in pairs])
+    chosen: list[int] = []
+    total = 0
+    for index, length in enumerate(map(int, scored.lengths)):
+        if length <= MOST_ROW_TOKENS and total + length <= MOST_TOKENS:
+            chosen.append(index)
+            total += length
+    chosen = chosen or [0]
+    rows = [(before[index].nats, after[index].nats, after[index].tokens) for index in chosen]
+    return [scored[index] for index in chosen], np.array(rows)
 
 
 def interval(table: np.ndarray) -> tuple[float, float]:
@@ -110,18 +115,6 @@ def interval(table: np.ndarray) -> tuple[float, float]:
     shares = [Losses.of_table(table[rows]).gain_kept for rows in drawn]
     low, high = np.nanquantile(shares, [0.025, 0.975])
     return float(low), float(high)
-
-
-def chosen_rows(split: Split) -> list[int]:
-    """Return the first rows that are not too long, of MOST_TOKENS together; at least one."""
-    chosen: list[int] = []
-    total = 0
-    for index in range(len(split)):
-        length = len(split[index].ids)
-        if length <= MOST_ROW_TOKENS and total + length <= MOST_TOKENS:
-            chosen.append(index)
-            total += length
-    return chosen or [0]
 
 
 def reference_of(folder: RunFolder, config: Config) -> Reference:
@@ -133,7 +126,7 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
     split = prepared_data(folder, config, trained.tokenizer).test
     system = config.data.system_prompt
     reference = make_reference(
-        *(trained.model, split, trained.tokenizer, trained.process, system), trained.images
+        trained.model, split, trained.tokenizer, trained.process, system, trained.images
     )
     if reference is None:
         raise CheckpointError(

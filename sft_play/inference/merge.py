@@ -55,6 +55,7 @@ from sft_play.runs.seal import seal
 
 logger = logging.getLogger(__name__)
 
+FILES = "files"  # what is published of a folder to work in
 REPORT = "merge_report.json"
 EARLIER_REPORT = "merge_report.earlier.json"  # of merged/, once a later merge was refused
 IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from the disk where no GPU has room
@@ -92,41 +93,34 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     incomplete, changed or not the run's, and for a merge beyond the bound.
     """
     candidates: list[Candidate] = []
+    target = folder.path / "merged"
+    refusal: dict[str, Any] = {}
     try:
-        with disk_errors_in_words(), memory_errors_in_words():
-            for candidate in measured_candidates(folder, dtype):
+        with disk_errors_in_words(), memory_errors_in_words(), staged(target) as work:
+            for candidate in measured_candidates(folder, dtype, work):
                 candidates.append(candidate)
             best = min(candidates, key=lambda candidate: candidate.found.kl)
-            faults = best.found.faults()
-            if not faults:
-                stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
-                seal(best.folder)
-                publish(best.folder, folder.path / "merged")
-        differences = best.found.differences()
-        cause = explain(folder, best) if differences else {}
+            if best.found.faults():
+                refusal = refusal_of(folder, best)
+                said = [*best.found.broken(), *filter(None, [refusal.get("cause")])]
+                raise CheckpointError(
+                    f"{folder.path} was not merged: {'. '.join(said)}. {folder.path / REPORT} has "
+                    "the figures"
+                )
+            stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
+            seal(best.folder)
+            best.folder.rename(work / FILES)
     except SftPlayError as error:
-        write_refusal(folder, candidates, {"why_not": [mask_secrets(str(error))]})
+        write_refusal(folder, candidates, refusal or {"why_not": [mask_secrets(str(error))]})
         raise
-    finally:
-        for staging in folder.path.glob(".merged-[0-9]"):
-            shutil.rmtree(staging, ignore_errors=True)
-    if faults:
-        write_refusal(folder, candidates, {"why_not": faults, **cause})
-        said = [fault for fault in faults if fault not in differences]
-        if cause:
-            said.append(cause["cause"])
-        report = folder.path / REPORT
-        raise CheckpointError(
-            f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
-        )
     write_json(folder.path / REPORT, report_of(folder, candidates, {"kept": best.base}))
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
-    lines = [best.found.line("merged"), f"merged {folder.path / 'merged'} ({best.way})"]
+    lines = [best.found.line("merged"), f"merged {target} ({best.way})"]
     return [*(each.line(best) for each in candidates if len(candidates) > 1), *lines]
 
 
-def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candidate]:
-    """Merge a run's adapter in each way that it may be merged; yield each once it is scored.
+def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Iterator[Candidate]:
+    """Merge a run's adapter into `work` in each way that it may be; yield each once it is scored.
 
     Raises: what `merge_run` does.
     """
@@ -146,8 +140,7 @@ def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candid
         base_dtype = weight_dtype(config, compute_dtype)
         merges[words] = replace(merges["as stored"], quantization=how, base_dtype=base_dtype)
     for number, (base, merge) in enumerate(merges.items()):
-        staging = folder.path / f".merged-{number}"
-        yield merged_candidate(folder, base, merge, staging, reference)
+        yield merged_candidate(folder, base, merge, work / str(number), reference)
 
 
 def refuse_other_adapter(weights: Path, config: Config) -> None:
@@ -186,23 +179,26 @@ def what_vllm_does_not_serve(weights: Path) -> list[str]:
     return problems
 
 
-def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
-    """Return the cause why merged weights are not the adapter's model, and the figures of it.
+def refusal_of(folder: RunFolder, best: Candidate) -> dict[str, Any]:
+    """Return why merged weights are not the adapter's model, and the figures of it.
 
     To find the cause, the adapter and its base are scored on the same rows, and the adapter is
     merged once more, in float32.
     """
     exact = found = best.found
+    refusal: dict[str, Any] = {"why_not": found.faults()}
+    if not found.differences():
+        return refusal
     dtype = read_json(best.folder / "config.json").get("dtype") or "16 bits"
     try:
         with disk_errors_in_words(), memory_errors_in_words():
             now, before = losses_now(folder, found.rows)
             if dtype != "float32":
-                again = measured_candidates(folder, "float32")
+                again = measured_candidates(folder, "float32", best.folder.parent)
                 exact = min((each.found for each in again), key=lambda each: each.kl)
     except SftPlayError as error:  # the refusal is the same without a cause
         differences = "; ".join(found.differences())
-        return {"cause": f"{differences}. The cause could not be measured: {error}"}
+        return {**refusal, "cause": f"{differences}. The cause could not be measured: {error}"}
     losses = Losses(found.eval_loss, found.run_loss, before, found.rows)
     adapter = f"make eval RUN={folder.name} scores the adapter itself"
     if not what_vllm_does_not_serve(best.adapter):
@@ -220,7 +216,8 @@ def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
     if losses.lost <= found.bound.loss:
         compared = f"another one than the adapter: {'; '.join(found.differences())}"
     cause = f"the merged {dtype} model is {compared}{why}"
-    return {"cause": cause, "base_eval_loss": before, "float32_eval_loss": exact.eval_loss}
+    losses_found = {"base_eval_loss": before, "float32_eval_loss": exact.eval_loss}
+    return {**refusal, "cause": cause, **losses_found}
 
 
 def because_of_rounding(dtype: str, losses: Losses, adapter: str) -> str:
@@ -302,14 +299,24 @@ def refuse_full_disk(config: Config, path: Path) -> None:
         )
 
 
-def publish(staging: Path, target: Path) -> None:
-    """Give a complete folder its name; an older one goes once the new one is there."""
-    old = target.with_name(f".{target.name}-old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        rename(target, old)
-    rename(staging, target)
-    shutil.rmtree(old, ignore_errors=True)
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Yield a folder to work in, whose FILES replace `target` if nothing was raised.
+
+    An older `target` goes once the new one is there.
+    """
+    work, old = (target.with_name(f".{target.name}-{name}") for name in ("staging", "old"))
+    for left in (work, old):
+        shutil.rmtree(left, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        if target.exists():
+            rename(target, old)
+        rename(work / FILES, target)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def write_refusal(folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]) -> None:

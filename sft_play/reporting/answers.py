@@ -17,7 +17,7 @@ from sft_play.runs.report import RecordedScore, RunReport, logged_losses, record
 ROWS_SHOWN = 8  # of the most improved, and of the most worsened
 IMAGES_SHOWN = 4  # of a row
 TEXT_LENGTH = 600  # characters of a text that are shown
-TEXTS = ("origin", "prompt", "expected", "answer")  # of a line of eval/*.jsonl
+NO_SCORES = "origin prompt expected answer was_cut images".split()  # of a line of eval/*.jsonl
 LEAST_CHANGE = 0.005  # of ROUGE-L that counts as a change, half of the last digit shown
 
 LOSS = "loss"
@@ -39,7 +39,7 @@ class Answer:
     answer: str
     scores: Mapping[str, float] = field(default_factory=dict)  # by metric, as far as it has one
     was_cut: bool | None = None  # by train.generation_max_new_tokens
-    images: tuple[str, ...] = ()  # of the prompt: paths
+    images: Sequence[str] = ()  # of the prompt: paths
 
     @property
     def rouge_l(self) -> float | None:
@@ -64,7 +64,7 @@ class AnsweredRow:
     rouge_before: float
     rouge_after: float
     was_cut: bool
-    images: tuple[str, ...]  # of the prompt, the last ones: paths
+    images: Sequence[str]  # of the prompt, the last ones: paths
 
     @property
     def change(self) -> float:
@@ -115,8 +115,8 @@ class Evaluation:
         """Return what eval/ and run.json have of `before` or `after`; nothing if not evaluated."""
         metrics = report.scores(when)
         samples = metrics.get("rows", report.rows("test").get("samples", 0))
-        losses = [RowLoss(**row) for row in _lines(folder.evaluation / f"{when}.losses.jsonl")]
-        answers = [_answer(row) for row in _lines(folder.evaluation / f"{when}.jsonl")]
+        losses = read_row_losses(folder, when)
+        answers = read_answers(folder, when)
         scores = {}
         if "eval_loss" in metrics:
             scores[LOSS] = _measured_loss(Estimate(metrics["eval_loss"], samples), losses)
@@ -132,6 +132,20 @@ class Evaluation:
     def recorded(self) -> dict[str, Measured]:
         """The scores that run.json has."""
         return {title: score for title, score in self.scores.items() if score.recorded}
+
+
+def read_answers(folder: RunFolder, when: str) -> list[Answer]:
+    """Return the answers in eval/ of `before` or `after` training; none if there are none."""
+    answers = []
+    for line in _lines(folder.evaluation / f"{when}.jsonl"):
+        known = {name: line.pop(name) for name in NO_SCORES if name in line}
+        answers.append(Answer(**known, scores=line))
+    return answers
+
+
+def read_row_losses(folder: RunFolder, when: str) -> list[RowLoss]:
+    """Return the losses of the test rows `before` or `after` training; none if not evaluated."""
+    return [RowLoss(**line) for line in _lines(folder.evaluation / f"{when}.losses.jsonl")]
 
 
 def is_loss(title: str) -> bool:
@@ -201,17 +215,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def _answer(values: dict[str, Any]) -> Answer:
-    scores = {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and name != "was_cut"
-    }
-    texts = (values[name] for name in TEXTS)
-    images = tuple(values.get("images", ()))
-    return Answer(*texts, scores, values.get("was_cut"), images)
 
 
 def _measured_loss(recorded: Estimate, losses: Sequence[RowLoss]) -> Measured:

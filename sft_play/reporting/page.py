@@ -35,10 +35,9 @@ TONES = {
     "look": "open",
 }
 # facts of a run in report.json
-IN_JSON = (
-    *("run", "model", "facts", "verdict", "rows_scored", "improved", "worsened"),
-    *("memory", "times", "ledger", "checks", "settings", "command"),
-)
+IN_JSON = """
+run model facts verdict rows_scored improved worsened memory times ledger checks settings command
+""".split()
 
 logger = logging.getLogger(__name__)
 

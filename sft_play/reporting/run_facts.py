@@ -6,9 +6,11 @@ is damaged is still listed. Loads no torch.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import pairwise
 from operator import attrgetter, getitem
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -163,17 +165,12 @@ class RunFacts:
     @property
     def energy(self) -> Energy | None:
         """The energy between the first and the last line, None if NVML gave no watts."""
-        joules = 0.0
-        gpus = 0
-        last: float | None = None
-        for line in self.lines:
+        joules, gpus = 0.0, 0
+        timed = [line for line in self.lines if line.time is not None]
+        for before, line in pairwise(timed):
             watts = [sample.watts for sample in line.gpus if sample.watts is not None]
-            if line.time is None:
-                continue
-            if watts and last is not None:
-                joules += sum(watts) * (line.time - last)
-                gpus = max(gpus, len(watts))
-            last = line.time
+            joules += sum(watts) * (line.time - before.time)
+            gpus = max(gpus, len(watts))
         return Energy(joules / JOULES_A_KWH, gpus) if joules else None
 
     # run.json
@@ -197,9 +194,8 @@ class RunFacts:
     @property
     def hardware(self) -> str | None:
         """The devices of the run, such as `2 × NVIDIA H200`."""
-        names = [rank.name for rank in self.report.memory_by_rank or []]
-        counted = (f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-        return ", ".join(counted) or None
+        names = Counter(rank.name for rank in self.report.memory_by_rank or [])
+        return ", ".join(f"{count} × {name}" for name, count in names.items()) or None
 
     @property
     def lengths(self) -> dict[str, LengthHistogram]:
