@@ -120,20 +120,24 @@ def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeyp
 def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        first = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
+        first, message = tensorboard.start(
+            tmp_path / "logs", port, sys.executable, os.environ, pid_file
+        )
     assert first.port > port
-    assert f"port {port} is taken, it uses {first.port}" in first.message
-    (address,) = re.findall(r"TensorBoard: (\S+)", first.message)
+    assert f"port {port} is taken, it uses {first.port}" in message
+    (address,) = re.findall(r"TensorBoard: (\S+)", message)
     pinned = parse_qs(urlsplit(address).query)["pinnedCards"]
     assert json.loads(pinned[0]) == [{"plugin": "scalars", "tag": "train/loss"}]
     assert json.loads(pid_file.read_text())["process"]["pid"] == first.pid
     with urllib.request.urlopen(f"{first.url}/data/environment") as answer:
         assert json.load(answer)["data_location"] == str(tmp_path / "logs")
-    again = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
+    again, _ = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
     assert (again.pid, again.port) == (first.pid, first.port)
-    other = tensorboard.start(tmp_path / "other", port, sys.executable, os.environ, pid_file)
+    other, message = tensorboard.start(
+        tmp_path / "other", port, sys.executable, os.environ, pid_file
+    )
     assert other.pid != first.pid and not psutil.pid_exists(first.pid)
-    assert f"stopped the TensorBoard of {tmp_path / 'logs'}" in other.message
+    assert f"stopped the TensorBoard of {tmp_path / 'logs'}" in message
     with pytest.raises(ConfigError, match=f"TB_PORT=1: .* type make tb-stop TB_PORT={other.port}"):
         tensorboard.stop(pid_file, port=1)
     stopped = tensorboard.stop(pid_file, port=other.port)

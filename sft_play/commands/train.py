@@ -5,7 +5,6 @@ Loads no torch.
 
 import atexit
 import contextlib
-import dataclasses
 import importlib
 import os
 import secrets
@@ -14,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,9 +62,7 @@ from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder, last_words
 from sft_play.runs.model_folder import refuse_unsafe_base
 from sft_play.runs.report import STARTED_AT, RunReport
-from sft_play.runs.resumed import (
-    AskedRun,
-)
+from sft_play.runs.resumed import AskedRun
 
 ACCELERATE_FILE = Path(".accelerate.yaml")  # of the current folder, as outputs/
 FREE_BYTES_FOR_A_RUN = 1 << 30
@@ -124,11 +122,12 @@ def hand_over(
     command = planned.plan.launch
     ranks = planned.plan.ranks
     if ranks.nodes > 1:
-        at = (ranks.node_rank, ranks.nodes, ranks.master_addr, ranks.master_port or DEFAULT_PORT)
-        meet(Wait(*at, planned.config.train.rendezvous_timeout))
-    if planned.plan.ranks.strategy != "single":
+        port = ranks.master_port or DEFAULT_PORT
+        seconds = planned.config.train.rendezvous_timeout
+        meet(Wait(ranks.node_rank, ranks.nodes, ranks.master_addr, port, seconds))
+    if ranks.strategy != "single":
         command = launch.recorded(command, folder.path)
-    folder.write_report(dataclasses.replace(folder.read_report(), timeline=timeline.spans))
+    folder.write_report(replace(folder.read_report(), timeline=timeline.spans))
     stops.hold()
     if early is not None:
         command = early.begin(command, folder.path, call.environ) or command
@@ -171,7 +170,7 @@ def prepare_run(
     lock.take(folder.path, print, folder.read_report().status == "stopped")
     command_of = launch.rank_command if is_rank else launch.launch_command
     command = command_of(planned.plan.ranks, folder.path, call.environ)
-    planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
+    planned = replace(planned, plan=replace(planned.plan, launch=command))
     AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
     planned.write(folder)  # plan.json marks a run folder
     folder.write_report(planned_report(folder))
@@ -203,7 +202,6 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
 
 def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
-    started_at = time.strftime(STARTED_AT)
     earlier = folder.read_report()  # of the launch that this one goes on from
     before = earlier.scores("before")
     return RunReport(
@@ -215,7 +213,7 @@ def planned_report(folder: RunFolder) -> RunReport:
         status="planned",
         host=socket.gethostname(),
         launcher_pid=os.getpid(),
-        started_at=started_at,
+        started_at=time.strftime(STARTED_AT),
     )
 
 
@@ -258,8 +256,7 @@ def failure_recorded(folder: RunFolder) -> Iterator[None]:
 
 
 def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: str) -> None:
-    before = folder.read_report()
-    report = dataclasses.replace(before, status=status, exit_class=int(exit_class), cause=cause)
+    report = replace(folder.read_report(), status=status, exit_class=int(exit_class), cause=cause)
     try:
         folder.write_report(report)
     except OSError as error:  # it must not hide the cause
@@ -283,8 +280,8 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
         return call
     number = found["num_processes"] // max(1, found.get("num_machines", 1))
     device = "cpu" if is_cpu else call.invocation.device  # the file was written for it
-    invocation = dataclasses.replace(call.invocation, num_gpus=number, device=device)
-    return dataclasses.replace(call, invocation=invocation)
+    invocation = replace(call.invocation, num_gpus=number, device=device)
+    return replace(call, invocation=invocation)
 
 
 def check_trackers(config: Config, with_tensorboard: bool) -> None:
@@ -355,10 +352,10 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
     """Start TensorBoard beside a run; return the line that says where it is."""
     from sft_play.monitor import tensorboard
 
-    started = tensorboard.start(
+    _, message = tensorboard.start(
         logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call)
     )
-    return f"{started.message}; make tb-stop ends it"
+    return f"{message}; make tb-stop ends it"
 
 
 def run_launcher(folder: str, module: str, *words: str) -> None:

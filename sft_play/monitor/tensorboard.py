@@ -23,19 +23,10 @@ PORTS_TRIED = 21  # the one that was asked for and the 20 after it
 START_SECONDS = 20.0
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
+LOG = ".log"  # in place of the pid file's suffix
 LOG_LINES_SHOWN = 8
 # The groups of cards are sorted by name, `train` last: the loss is pinned above them
 OPENS_ON = "/?pinnedCards=" + quote('[{"plugin":"scalars","tag":"train/loss"}]')
-
-
-@dataclass(frozen=True)
-class Started:
-    """A TensorBoard that answers; `message` is the line to print."""
-
-    port: int
-    pid: int
-    url: str
-    message: str
 
 
 class _Served(BaseModel):
@@ -45,8 +36,8 @@ class _Served(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Record:
-    """The content of the pid file."""
+class Board:
+    """A TensorBoard, as the pid file has it."""
 
     process: ProcessId
     port: int
@@ -63,8 +54,8 @@ class _Record:
 
 def start(
     logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_file: Path
-) -> Started:
-    """Return a TensorBoard that shows `logdir`: a running one, or a new one.
+) -> tuple[Board, str]:
+    """Return a TensorBoard that shows `logdir`, a running one or a new one, and what to print.
 
     A new one takes `port` or the next free port. It is started with the interpreter `python`,
     outlives this process, and writes its output beside the pid file.
@@ -80,16 +71,15 @@ def start(
     if running and running.logdir != resolved:
         notes.append(stop(pid_file))
     elif running and _wait_until_it_answers(running, pid_file):
-        message = f"TensorBoard runs already: {running.url}{OPENS_ON} (pid {running.pid})"
-        return Started(running.port, running.pid, running.url, message)
+        return running, f"TensorBoard runs already: {running.url}{OPENS_ON} (pid {running.pid})"
     candidates = range(port, min(port + PORTS_TRIED, 65536))
     for candidate in filter(_is_free, candidates):
         record = _spawn(resolved, candidate, python, environ, pid_file)
         if _wait_until_it_answers(record, pid_file):
             if candidate != port:
                 notes.append(f"port {port} is taken, it uses {candidate}")
-            message = "; ".join([f"TensorBoard: {record.url}{OPENS_ON} (pid {record.pid})", *notes])
-            return Started(candidate, record.pid, record.url, message)
+            started = f"TensorBoard: {record.url}{OPENS_ON} (pid {record.pid})"
+            return record, "; ".join([started, *notes])
         if _is_free(candidate):
             raise EnvironmentFault(
                 "TensorBoard died at its start; `make doctor` checks its package. "
@@ -123,10 +113,10 @@ def stop(pid_file: Path, grace_seconds: float = 5.0, port: int | None = None) ->
     return f"stopped the TensorBoard of {record.logdir} on port {record.port} (pid {record.pid})"
 
 
-def _running(pid_file: Path) -> _Record | None:
+def _running(pid_file: Path) -> Board | None:
     """Return the pid file's TensorBoard if that very process is alive."""
     try:
-        record = _Record(**read_json(pid_file))
+        record = Board(**read_json(pid_file))
         process = ProcessId.from_json(record.process)
     except (FileNotFoundError, ValueError, TypeError):  # TypeError: JSON of another shape
         return None
@@ -135,10 +125,10 @@ def _running(pid_file: Path) -> _Record | None:
 
 def _spawn(
     logdir: str, port: int, python: str, environ: Mapping[str, str], pid_file: Path
-) -> _Record:
+) -> Board:
     pid_file.parent.mkdir(parents=True, exist_ok=True)
     options = ["--logdir", logdir, "--host", HOST, "--port", str(port)]
-    with _log_of(pid_file).open("wb") as log:
+    with pid_file.with_suffix(LOG).open("wb") as log:
         try:
             child = subprocess.Popen(
                 [python, "-m", "tensorboard.main", *options],
@@ -153,13 +143,13 @@ def _spawn(
                 f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`"
             ) from None
     child.returncode = 0  # it outlives us on purpose, of which Popen would warn when collected
-    record = _Record(ProcessId.read(child.pid), port, logdir)
+    record = Board(ProcessId.read(child.pid), port, logdir)
     # before the wait: a start that Ctrl-C ends can still be stopped
     write_json(pid_file, asdict(record))
     return record
 
 
-def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
+def _wait_until_it_answers(record: Board, pid_file: Path) -> bool:
     """Return True once the process serves its logdir, False as soon as it is dead.
 
     Raises: EnvironmentFault after 20 s.
@@ -179,7 +169,7 @@ def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
     )
 
 
-def _answers(record: _Record) -> bool:
+def _answers(record: Board) -> bool:
     """Return whether the port shows our folder.
 
     Another program, or another project's TensorBoard, may have taken the port first.
@@ -189,9 +179,9 @@ def _answers(record: _Record) -> bool:
         fetch,
     )
 
-    url = f"http://{HOST}:{record.port}/data/environment"
     try:
-        served = fetch(url, ANSWER_SECONDS, uses_proxy=False).parse(_Served)
+        answer = fetch(f"{record.url}/data/environment", ANSWER_SECONDS, uses_proxy=False)
+        served = answer.parse(_Served)
     except NoAnswer:
         return False
     return served.data_location == record.logdir
@@ -226,11 +216,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _log_of(pid_file: Path) -> Path:
-    return pid_file.with_suffix(".log")
-
-
 def _end_of_log(pid_file: Path) -> str:
-    log = _log_of(pid_file)
+    log = pid_file.with_suffix(LOG)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return f"The end of {log}:\n" + "\n".join(lines[-LOG_LINES_SHOWN:])

@@ -60,15 +60,20 @@ def plain(text: str) -> str:
 
 def frame(run: RunFacts) -> list[str]:
     """Return the lines of a terminal, the most important ones first."""
-    return [
-        heading(run),
-        *_progress_lines(run),
-        *_loss_lines(run),
-        *_fact_lines(run),
-        *_gpu_lines(run),
-        *_log_lines(run),
-        *_answer_lines(run),
-    ]
+    lines = [heading(run), *_progress_lines(run), *_loss_lines(run)]
+    logged = {name: run.logged(name) for name in FACTS}
+    facts = [words(logged[name][-1][1]) for name, words in FACTS.items() if logged[name]]
+    if facts:
+        lines.append(f"speed  {', '.join(facts)}")
+    lines += _gpu_lines(run)
+    log = last_log_line(run.folder.logs / "rank-0.log") if run.goes_on else ""
+    if log:
+        lines.append(f"log    {log}")
+    # of the last evaluation that generated some
+    for each in next((line.answers for line in reversed(run.lines) if line.answers), ()):
+        texts = {"prompt  ": each.prompt, "expected": each.expected, "answer  ": each.answer}
+        lines += ["", *(f"{name} {plain(text)}" for name, text in texts.items())]
+    return lines
 
 
 def heading(run: RunFacts) -> str:
@@ -132,13 +137,6 @@ def _loss_lines(run: RunFacts) -> Iterator[str]:
                 yield f"{name:<6} of the {title}: {', '.join(shown)}"
 
 
-def _fact_lines(run: RunFacts) -> Iterator[str]:
-    logged = {name: run.logged(name) for name in FACTS}
-    facts = [words(logged[name][-1][1]) for name, words in FACTS.items() if logged[name]]
-    if facts:
-        yield f"speed  {', '.join(facts)}"
-
-
 def _gpu_lines(run: RunFacts) -> Iterator[str]:
     ranks = {rank.rank: rank for rank in run.report.memory_by_rank or []}
     hosts = {rank.host for rank in ranks.values()}
@@ -159,21 +157,6 @@ def load_of(sample: GpuSample, rank: RankMemory | None) -> list[str]:
         "{:.0f} °C": sample.celsius,
     }
     return [words.format(value) for words, value in known.items() if value is not None]
-
-
-def _log_lines(run: RunFacts) -> Iterator[str]:
-    log = last_log_line(run.folder.logs / "rank-0.log") if run.goes_on else ""
-    if log:
-        yield f"log    {log}"
-
-
-def _answer_lines(run: RunFacts) -> Iterator[str]:
-    """Yield the answers of the last evaluation that generated some."""
-    for answer in next((line.answers for line in reversed(run.lines) if line.answers), ()):
-        yield ""
-        yield f"prompt   {plain(answer.prompt)}"
-        yield f"expected {plain(answer.expected)}"
-        yield f"answer   {plain(answer.answer)}"
 
 
 def pipe_line(run: RunFacts, line: MetricsLine) -> str | None:
@@ -241,7 +224,7 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 def run_table(output_dir: Path) -> list[str]:
     """Return a line for each run below `output_dir`, oldest first."""
-    runs = [RunFacts.read(folder) for folder in listing(output_dir)]
+    runs = list(map(RunFacts.read, listing(output_dir)))
     if not runs:
         return [f"{output_dir} holds no run yet; make train makes one"]
     width = max(len(run.run) for run in runs)
@@ -250,10 +233,9 @@ def run_table(output_dir: Path) -> list[str]:
 
 def runs_json(output_dir: Path) -> list[dict[str, Any]]:
     """Return the content of run.json of each run, with its folder and its state of now."""
-    reports = [(folder, folder.read_report()) for folder in listing(output_dir)]
     return [
-        {**report.to_json(), "folder": str(folder.path), "state": report.state}
-        for folder, report in reports
+        {**run.report.to_json(), "folder": str(run.folder.path), "state": run.report.state}
+        for run in map(RunFacts.read, listing(output_dir))
     ]
 
 
