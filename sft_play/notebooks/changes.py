@@ -2,8 +2,8 @@
 
 import textwrap
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import partialmethod
+from operator import itemgetter
 from typing import NamedTuple
 
 from sft_play.notebooks.code import Code
@@ -12,37 +12,25 @@ from sft_play.notebooks.recognise import Found
 SORTS = ("changed", "kept", "look")  # in the order of the report
 
 
-class Edit(NamedTuple):
-    """Text that takes the place of `source[start:end]`."""
-
-    start: int
-    end: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """One sentence of the report; `cell` is None where it is about the whole notebook."""
 
     sort: str
     cell: int | None
     text: str
 
-    def line(self) -> str:
-        place = "" if self.cell is None else f"cell {self.cell}: "
-        return f"{self.sort:<8} {place}{self.text}"
-
 
 class Changes:
     """Edits and notes, as they are found."""
 
     def __init__(self) -> None:
-        self.edits: defaultdict[Code, list[Edit]] = defaultdict(list)
+        # places, and the texts that take the place of `source[start:end]`
+        self.edits: defaultdict[Code, list[tuple[int, int, str]]] = defaultdict(list)
         self.notes: list[Note] = []
 
     def replace(self, code: Code, start: int, end: int, text: str) -> None:
         """Put a text in the place of `code.source[start:end]`."""
-        self.edits[code].append(Edit(start, end, text))
+        self.edits[code].append((start, end, text))
 
     def insert_before(self, code: Code, node: object, text: str) -> None:
         """Put lines before the statement of a node, with the indent and newline of the cell."""
@@ -64,9 +52,9 @@ class Changes:
         for code, edits in self.edits.items():
             source = code.source
             # edits do not overlap; those at one place keep their order
-            ordered = sorted(edits, key=lambda edit: edit.start)
-            for edit in reversed(ordered):
-                source = source[: edit.start] + edit.text + source[edit.end :]
+            ordered = sorted(edits, key=itemgetter(0))
+            for start, end, text in reversed(ordered):
+                source = source[:start] + text + source[end:]
             made[code.number] = source
         return made
 
@@ -74,4 +62,7 @@ class Changes:
         """Return the lines of the report: changes first, each sort in the cells' order."""
         unique = dict.fromkeys(self.notes)
         ordered = sorted(unique, key=lambda note: (SORTS.index(note.sort), note.cell or 0))
-        return [note.line() for note in ordered]
+        return [
+            f"{sort:<8} {'' if cell is None else f'cell {cell}: '}{text}"
+            for sort, cell, text in ordered
+        ]

@@ -29,11 +29,24 @@ class Point:
 def check(document: Document, others: Iterable[Document] = ()) -> list[Point]:
     """Return the five points; `others` are copies of the notebook that ran elsewhere."""
     notebook = Notebook(document)
+    measuring = (code for code in notebook.parsed if measures(code.tree))
+    of_one = (code.number for code in measuring if not covers_all_gpus(code))
+    moved = (move.number for move in moves_to_cuda(notebook) if not is_model(move))
     return [
         Point("counts the GPUs before the model is loaded", *_counts_gpus(notebook)),
         Point('device_map="balanced" on several GPUs', *_has_device_map(notebook)),
-        Point("memory statistics cover all GPUs", *_measures_all(notebook)),
-        Point('inference names its device, "cuda:0"', *_names_device(notebook)),
+        _without(
+            of_one,
+            "memory statistics cover all GPUs",
+            "{} of one GPU alone",
+            "no cell measures one GPU alone",
+        ),
+        _without(
+            moved,
+            'inference names its device, "cuda:0"',
+            '{}: inputs go to "cuda" without a number',
+            'no cell moves inputs to "cuda" without a number',
+        ),
         Point("tried on one GPU and on several", *_was_tried([document, *others])),
     ]
 
@@ -57,25 +70,17 @@ def _has_device_map(notebook: Notebook) -> tuple[bool, str]:
     if cells:
         return False, f"the load in cell {cells[0]} has no device_map"
     cells = [load.number for load in loads]
-    constants = [node.value for code, node in notebook.nodes(ast.Constant) if code.number in cells]
-    if not any(word in SPLITS for word in constants):
+    constants = {node.value for code, node in notebook.nodes(ast.Constant) if code.number in cells}
+    if constants.isdisjoint(SPLITS):
         return False, f"cell {cells[0]} never sets it to balanced or auto"
     return True, f"the load in cell {cells[0]} has it"
 
 
-def _measures_all(notebook: Notebook) -> tuple[bool, str]:
-    measuring = [code for code in notebook.parsed if measures(code.tree)]
-    cells = [code.number for code in measuring if not covers_all_gpus(code)]
-    if cells:
-        return False, f"{_list_cells(cells)} of one GPU alone"
-    return True, "no cell measures one GPU alone"
-
-
-def _names_device(notebook: Notebook) -> tuple[bool, str]:
-    cells = sorted({move.number for move in moves_to_cuda(notebook) if not is_model(move)})
-    if cells:
-        return False, f'{_list_cells(cells)}: inputs go to "cuda" without a number'
-    return True, 'no cell moves inputs to "cuda" without a number'
+def _without(cells: Iterable[int], text: str, problem: str, met: str) -> Point:
+    """Return a point that is met if no cell has its problem."""
+    numbers = sorted(set(cells))
+    named = f"cell{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    return Point(text, not numbers, problem.format(named) if numbers else met)
 
 
 def _was_tried(documents: list[Document]) -> tuple[bool, str]:
@@ -83,13 +88,9 @@ def _was_tried(documents: list[Document]) -> tuple[bool, str]:
     cells = (cell for document in documents for cell in document.cells)
     outputs = (output for cell in cells for output in cell.outputs if isinstance(output, dict))
     printed = "\n".join("".join(map(str, output.get("text", ""))) for output in outputs)
-    counts = set(map(int, DETECTED.findall(printed)))
-    numbers = " and ".join(map(str, sorted(counts)))
-    if 1 in counts and max(counts) > 1:
+    counts = sorted(set(map(int, DETECTED.findall(printed))))
+    numbers = " and ".join(map(str, counts))
+    if 1 in counts and counts[-1] > 1:
         return True, f"outputs show runs on {numbers} GPUs"
     seen = f"outputs show a run on {numbers} alone" if counts else "no output shows a run"
     return False, f"{seen}; save it after a run on each, and give both: NB=one.ipynb,two.ipynb"
-
-
-def _list_cells(numbers: list[int]) -> str:
-    return f"cell{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -60,8 +60,7 @@ class Code:
 
     def text(self, node: ast.AST) -> str:
         """Return a node as it is written."""
-        start, end = self.span(node)
-        return self.source[start:end]
+        return self.source[slice(*self.span(node))]
 
     @property
     def newline(self) -> str:

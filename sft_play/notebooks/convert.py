@@ -194,11 +194,8 @@ def _add_device_map(load: Found, changes: Changes) -> None:
 def add_argument(found: Found, text: str, changes: Changes) -> None:
     """Add a last argument to a call, in the call's own layout."""
     code, call = found.code, found.call
-    arguments = sorted(
-        [*call.args, *call.keywords], key=lambda part: (part.lineno, part.col_offset)
-    )
-    last = arguments[-1] if arguments else call.func
-    (start, after), end = code.span(last), code.span(call)[1]
+    end = code.span(call)[1]
+    start, after = max(map(code.span, [call.func, *call.args, *call.keywords]))
     place = NO_CODE.search(code.source, min(after, end - 1), end).start()
     line_end, before = code.end_of_line(place), code.source[place - 1]
     comma = "" if before in "(," else ","
@@ -276,8 +273,8 @@ def is_model(move: Found) -> bool:
 def _device_name(notebook: Notebook) -> str:
     """Return a name for the device that the notebook does not use for something else."""
     sets = SETS_DEVICE.format(name=DEVICE).strip()
-    ours = [node for code, node in notebook.nodes(ast.Assign) if code.text(node) == sets]
-    names = [node.arg for _, node in notebook.nodes(ast.arg)]
-    stored = [node for _, node in notebook.nodes(ast.Name) if isinstance(node.ctx, ast.Store)]
-    names += [node.id for node in stored]
-    return DEVICE if names.count(DEVICE) == len(ours) else OTHER_NAME
+    ours = sum(code.text(node) == sets for code, node in notebook.nodes(ast.Assign))
+    named = sum(node.arg == DEVICE for _, node in notebook.nodes(ast.arg))
+    for _, node in notebook.nodes(ast.Name):
+        named += node.id == DEVICE and isinstance(node.ctx, ast.Store)
+    return DEVICE if named == ours else OTHER_NAME
