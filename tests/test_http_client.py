@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from sft_play import http_client
-from sft_play.commands.check_server import Server
+from sft_play.commands.check_server import CHAT, Server
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.http_client import NoAnswer, download, fetch
 from sft_play.runs.exports import ParityRow
@@ -112,7 +112,7 @@ def test_a_malformed_answer_is_told_in_words(body: bytes) -> None:
     with listening(whole(body)) as (url, _):
         server = Server.at(url, "model", None)
         with pytest.raises(EnvironmentFault, match="gives no answer that can be compared: "):
-            server.chat(ROW)
+            server.ask(CHAT, ROW)
 
 
 @pytest.mark.parametrize("body", [b'{"data": 1}', b'{"data": [1]}', b'{"data": [{"name": "x"}]}'])
@@ -125,7 +125,7 @@ def test_a_malformed_list_of_models_is_told_in_words(body: bytes) -> None:
 def test_what_is_quoted_cannot_steer_a_terminal() -> None:
     reply = whole(b"\x1b[2J gone", b"HTTP/1.1 500 No\r\n")
     with listening(reply) as (url, _), pytest.raises(EnvironmentFault) as error:
-        Server.at(url, "model", None).chat(ROW)
+        Server.at(url, "model", None).ask(CHAT, ROW)
     assert "status 500" in str(error.value) and "\x1b" not in str(error.value)
 
 

@@ -11,7 +11,7 @@ from conftest import NO_CONFIG
 
 from sft_play.commands import sweep
 from sft_play.commands.call import Call
-from sft_play.commands.sweep import Point, grid
+from sft_play.commands.sweep import grid
 from sft_play.config.invocation import Invocation
 from sft_play.config.messages import word
 from sft_play.config.schema import SourceSection
@@ -25,7 +25,7 @@ OVER = "train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"
 
 
 def test_a_grid_has_every_combination_once():
-    assert [str(point) for point in grid(OVER)] == [
+    assert [" ".join(words) for words in grid(OVER)] == [
         "train.learning_rate=1e-4 tuning.lora.r=8",
         "train.learning_rate=1e-4 tuning.lora.r=16",
         "train.learning_rate=2e-4 tuning.lora.r=8",
@@ -107,9 +107,7 @@ def test_every_combination_is_checked_before_the_first_run(tmp_path):
 
 
 def test_the_table_has_every_run_and_the_best_has_the_lowest_held_out_loss(tmp_path):
-    trials = [
-        sweep.Trial(Point((f"train.seed={name}",)), RunFolder(tmp_path / name)) for name in "abc"
-    ]
+    trials = [sweep.Trial((f"train.seed={name}",), RunFolder(tmp_path / name)) for name in "abc"]
     write_run(trials[0].folder, 12, 1.25)
     write_run(trials[1].folder, 12, 0.75)
     write_report(trials[2].folder, status="failed", cause="diverged\nmore")
@@ -135,5 +133,5 @@ def test_a_signal_stops_the_runs_of_a_sweep_once_and_its_handlers_go(tmp_path):
             time.sleep(0.01)
         signal.raise_signal(signal.SIGTERM)
         done.result(timeout=30)
-    assert running.is_stopping and log.read_text() == "up\nsaved\n"
+    assert running.requested and log.read_text() == "up\nsaved\n"
     assert signal.getsignal(signal.SIGTERM) == before

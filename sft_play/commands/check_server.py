@@ -23,6 +23,7 @@ from sft_play.runs.exports import ParityRow
 SECONDS = 300.0  # for an answer
 NEAR_TIE = 0.1  # nats: other kernels, in 16 bits, may choose the other token below it
 SHOWN = 60  # characters of a text in a line
+CHAT, COMPLETIONS = "chat/completions", "completions"  # endpoints
 NOT_SERVED = (404, 405, 501)
 ANY_MODEL = "default"  # for servers of one model that list none
 
@@ -115,15 +116,9 @@ class Server:
         base = base if base.endswith("/v1") else f"{base}/v1"
         return cls(base, model or only_model(base, key), key)
 
-    def chat(self, row: ParityRow) -> Completion:
-        """Return what /chat/completions answers."""
-        return self._ask("chat/completions", row, {"messages": row.messages})
-
-    def complete(self, row: ParityRow) -> Completion:
-        """Return what /completions answers."""
-        return self._ask("completions", row, {"prompt": row.prompt})
-
-    def _ask(self, path: str, row: ParityRow, asked: dict[str, object]) -> Completion:
+    def ask(self, path: str, row: ParityRow) -> Completion:
+        """Return what CHAT or COMPLETIONS answers."""
+        asked = {"messages": row.messages} if path == CHAT else {"prompt": row.prompt}
         max_tokens = len(row.answer_ids)
         if row.has_ended:  # room to run on behind the stop
             max_tokens += 8
@@ -182,7 +177,7 @@ class Tally:
             self.prompts += 1
             return
         cause = "it uses another chat template or system prompt"
-        if self.name == "completions":
+        if self.name == COMPLETIONS:
             cause = "it splits the text otherwise"
         if found == expected + 1:
             cause = "it may add a BOS token to a prompt that has all it needs"
@@ -219,19 +214,16 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
     """Return the lines to print. Raises: CheckpointError where the server answers otherwise."""
     with_messages = [row for row in rows if row.messages is not None]
     tallies = []
-    for name, ask, asked in (
-        ("chat/completions", server.chat, with_messages),
-        ("completions", server.complete, list(rows)),
-    ):
-        tally = Tally(name)
+    for path, asked in {CHAT: with_messages, COMPLETIONS: rows}.items():
+        tally = Tally(path)
         try:
             for row in asked:
-                tally.compare(row, ask(row))
+                tally.compare(row, server.ask(path, row))
         except NotServed:
             continue
         tallies.append(tally)
     if not tallies:
-        raise EnvironmentFault(f"{server.url} has neither chat/completions nor completions")
+        raise EnvironmentFault(f"{server.url} has neither {CHAT} nor {COMPLETIONS}")
     named = visible(mask_secrets(f"server {server.url} model={server.model}"))
     lines = [named, *(tally.line() for tally in tallies)]
     differences = [line for tally in tallies for line in tally.differences]

@@ -36,7 +36,11 @@ from sft_play.runs.exports import (
 from sft_play.runs.folder import RunFolder
 
 QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
-OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
+# Variables that only some formats read, and these formats in words
+OF_FORMATS = {
+    **dict.fromkeys(("QUANT", "LLAMA_CPP", "PRE_TOKENIZER"), (("gguf",), "gguf")),
+    "EXPORT_MIN_GAIN": (COMPRESSED, "fp8, int4, nvfp4 or awq"),
+}
 LOOPBACK = "127.0.0.1"
 PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
@@ -52,14 +56,10 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
     given = call.words
     kind = given.choice("FORMAT", FORMATS) or FORMATS[0]
     dtype = use.asked_dtype(call, run, "export")
-    if kind != "gguf":
-        for name in filter(given.text, OF_GGUF):
-            given.problems.append(f"{name}: FORMAT={kind} does not read it; set FORMAT=gguf")
     least_gain = given.number("EXPORT_MIN_GAIN", lambda share: 0 <= share <= 1, "from 0 to 1")
-    if kind not in COMPRESSED and least_gain is not None:
-        given.problems.append(
-            f"EXPORT_MIN_GAIN: FORMAT={kind} does not read it; set FORMAT=fp8, int4, nvfp4 or awq"
-        )
+    for name, (formats, words) in OF_FORMATS.items():
+        if kind not in formats and given.text(name):
+            given.problems.append(f"{name}: FORMAT={kind} does not read it; set FORMAT={words}")
     if kind in ADAPTERS and dtype is not None:
         given.problems.append(f"MODEL_DTYPE={dtype}: FORMAT={kind} does not read it")
     refuse(given.problems)
@@ -212,10 +212,16 @@ def push(call: Call) -> list[str]:
 
 
 def _push(call: Call, folder: Path) -> list[str]:
+    from sft_play.reporting.model_card import HUB_ID
+
     words = call.words
     repo = words.text("REPO")
     is_public = words.choice("PUBLIC", ("0", "1")) == "1"
-    refuse([*words.problems, *_problems_of_push(repo)])
+    if repo is None:
+        words.problems.append("REPO: write the repository on the hub, such as REPO=name/model")
+    elif not HUB_ID.fullmatch(repo):
+        words.problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
+    refuse(words.problems)
     damage = seal.find_damage(folder, allows_more=False)
     if damage is not None:
         raise CheckpointError(f"{folder}: {damage}; make export writes it anew")
@@ -270,15 +276,3 @@ def sign(folder: Path, key: str) -> bytes:
                 "or 1 for sigstore"
             ) from None
         return signature.read_bytes()
-
-
-def _problems_of_push(repo: str | None) -> list[str]:
-    """Return what is wrong with the words of a push."""
-    from sft_play.reporting.model_card import HUB_ID
-
-    problems = []
-    if repo is None:
-        problems.append("REPO: write the repository on the hub, such as REPO=name/model")
-    elif not HUB_ID.fullmatch(repo):
-        problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
-    return problems

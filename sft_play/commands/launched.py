@@ -6,14 +6,13 @@ an earlier launch leaves no answer there, and it closes when the first process i
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -117,7 +116,7 @@ def lead(launched: Launched, meeting: "Meeting") -> Launched:
     environ = places.as_for_make(launched.environ, launched.place)
     if devices.detect(_device(environ), environ).kind == "cpu":
         environ["DEVICE"] = "cpu"  # make starts several processes on a CPU only if it is named
-    return dataclasses.replace(launched, environ=environ, meeting=meeting)
+    return replace(launched, environ=environ, meeting=meeting)
 
 
 def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoReturn:
@@ -128,8 +127,7 @@ def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoRet
     place = launched.place
     if place.nodes > 1 and f"{places.OF_TORCHRUN}RUN_ID" not in launched.environ:
         seconds = folder.read_config().train.rendezvous_timeout
-        at = (place.node_rank, place.nodes, place.master_addr, place.master_port)
-        meet(Wait(*at, seconds))
+        meet(Wait(place.node_rank, place.nodes, place.master_addr, place.master_port, seconds))
     launched.meeting.announce(folder)
     become_worker(launched, command)
 
@@ -139,7 +137,7 @@ def become_worker(launched: Launched, command: Launch) -> NoReturn:
     own = launched.environ.items()
     variables = {name: value for name, value in own if name.startswith(places.OF_TORCHRUN)}
     variables |= launched.place.variables()
-    command = dataclasses.replace(command, env={**command.env, **variables})
+    command = replace(command, env={**command.env, **variables})
     stops.hold()
     launch.execute(command, launched.environ)
     raise AssertionError("execute does not return")

@@ -15,10 +15,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
 
 from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.resumption import other_rows
@@ -37,19 +36,10 @@ MAX_RUNS = 1000
 NOT_SWEPT = ("train.run_name", "train.output_dir", "train.resume_from", "train.stop_after")
 
 
-@dataclass(frozen=True)
-class Point:
-    """One combination of the grid: settings as they are written after --set."""
-
-    words: tuple[str, ...]  # such as train.learning_rate=1e-4
-
-    def __str__(self) -> str:
-        return " ".join(self.words)
-
-
-def grid(over: str) -> list[Point]:
+def grid(over: str) -> list[tuple[str, ...]]:
     """Return every combination of OVER's values, the last setting changing first.
 
+    Each has its settings as they are written after --set, such as train.learning_rate=1e-4.
     Raises: ConfigError for words that are not `setting=value,value`.
     """
     axes: dict[str, list[str]] = {}
@@ -71,7 +61,7 @@ def grid(over: str) -> list[Point]:
             f"OVER: {' x '.join(str(len(values)) for values in axes.values())} values are {count} "
             f"runs; a sweep has at most {MAX_RUNS}. Leave out settings or values."
         )
-    return [Point(words) for words in itertools.product(*axes.values())]
+    return list(itertools.product(*axes.values()))
 
 
 def name_of(prefix: str, settings: Mapping[str, object]) -> str:
@@ -87,8 +77,12 @@ NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # of this command, not of its run
 class Trial:
     """A combination of settings, and the folder of its run, which may not exist yet."""
 
-    point: Point
+    words: tuple[str, ...]  # the settings as they are written after --set
     folder: RunFolder
+
+    @property
+    def settings(self) -> str:
+        return " ".join(self.words)
 
     @property
     def is_done(self) -> bool:
@@ -101,7 +95,7 @@ class Trial:
         return self.folder.read_report().scores("after").get("eval_loss")
 
 
-class Sweep:
+class Sweep(StopSignals):
     """The processes of the runs. Inside this context a signal stops them.
 
     A run that trains then saves a checkpoint and ends; no further run starts.
@@ -109,23 +103,14 @@ class Sweep:
 
     def __init__(self, call: Call, slots: Sequence[str | None]) -> None:
         """`slots` are CUDA_VISIBLE_DEVICES of each run at a time."""
+        super().__init__()
         self.call = call
         self.slots = slots
-        self.is_stopping = False
+        self.on_first = lambda number: self._stop()
+        self.at_once = self._stop
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._signals = StopSignals()
-        self._signals.on_first = lambda number: self._stop()
-        self._signals.at_once = self._stop
-
-    def __enter__(self) -> Self:
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._signals.__exit__(*error)
 
     def _stop(self) -> None:
-        self.is_stopping = True
         for process in self._processes.copy():
             process.send_signal(signal.SIGINT)
 
@@ -141,7 +126,7 @@ class Sweep:
                 start_new_session=True,  # a terminal's Ctrl-C reaches it once, through this process
             )
             self._processes.append(process)
-            if self.is_stopping:  # the signal came while the process started
+            if self.requested:  # the signal came while the process started
                 process.send_signal(signal.SIGINT)
             process.wait()
             self._processes.remove(process)
@@ -154,7 +139,7 @@ def sweep(call: Call, over: str) -> list[str]:
     when none of the runs has scores; StoppedOnRequest with the table after a signal.
     """
     trials = plan_trials(call, over)
-    one = of_point(call, trials[0].point)
+    one = with_words(call, trials[0].words)
     ranks = plan_run(one, load_config(one), distributed=True).plan.ranks
     slots = list(ranks.visible) if ranks.device == "cuda" else [None]
     done = [trial for trial in trials if trial.is_done]
@@ -162,7 +147,7 @@ def sweep(call: Call, over: str) -> list[str]:
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
     with Sweep(call, slots) as running:
         train_all(running, [trial for trial in trials if trial not in done])
-    if running.is_stopping:
+    if running.requested:
         goes_on = "stopped on request; the same command goes on from the checkpoints"
         raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
     best = best_of(trials)
@@ -178,8 +163,8 @@ def plan_trials(call: Call, over: str) -> list[Trial]:
     Raises: ConfigError, also while a run of the same sweep is going on.
     """
     trials = []
-    for point in grid(over):
-        config = load_config(of_point(call, point)).config
+    for words in grid(over):
+        config = load_config(with_words(call, words)).config
         if config.train.stop_after is not None:
             raise ConfigError(
                 f"train.stop_after={config.train.stop_after}: a sweep trains its runs to their "
@@ -189,7 +174,7 @@ def plan_trials(call: Call, over: str) -> list[Trial]:
         folder = RunFolder(Path(config.train.output_dir) / name)
         if folder.read_report().state in GOING_ON:
             raise ConfigError(f"{folder.path} is running; wait for the sweep that started it")
-        trials.append(Trial(point, folder))
+        trials.append(Trial(words, folder))
     return trials
 
 
@@ -201,7 +186,7 @@ def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
     compared = set()  # runs of a sweep mostly have the same files, which may be large
     for trial in done:
         run = trial.folder
-        loaded = load_config(of_point(call, trial.point))
+        loaded = load_config(with_words(call, trial.words))
         data = loaded.config.data.model_dump(mode="json")
         sources = json.dumps([run.read_data()["sources"], data])
         lines = other_rows(loaded, run) if sources not in compared else []
@@ -212,9 +197,9 @@ def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
             raise ConfigError("\n".join([head, *lines, advice]))
 
 
-def of_point(call: Call, point: Point) -> Call:
+def with_words(call: Call, words: tuple[str, ...]) -> Call:
     """Return the call of one combination."""
-    return Call(call.invocation, call.environ, (*call.overrides, *point.words))
+    return replace(call, overrides=call.overrides + words)
 
 
 def train_all(sweep: Sweep, trials: Sequence[Trial]) -> None:
@@ -224,7 +209,7 @@ def train_all(sweep: Sweep, trials: Sequence[Trial]) -> None:
         free.put(slot)
 
     def run(trial: Trial) -> None:
-        if sweep.is_stopping:
+        if sweep.requested:
             return
         slot = free.get()
         try:
@@ -244,14 +229,14 @@ def train_one(sweep: Sweep, trial: Trial, slot: str | None) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     place = "" if slot is None else f" on GPU {slot}"
     origin = ", from its checkpoint" if has_checkpoint(folder.path) else ""
-    print(f"start {folder.name}{place}: {trial.point}{origin}", flush=True)
+    print(f"start {folder.name}{place}: {trial.settings}{origin}", flush=True)
     environ = {
         name: value for name, value in sweep.call.environ.items() if name not in NOT_PASSED_ON
     }
     environ["RUN"] = folder.name
     if slot is not None:
         environ |= {"CUDA_VISIBLE_DEVICES": slot, "NUM_GPUS": "1"}
-    words = [f"--set={word}" for word in (*sweep.call.overrides, *trial.point.words)]
+    words = [f"--set={word}" for word in sweep.call.overrides + trial.words]
     sweep.run([sys.executable, "-m", "sft_play", "train", *words], environ, log)
     if not folder.path.exists():
         print(f"end   {folder.name}: did not start; {log} says why", flush=True)
@@ -274,24 +259,23 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 
 def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
-    width = max(len(str(trial.point)) for trial in trials)
+    width = max(len(trial.settings) for trial in trials)
     reports = [trial.folder.read_report() for trial in trials]
     found = [score.name for report in reports for score in recorded_scores(report.scores("after"))]
-    names = list(dict.fromkeys(["rougeL", *found]))
-    titles = [f"{title_of(name):>{max(7, len(title_of(name)))}}" for name in names]
-    head = f"{'loss':>8}  {'  '.join(titles)}  {'step':>6}  {'minutes':>7}  status"
+    titles = {name: f"{title_of(name):>7}" for name in ["rougeL", *found]}
+    head = f"{'loss':>8}  {'  '.join(titles.values())}  {'step':>6}  {'minutes':>7}  status"
     lines = [f"{'settings':<{width}}  {head}"]
     for trial, report in zip(trials, reports, strict=True):
         scores = report.scores("after")
         seconds = report.total_seconds
         numbers = [
             as_cell(scores.get("eval_loss"), 8, 4),
-            *(as_cell(scores.get(name), max(7, len(title_of(name))), 3) for name in names),
+            *(as_cell(scores.get(name), len(title), 3) for name, title in titles.items()),
             as_cell(report.global_step, 6, 0),
             as_cell(seconds / 60 if seconds else None, 7, 1),
         ]
         status = f"{report.state} {trial.folder.name} {report.cause_line}".rstrip()
-        lines.append("  ".join([f"{trial.point!s:<{width}}", *numbers, status]))
+        lines.append("  ".join([f"{trial.settings:<{width}}", *numbers, status]))
     return lines
 
 
@@ -304,7 +288,7 @@ def lines_of_best(best: Trial) -> list[str]:
     """Return what to type with the best run."""
     name = best.folder.name
     return [
-        f"best {name}: {best.point}",
+        f"best {name}: {best.settings}",
         f"  the same again: {AskedRun.read(best.folder).command}",
         f"  use it: make chat RUN={name}",
     ]
