@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sft_play.process import Process
 
-# Printed by print_distributed_info where they are set; none of them is a secret
+# Printed by print_distributed_info if they are set; none of them is a secret
 SHOWN_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_ASYNC_ERROR_HANDLING"),
@@ -44,7 +44,7 @@ class Context:
     process_index: int
     local_process_index: int  # on this machine: its GPU
     num_processes: int
-    backend: str | None = None  # of the process group; None where there is none yet
+    backend: str | None = None  # of the process group; None if there is none yet
 
     @property
     def is_main_process(self) -> bool:
@@ -54,7 +54,7 @@ class Context:
 def context() -> Context:
     """Return this process's place: of the process group, before there is one of the launcher.
 
-    Raises: ConfigError where the launcher's variables contradict each other.
+    Raises: ConfigError if the launcher's variables contradict each other.
     """
     from torch import distributed
 
@@ -135,7 +135,7 @@ def choose_device_map() -> DeviceMap:
     One process with several GPUs splits the model ("balanced"); under a launcher each process
     holds a whole model on its own GPU. One GPU, or none, needs no map.
 
-    Raises: EnvironmentFault where a process has no GPU of its own; ConfigError where several
+    Raises: EnvironmentFault if a process has no GPU of its own; ConfigError if several
     processes run although UNSLOTH_FORCE_SINGLE_GPU=1.
     """
     import torch
@@ -166,7 +166,7 @@ def choose_device_map() -> DeviceMap:
 
 
 def choose_dtype() -> "torch.dtype":
-    """Return bfloat16 where every GPU here computes it (capability 8.0), else float16.
+    """Return bfloat16 if every GPU here computes it (capability 8.0), else float16.
 
     Without a GPU it is float32.
     """
@@ -185,8 +185,8 @@ def broadcast_dataset(dataset: Rows | None) -> Rows:
     A `datasets.Dataset` travels with its rows: the receiving rank needs none of its files.
     Anything else is pickled.
 
-    Raises: EnvironmentFault where a launcher has started several processes and there is no process
-    group yet; DataError where rank 0 has None.
+    Raises: EnvironmentFault if a launcher has started several processes and there is no process
+    group yet; DataError if rank 0 has None.
     """
     place = _place()
     if place is not None and place.world_size > 1 and not _has_group():

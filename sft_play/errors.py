@@ -17,7 +17,7 @@ OTHER_DISK = (
     "another"
 )
 UNREACHABLE = "the server of its disk does not answer: mount it again, then resume"
-# What to do where the system refuses a path, by its reason
+# What to do if the system refuses a path, by its reason
 OF_PATH = {
     errno.EROFS: (
         "make its disk writable again (dmesg says what happened to it), or set TRAIN_OUTPUT_DIR "

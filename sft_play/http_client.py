@@ -51,7 +51,7 @@ def fetch(
     headers: dict[str, str] | None = None,
     uses_proxy: bool = True,
 ) -> Answer:
-    """Return what a URL answers within `seconds` in all: to a POST of JSON where there is a body.
+    """Return what a URL answers within `seconds` in all: to a POST of JSON if there is a body.
 
     Redirects are not followed: a header may hold a key, and the other server has not been named.
 

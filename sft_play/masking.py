@@ -34,7 +34,7 @@ def mask_secrets(text: str) -> str:
 
 
 def _mask_value(found: re.Match[str]) -> str:
-    """Return a name with *** for its value; both where the value is none of a service."""
+    """Return a name with *** for its value; both if the value is none of a service."""
     name, value = found["name"], found["value"]
     is_word = OF_TOKENIZER.search(name) or ("token" in name and OF_VOCABULARY.fullmatch(value))
     is_rate = PER_TOKEN.search(name) and NUMBER.fullmatch(value)

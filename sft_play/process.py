@@ -1,4 +1,4 @@
-"""One rank of a run: where it computes, in what type, and how it talks to the other ranks.
+"""One rank of a run: if it computes, in what type, and how it talks to the other ranks.
 
 Knows torch and nothing of the project; models, evaluation, training and inference are given one.
 Its collectives run on the ranks' CPUs over gloo: asking a GPU would stop its CPU from running
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Process:
-    """This process among the ranks of a run. The process group exists where `world_size` > 1."""
+    """This process among the ranks of a run. The process group exists if `world_size` > 1."""
 
     rank: int
     local_rank: int  # among the ranks of this machine
@@ -56,7 +56,7 @@ class Process:
         return self.rank == 0
 
     def autocast(self) -> torch.autocast:
-        """Return the context to run a model in; off where the products are in float32."""
+        """Return the context to run a model in; off if the products are in float32."""
         is_half = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=is_half)
 

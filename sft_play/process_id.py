@@ -2,7 +2,7 @@
 
 On Linux it is the clock ticks after boot at which the process started, the boot, and the namespaces
 that its number and these ticks belong to. Another system has none of these: there it is the start
-that psutil reports, in seconds since the epoch, which moves where the clock is set.
+that psutil reports, in seconds since the epoch, which moves if the clock is set.
 """
 
 import os
@@ -29,7 +29,7 @@ class ProcessId:
 
     @classmethod
     def read(cls, pid: int | None = None) -> Self | None:
-        """Return the identity of a process, by default of this one; None where it has ended.
+        """Return the identity of a process, by default of this one; None if it has ended.
 
         Raises: PermissionError for a process that the system hides.
         """
@@ -42,7 +42,7 @@ class ProcessId:
 
     @classmethod
     def from_json(cls, values: Any) -> Self | None:
-        """Return the identity that a file has, None where it has none."""
+        """Return the identity that a file has, None if it has none."""
         try:
             return cls(**values)
         except TypeError:
@@ -60,9 +60,9 @@ class ProcessId:
         return self.is_of_this_boot and self.namespace == _read_namespace()
 
     def is_alive(self) -> bool | None:
-        """Return whether the process lives; None where this one cannot see it.
+        """Return whether the process lives; None if this one cannot see it.
 
-        That is on another machine, before this boot, in another container, and where /proc hides
+        That is on another machine, before this boot, in another container, and if /proc hides
         the processes of other users.
         """
         if not self.is_here:
@@ -96,7 +96,7 @@ def _read_namespace() -> str | None:
 def _read_start(pid: int) -> float:
     """Return when a process started.
 
-    Raises: ProcessLookupError where it has ended, PermissionError where it is hidden.
+    Raises: ProcessLookupError if it has ended, PermissionError where it is hidden.
     """
     if sys.platform != "linux":
         return _read_start_elsewhere(pid)

@@ -136,12 +136,12 @@ def drop_unwritten_output() -> None:
 
 
 def go_on_without_output() -> None:
-    """Let this process go on where its standard output is full or closed."""
+    """Let this process go on if its standard output is full or closed."""
     Output.goes_on = True
 
 
 def say(line: str) -> None:
-    """Log a line, above a bar where there is one."""
+    """Log a line, above a bar if there is one."""
     from tqdm import tqdm  # 20 ms, and few commands take long enough to say something
 
     with tqdm.external_write_mode(file=sys.stdout):
@@ -178,7 +178,7 @@ def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
     """Say a line of the stage every EVERY_SECONDS while the context is open.
 
     A stage inside another speaks in its place.
-    `is_shown` is False where another rank speaks. The lines come from a thread, so they also come
+    `is_shown` is False if another rank speaks. The lines come from a thread, so they also come
     while one call takes long; start no processes by fork inside the context.
     """
     if not is_shown:

@@ -40,7 +40,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 def refuse_bomb(
     file_bytes: int, decoded_bytes: int, remedy: str, max_ratio: int = MAX_RATIO
 ) -> None:
-    """Raise OSError where bytes of a file become far more than those of rows do."""
+    """Raise OSError if bytes of a file become far more than those of rows do."""
     if decoded_bytes > max(FREE_BYTES, max_ratio * file_bytes):
         words = f"{file_bytes:,} bytes become {decoded_bytes:,} or more, over {max_ratio} times"
         raise OSError(errno.EFBIG, f"{words} as many; if they are rows, {remedy}")

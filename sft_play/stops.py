@@ -103,7 +103,7 @@ def hold() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Keep signals waiting inside this context, where an interrupt would lose track of a process.
+    """Keep signals waiting inside this context, if an interrupt would lose track of a process.
 
     A process that is started inside never hears them.
     """

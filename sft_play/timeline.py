@@ -29,7 +29,7 @@ def note(name: str, start: float | None = None) -> None:
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
-    """Note what is done inside this context, also where it fails."""
+    """Note what is done inside this context, also if it fails."""
     start = time.time()
     try:
         yield

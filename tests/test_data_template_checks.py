@@ -81,7 +81,7 @@ MUTANTS = {
     ),
     "another role when asked": (
         CHATML.replace(ASKS, "'<|im_start|>model\n'"),
-        r"the prompt has 'model\\n' where the conversation has 'assistant\\nA rose",
+        r"the prompt has 'model\\n' and the conversation has 'assistant\\nA rose",
     ),
     "a thought only when asked": (
         CHATML.replace(ASKS, "'<|im_start|>assistant\n<think>\n'"),
@@ -89,7 +89,7 @@ MUTANTS = {
     ),
     "how many messages": (
         "{{ messages | length }}" + CHATML,
-        r"the prompt has '2<\|im_start\|>system\\nBe b...' where the conversation has '3",
+        r"the prompt has '2<\|im_start\|>system\\nBe b...' and the conversation has '3",
     ),
     "another prompt in the history": (
         "{% if not add_generation_prompt %}{{ 'Done. ' }}{% endif %}" + CHATML,

@@ -54,7 +54,7 @@ def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> dict[str
     """Run a command to its end, print its lines unless `quiet`, and return its answer.
 
     KeyboardInterrupt stops it with a checkpoint, a second one kills it.
-    Raises: SftPlayError where it ended without an answer.
+    Raises: SftPlayError if it ended without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="sft_play-") as folder:
         answer = Path(folder) / "answer.json"

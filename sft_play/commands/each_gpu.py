@@ -120,7 +120,7 @@ class FileCall:
 def answer_file(asked: FileCall) -> list[str]:
     """Answer the prompts of a file, on every GPU; return the lines to print.
 
-    The same call goes on where an earlier one stopped. Raises: StoppedOnRequest on Ctrl-C.
+    The same call goes on if an earlier one stopped. Raises: StoppedOnRequest on Ctrl-C.
     """
     prompts = asked.prompts()
     file = AnswerFile(asked.out)
@@ -178,7 +178,7 @@ def _answer_share(
 def count_processes(call: Call, asked: LoadedConfig) -> int:
     """Return how many processes share the rows: one a GPU, or NUM_GPUS.
 
-    One where the model itself is placed on several GPUs.
+    One if the model itself is placed on several GPUs.
     """
     if asked.config.model.device_map is not None:
         return 1
@@ -190,7 +190,7 @@ def count_processes(call: Call, asked: LoadedConfig) -> int:
 
 
 def own_place(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process, None where it is the one that the user started.
+    """Return the place of this process, None if it is the one that the user started.
 
     A process that has a place ends with the one that started it.
     """

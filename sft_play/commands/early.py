@@ -27,7 +27,7 @@ RELAY = PROJECT_ROOT / "scripts" / "relay.py"
 class EarlyRank:
     """A rank that imports its libraries, and waits for a run folder on a pipe.
 
-    It ends with this process, and where the pipe is closed. It hears no signal before it has a run.
+    It ends with this process, and when the pipe is closed. It hears no signal before it has a run.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: int, env: Mapping[str, str]):
@@ -39,7 +39,7 @@ class EarlyRank:
     def of(
         cls, config: Config, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]
     ) -> Self | None:
-        """Start the only rank of a run; None where it has others, or cannot be started yet."""
+        """Start the only rank of a run; None if it has others, or cannot be started yet."""
         if backend_of(config).patches_transformers or config.model.device_map is not None:
             return None
         try:
@@ -64,7 +64,7 @@ class EarlyRank:
     def begin(self, launch: Launch, folder: Path, environ: Mapping[str, str]) -> Launch | None:
         """Let it be the rank of `launch`; return what this process becomes meanwhile.
 
-        None where it is not the process that `launch` would start, or has ended: then it is gone.
+        None if it is not the process that `launch` would start, or has ended: then it is gone.
         """
         asked = rank_environment(launch, environ)
         changed = {name for name, _ in asked.items() ^ self._env.items()} - {OF_RUN_FOLDER}

@@ -40,8 +40,8 @@ class Fit:
 def init(call: Call) -> list[str]:
     """Write a config for MODEL_NAME and DATA_TRAIN_PATH to OUT; return the lines to print.
 
-    Raises: ConfigError where OUT is taken or one of the two is missing; DataError for rows that
-    cannot be used; EnvironmentFault where the model is nowhere; OutOfMemory where nothing fits.
+    Raises: ConfigError if OUT is taken or one of the two is missing; DataError for rows that
+    cannot be used; EnvironmentFault if the model is nowhere; OutOfMemory if nothing fits.
     """
     from sft_play.data.row_facts import check_first_rows
 
@@ -97,7 +97,7 @@ def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
     """Return the mode that the user set, else lora if that fits on the GPUs, else qlora.
 
     Adapters whose base fits on each GPU are fastest without ZeRO, so that comes last.
-    Raises: OutOfMemory where nothing fits.
+    Raises: OutOfMemory if nothing fits.
     """
     hardware = hardware_of(call)
 

@@ -53,7 +53,7 @@ class Wait:
 def meet(wait: Wait) -> None:
     """Return once all machines of a run are there.
 
-    Raises: an error of class 17 at the limit, EnvironmentFault where the port is taken.
+    Raises: an error of class 17 at the limit, EnvironmentFault if the port is taken.
     """
     if wait.node == 0:
         _gather(wait)
@@ -93,7 +93,7 @@ def _gather(wait: Wait) -> None:
 
 
 def _report(wait: Wait) -> bool:
-    """Report to machine 0 and wait for the others; return False where it is not there."""
+    """Report to machine 0 and wait for the others; return False if it is not there."""
     try:
         connection = socket.create_connection((wait.address, wait.port), timeout=POLL_SECONDS * 5)
     except OSError:

@@ -85,7 +85,7 @@ def override_variables(call: Call) -> dict[str, str]:
 def refuse_what_does_not_fit(plan: RunPlan) -> None:
     """Raise OutOfMemory for a plan that is not expected to fit.
 
-    Where the micro-batch is the user's own, warn.
+    If the micro-batch is the user's own, warn.
     """
     if plan.fits:
         return

@@ -96,7 +96,7 @@ def _known_runs(call: Call, known: list[str]) -> str:
 def watch(call: Call, output: TextIO = sys.stdout) -> None:
     """Show RUN, by default the latest run, until it ends, and then what became of it.
 
-    Ctrl-C ends the look, not the run. Raises: EnvironmentFault where there is no run.
+    Ctrl-C ends the look, not the run. Raises: EnvironmentFault if there is no run.
     """
     if isinstance(output, TextIOWrapper):
         output.reconfigure(errors="replace")  # a terminal that is not in UTF-8 draws no curves
@@ -120,7 +120,7 @@ def chosen_run(call: Call) -> RunFolder:
         folder = run_folders.find(call.output_dir, name)
         first = RunFolder(folder.path.with_name(OTHER_NODE.sub("", folder.name)))
         return first if first.metrics.exists() else folder
-    run_folders.find(call.output_dir, None)  # raises where there is none
+    run_folders.find(call.output_dir, None)  # raises if there is none
     folders = run_folders.listing(call.output_dir)
     firsts = [folder for folder in folders if not OTHER_NODE.search(folder.name)]
     return (firsts or folders)[-1]

@@ -143,8 +143,8 @@ OF_SCRIPT = "RUN NNODES NODE_RANK MASTER_ADDR MASTER_PORT TRAIN_RUN_NAME".split(
 def slurm(call: Call) -> str:
     """Write the script to OUT and return what to type next; without OUT return the script.
 
-    Under DeepSpeed where DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
-    Raises: OutOfMemory for a plan that does not fit, EnvironmentFault where OUT cannot be written.
+    Under DeepSpeed if DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
+    Raises: OutOfMemory for a plan that does not fit, EnvironmentFault if OUT cannot be written.
     """
     call = without_meeting(call)  # the script finds the address out
     use_deepspeed = call.invocation.deepspeed_config is not None

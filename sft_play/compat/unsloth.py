@@ -1,6 +1,6 @@
 """UnslothTrainer and UnslothTrainingArguments as the multi-GPU guides write them, over TRL.
 
-Where Unsloth is loaded already, as in its notebooks, its own classes are extended. What a script
+If Unsloth is loaded already, as in its notebooks, its own classes are extended. What a script
 says under an argument's old name is passed on under the new one, with a printed line.
 """
 
@@ -148,7 +148,7 @@ def today(named: Mapping[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED_ARGUMENTS.items():
         if old in arguments:
             value = arguments.pop(old)
-            # earlier versions took the steps where both were given
+            # earlier versions took the steps if both were given
             if not (new == "warmup_steps" and arguments.get(new)):
                 arguments[new] = value
             print_main(f"{old} is called {new} now: {new}={arguments[new]}")
@@ -235,7 +235,7 @@ def _with_moved(arguments: Any, named: dict[str, Any]) -> Any:
 
 
 def _refuse_lonely(arguments: Any) -> None:
-    """Raise ConfigError where a launcher's processes would each train a model of their own."""
+    """Raise ConfigError if a launcher's processes would each train a model of their own."""
     processes = context().num_processes
     if processes > 1 and arguments.parallel_mode.value != "distributed":
         raise ConfigError(
@@ -245,7 +245,7 @@ def _refuse_lonely(arguments: Any) -> None:
 
 
 def _limit_data_parallel(arguments: Any, model: Any) -> None:
-    """Keep one process from copying a model to all GPUs where that fails or is not wanted."""
+    """Keep one process from copying a model to all GPUs if that fails or is not wanted."""
     if arguments.n_gpu <= 1:
         return
     if is_single_process_forced(environment()):

@@ -51,7 +51,7 @@ class Backend:
     install_command: str
     package: str | None  # the package to check for, besides those that every run needs
     needs_gpu: bool
-    min_capability: tuple[int, int]  # of a GPU, (0, 0) where any will do
+    min_capability: tuple[int, int]  # of a GPU, (0, 0) if any will do
     computes_in_float32: bool
     runs_under_deepspeed: bool
     runs_under_fsdp: bool

@@ -88,7 +88,7 @@ class Offloads(NamedTuple):
 
 
 def zero_stage(raw: DeepSpeedJson) -> int:
-    """Return the ZeRO stage, 0 where there is none."""
+    """Return the ZeRO stage, 0 if there is none."""
     return value_at(raw, STAGE) or 0
 
 
@@ -168,7 +168,7 @@ class Problem(NamedTuple):
 
 
 def find_problems(raw: DeepSpeedJson) -> list[Problem]:
-    """Return what is wrong in any run: the keys, or the values where all keys are right."""
+    """Return what is wrong in any run: the keys, or the values if all keys are right."""
     problems: list[Problem] = []
     for section, known in SECTIONS.items():
         members = value_at(raw, section) if section else raw
@@ -187,7 +187,7 @@ def find_problems(raw: DeepSpeedJson) -> list[Problem]:
 def find_contradictions(
     raw: DeepSpeedJson, run: DeepSpeedJson, world_size: int
 ) -> Iterator[Problem]:
-    """Yield where the JSON contradicts the run; `run` is DeepSpeedRun.by_key()."""
+    """Yield if the JSON contradicts the run; `run` is DeepSpeedRun.by_key()."""
     for key, (name, setting) in SAME_AS_SETTING.items():
         value = value_at(raw, key)
         if value not in (None, AUTO) and value != run[name]:
@@ -245,7 +245,7 @@ def _value_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
 
 
 def _type_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
-    """Yield switches and numbers that are something else, and "auto" where nothing resolves it."""
+    """Yield switches and numbers that are something else, and "auto" if nothing resolves it."""
     for key, value in leaves(raw):
         if value == AUTO and key not in RESOLVED | OWN_AUTO:
             sentence = '="auto" has nothing to be taken from; write a value, or delete it'

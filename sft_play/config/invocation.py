@@ -34,7 +34,7 @@ class Invocation:
     resume: str | None = _variable(
         None,
         "Training: auto goes on with the run of the name in RUN, never does not, and a run or a "
-        "checkpoint is where a new run goes on from; unset is auto where RUN is set.",
+        "checkpoint is where a new run goes on from; unset is auto if RUN is set.",
     )
     elastic: bool = _variable(
         False, "1: a run that goes on may have another number of processes (train.elastic)."
@@ -49,7 +49,7 @@ class Invocation:
     )
     tb_port: int = _variable(6006, "Port of TensorBoard.")
     device: Literal["auto", "cpu", "cuda"] = _variable(
-        "auto", "Where to compute; auto is cuda where there is a GPU."
+        "auto", "Where to compute; auto is cuda if there is a GPU."
     )
     nnodes: int = _variable(1, "Machines of the run.")
     node_rank: int = _variable(0, "Number of this machine, from 0 to NNODES - 1.")

@@ -69,7 +69,7 @@ class LoadedConfig:
     def with_values(self, values: Layer) -> "LoadedConfig":
         """Return the config with other values and their origins.
 
-        Raises: ConfigError where they break a rule between settings.
+        Raises: ConfigError if they break a rule between settings.
         """
         config = self.config
         for path, located in values.items():
@@ -208,7 +208,7 @@ def nested(values: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
 
 
 def _default_source(above_files: Iterable[Layer]) -> Path:
-    """Return the config where CONFIG names none."""
+    """Return the config if CONFIG names none."""
     names = [layer["model.name"].value for layer in above_files if "model.name" in layer]
     return DEFAULT if not names or is_shipped_model(str(names[-1])) else BASE
 

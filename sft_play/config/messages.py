@@ -134,7 +134,7 @@ def _is_above(value: Any, limit: float) -> bool:
 
 
 def _limit(path: str) -> float:
-    """Return the largest number that a setting takes, infinite where it has no limit."""
+    """Return the largest number that a setting takes, infinite if it has no limit."""
     return min((kind["maximum"] for kind in _kinds(path) if "maximum" in kind), default=math.inf)
 
 

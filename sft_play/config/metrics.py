@@ -42,7 +42,7 @@ def score_name(metric: str) -> str:
 
 
 def find_problems(metrics: Sequence[str]) -> list[str]:
-    """Return why metrics cannot be computed, and what to type; [] where all can."""
+    """Return why metrics cannot be computed, and what to type; [] if all can."""
     problems = [problem for metric in metrics if (problem := _problem(metric))]
     keys = Counter(map(score_name, metrics))
     twice = sorted(key for key, times in keys.items() if times > 1)

@@ -102,7 +102,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
         if world_size > 1 and address not in THIS_MACHINE:
             raise ConfigError(
                 f"MASTER_ADDR={word(address)} without LOCAL_RANK and LOCAL_WORLD_SIZE: set them to "
-                "this process's number on its machine and how many run there (0 and 1 where each "
+                "this process's number on its machine and how many run there (0 and 1 if each "
                 "machine runs one)"
             )
         local_rank, local_world_size = rank, world_size
@@ -138,7 +138,7 @@ def is_of_launcher(name: str) -> bool:
 
 
 def _derive(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what follows from a LOCAL_RANK that was set by hand, where one machine is certain."""
+    """Return what follows from a LOCAL_RANK that was set by hand, if one machine is certain."""
     words = Words(environ)
     rank, size, local_rank = map(words.text, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if local_rank is None or words.text("LOCAL_WORLD_SIZE") or words.text("LOCAL_SIZE"):
@@ -152,7 +152,7 @@ def _derive(environ: Mapping[str, str]) -> dict[str, str]:
 def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     """Return the environment, without what a launcher has set, in which make starts the same run.
 
-    Raises: ConfigError where NUM_GPUS says otherwise than the launcher did.
+    Raises: ConfigError if NUM_GPUS says otherwise than the launcher did.
     """
     variables = place.make_variables()
     asked = Words(environ).text("NUM_GPUS")

@@ -307,7 +307,7 @@ RULES = (
     Rule(
         ("tuning.backend", "model.rope_scaling.rope_type"),
         lambda c: c.model.rope_scaling.rope_type and not backend_of(c).stretches_as_told,
-        "Unsloth stretches a rope by itself where model.max_seq_len asks for it; set "
+        "Unsloth stretches a rope by itself if model.max_seq_len asks for it; set "
         "MODEL_ROPE_SCALING_ROPE_TYPE=null, or TUNING_BACKEND=bnb",
     ),
     Rule(

@@ -254,7 +254,7 @@ def suggest_variable(name: str, known: frozenset[str] = OURS) -> Suggestion:
 
 
 def in_short(targets: Iterable[str]) -> str:
-    """Return `make train and plan do`, without `train-tb` and the like where all that train do."""
+    """Return `make train and plan do`, without `train-tb` and the like if all that train do."""
     names = list(targets)
     if "train" in names:
         names = [name for name in names if not name.startswith("train-")]

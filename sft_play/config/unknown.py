@@ -15,7 +15,7 @@ def names_by_meaning(others: dict[str, str]) -> dict[str, str]:
     return {name: meant for meant, names in others.items() for name in names.split()}
 
 
-# A name is the last word of a dotted one, or all of it where the last word says too little.
+# A name is the last word of a dotted one, or all of it if the last word says too little.
 # The setting here that takes the same value
 SAME_SETTING = names_by_meaning(
     {
@@ -115,7 +115,7 @@ SAME_SETTING = names_by_meaning(
     }
 )
 
-# What to write where no single setting takes the same value
+# What to write if no single setting takes the same value
 ADVICE = names_by_meaning(
     {
         # what is trained

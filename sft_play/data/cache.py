@@ -74,9 +74,9 @@ def digest_changed_images(entry: Path, folders: Sequence[str]) -> str:
 def get_or_build(
     root: Path, key: str, build: Callable[[Path], None], check: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of an entry; `build` fills it where it does not exist yet or is damaged.
+    """Return the folder of an entry; `build` fills it if it does not exist yet or is damaged.
 
-    `check` raises where what was built is not to be kept.
+    `check` raises if what was built is not to be kept.
 
     If two processes want the same entry at once, the second waits for the first. An entry is built
     under another name, sealed and then renamed, so it is whole or absent. Raises EnvironmentFault.

@@ -104,7 +104,7 @@ def _wrap_tool(tool: Json, name: str) -> Json:
 
 
 def _parse_schema(value: Any, in_properties: bool = False) -> Any:
-    """Return a schema whose JSON texts are parsed where it has objects, not texts."""
+    """Return a schema whose JSON texts are parsed if it has objects, not texts."""
     value = parse_nested(value)
     if isinstance(value, list):
         return [_parse_schema(item) for item in value]

@@ -31,7 +31,7 @@ from sft_play.data.rows import ImageFile
 from sft_play.data.store import Sample, Split
 
 Batch = dict[str, Tensor | int | list[int]]
-WEIGHTS = "loss_weights"  # (B, T) float32 of labels, where some weigh other than 1
+WEIGHTS = "loss_weights"  # (B, T) float32 of labels, if some weigh other than 1
 TYPES = ("mm_token_type_ids", "token_type_ids")  # how models call the types of tokens
 IMAGE_BLOCKS = "image_blocks"  # no argument of the model
 CUT = ("input_ids", "position_ids")  # (B, T) each
@@ -107,7 +107,7 @@ def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
 
 
 def _weights(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-    """Return the weights of each sequence, [] where each token of all weighs 1."""
+    """Return the weights of each sequence, [] if each token of all weighs 1."""
     if all(sequence.weights is None for sequence in sequences):
         return []
     return [
@@ -121,7 +121,7 @@ class ImageInputs:
     """Makes the inputs of images for one model.
 
     `arguments` are those of the model's forward method. `rope` has transformers' `get_rope_index`
-    where positions are of three axes; packed batches need it. With `gives_blocks`, images are read
+    if positions are of three axes; packed batches need it. With `gives_blocks`, images are read
     in both directions, and a packed batch has `image_blocks`, see `image_blocks`.
     """
 
@@ -137,9 +137,9 @@ class ImageInputs:
         ids: Tensor,
         documents: Sequence[Sequence[int]] = (),
     ) -> dict[str, Any]:
-        """Return the inputs for the images of each document; {} where none has any.
+        """Return the inputs for the images of each document; {} if none has any.
 
-        ids (B, T); `documents` are the lengths of the documents of each row, () where each row is
+        ids (B, T); `documents` are the lengths of the documents of each row, () if each row is
         one and the model finds its positions by itself.
 
         Raises: DataError for an image that is not what it was when its row was read.
@@ -196,7 +196,7 @@ class ImageInputs:
 def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """Return where images are read in both directions: start and end of each, and its document's.
 
-    types (B, T) are 1 where a token is of an image; all count in the flattened rows.
+    types (B, T) are 1 if a token is of an image; all count in the flattened rows.
 
     >>> image_blocks(torch.tensor([[0, 1, 1, 1, 0, 1]]), [[3, 3]])
     [(1, 3, 0), (3, 4, 3), (5, 6, 3)]

@@ -53,7 +53,7 @@ ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
 # Of the rows that were read. The others are no reason to list a cause row by row.
 NEARLY_ALL = 0.9
-MOST = 0.5  # of the rows, where the cause is the chat template
+MOST = 0.5  # of the rows, if the cause is the chat template
 # What differs between rows of one cause: quoted texts, values, numbers
 VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
 PLACE = re.compile(r"(:\d+|\[\d+\])$")

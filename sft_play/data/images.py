@@ -249,7 +249,7 @@ def _is_sound(opened: Any) -> bool:
         opened.fp.seek(opened.tile[0][2] - 8)
         if not LATE_CHUNKS.isdisjoint(opened.png.verify()):
             return False
-    elif opened.format != "WEBP":  # which Pillow does not open where it breaks off
+    elif opened.format != "WEBP":  # which Pillow does not open if it breaks off
         return False
     return _orientation(opened) == 1 and not opened.mode.startswith(DEEP_MODES)
 

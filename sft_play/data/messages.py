@@ -1,6 +1,6 @@
 """The messages of a conversation: who says what and in which order, and which are refused. Pure.
 
-Texts are refused where nothing can be learned from them (blank questions and answers) or no
+Texts are refused if nothing can be learned from them (blank questions and answers) or no
 tokenizer takes them (half a surrogate pair). All others are taken unchanged.
 
 An answer that a flag excludes from loss stays in the conversation, so later answers follow it.

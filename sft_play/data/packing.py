@@ -61,7 +61,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def padded_width(longest: int, max_seq_len: int | None = None) -> int:
     """Return the tokens that a batch is padded to: `longest`, or up to an eighth more.
 
-    They are no more than `max_seq_len`, where that is given.
+    They are no more than `max_seq_len`, if that is given.
 
     There are few widths, 8 between one power of two and the next, because a GPU plans its kernels
     and its memory anew for each.
@@ -115,7 +115,7 @@ def batch_shape(
     if not in_one_row or stay_rows:
         return BatchShape(rows, width)
     filled = -(-sum(tokens) // ROW_STEP) * ROW_STEP
-    return BatchShape(1, padded_width(sum(tokens), filled))  # less padding where tokens are few
+    return BatchShape(1, padded_width(sum(tokens), filled))  # less padding if tokens are few
 
 
 PackedMicroBatch = list[list[int]]  # sequences of documents; one without any trains a filler
@@ -156,7 +156,7 @@ def pack_for_ranks(lengths: Sequence[int], layout: Layout) -> list[list[PackedMi
     """Return the micro-batches of each rank, the costliest first.
 
     Documents are dealt to the ranks and packed there, or packed all together; whichever lets the
-    slowest rank end sooner. The first balances better. The second pads less where a rank has few
+    slowest rank end sooner. The first balances better. The second pads less if a rank has few
     sequences.
     """
     together = _pack_together(lengths, layout)
@@ -179,7 +179,7 @@ def slowest_cost(
 def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) -> list[list[int]]:
     """Pack into at most `max_sequences` sequences that are as short as that number allows.
 
-    Short sequences cost less where attention is computed over whole sequences, and sequences of one
+    Short sequences cost less if attention is computed over whole sequences, and sequences of one
     length need no padding. There are more than `max_sequences` where `max_seq_len` is too short for
     it.
     """

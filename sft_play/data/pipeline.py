@@ -87,7 +87,7 @@ def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
 
 
 def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
-    """Return the run with a number for train.generation_max_new_tokens where that is auto."""
+    """Return the run with a number for train.generation_max_new_tokens if that is auto."""
     train = planned.config.train
     if train.generation_max_new_tokens != "auto":
         return planned
@@ -104,7 +104,7 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
 
 
 def refuse_images(planned: PlannedRun, data: RunData) -> None:
-    """Raise ConfigError for rows with images where a run would not train them, or wait for ever."""
+    """Raise ConfigError for rows with images if a run would not train them, or wait for ever."""
     tuning = planned.config.tuning
     if tuning.trains_towers and not data.train.has_images:
         raise ConfigError(
@@ -128,7 +128,7 @@ def refuse_images(planned: PlannedRun, data: RunData) -> None:
 
 
 def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
-    """Return the run with a number for train.dataloader_num_workers where that is auto.
+    """Return the run with a number for train.dataloader_num_workers if that is auto.
 
     Images are prepared by as many processes as there are cores to spare, and as /dev/shm has room
     for their batches.

@@ -242,7 +242,7 @@ class SpanFinder:
 
 
 def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> None:
-    """Print sequences in colour, or with marks where the terminal shows none."""
+    """Print sequences in colour, or with marks if the terminal shows none."""
     from rich.console import Console
     from rich.text import Text
 

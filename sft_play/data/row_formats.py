@@ -250,7 +250,7 @@ def top_column(column: str, keys: Iterable[str]) -> str:
 def find_values(record: Mapping[str, Any], path: str) -> FoundValues:
     """Return the values at a path, None if a key is absent.
 
-    Raises InvalidRowError where it leads nowhere.
+    Raises InvalidRowError if it leads nowhere.
     """
     return _follow(record, path.split("."), path)
 

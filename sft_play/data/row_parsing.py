@@ -259,7 +259,7 @@ def _put_system(messages: tuple[Message, ...], record: Json, column: str) -> tup
 def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
     """Return the variables that a record gives the chat template, None if it gives none.
 
-    A null is none: tables fill one in where a row has no value. Raises InvalidRowError.
+    A null is none: tables fill one in if a row has no value. Raises InvalidRowError.
     """
     columns = row_format.variable_columns
     if record.keys().isdisjoint(columns.values()):

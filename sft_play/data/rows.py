@@ -31,7 +31,7 @@ class InvalidRowError(ValueError):
 class ImageFile:
     """An encoded image that was opened once: a file, or its bytes; its size as it is shown."""
 
-    path: str  # "" where the row has its bytes
+    path: str  # "" if the row has its bytes
     data: bytes = field(repr=False)  # b"" where it is a file
     width: int  # pixels
     height: int
@@ -78,7 +78,7 @@ class Message:
 
     @property
     def parts(self) -> list[Json]:
-        """The content as templates read it where it has images."""
+        """The content as templates read it if it has images."""
         first, *texts = self.texts
         parts: list[Json] = [{"type": "text", "text": first}] if first else []
         for image, text in zip(self.images, texts, strict=True):

@@ -1,6 +1,6 @@
 """Special tokens inside the text of messages: data, which never becomes a turn. Loads no torch.
 
-A tokenizer finds its special tokens anywhere in a rendered text, also where a user wrote them. So
+A tokenizer finds its special tokens anywhere in a rendered text, also if a user wrote them. So
 under `as_text` each such token in a message is a *placeholder* while the template renders: as many
 private-use characters, so that every other character keeps its place. A second tokenizer has its
 special tokens under the placeholders' names, with the same ids. The text that it reads has the

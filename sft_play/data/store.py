@@ -68,8 +68,8 @@ ARRAYS = {  # the files of the fields of SampleArrays
 class Sample:
     """One sequence as the model sees it.
 
-    ids (T,) int32; labels (T,) int64, IGNORE_INDEX where no loss; weights (T,) float32 of tokens in
-    the loss, None where each weighs 1; the images that ids stand for, in their order.
+    ids (T,) int32; labels (T,) int64, IGNORE_INDEX if no loss; weights (T,) float32 of tokens in
+    the loss, None if each weighs 1; the images that ids stand for, in their order.
     """
 
     ids: np.ndarray
@@ -138,7 +138,7 @@ class RowHashes(NamedTuple):
     """64-bit hashes of a row.
 
     `exact` is of all its text; `normalized`, of its words without case, punctuation and spacing;
-    `question`, of the words before its last trained answer, or of all where there are none.
+    `question`, of the words before its last trained answer, or of all if there are none.
     """
 
     exact: int

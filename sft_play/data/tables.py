@@ -39,7 +39,7 @@ OF_A_WRONG_VALUE = (
 def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
     """Yield the records of a table, each with the line on which it begins.
 
-    Where commas are expected, the delimiter is the one of OTHER_DELIMITERS that the first line
+    If commas are expected, the delimiter is the one of OTHER_DELIMITERS that the first line
     has, if it has more of them than commas. Raises DataError.
     """
     csv.field_size_limit(MAX_FIELD_CHARACTERS)

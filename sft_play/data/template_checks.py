@@ -215,7 +215,7 @@ def _writes_greeting(template: ChatTemplate, has_system: bool) -> bool:
 def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) -> Notes:
     """Return what a template leaves out of a row, as sentences.
 
-    `trained` are the answers that carry loss; those are refused where a part of them is lost.
+    `trained` are the answers that carry loss; those are refused if a part of them is lost.
     """
     notes: dict[str, None] = {}
     if row.tools:

@@ -28,8 +28,8 @@ CLOCK_NAME = "strftime_now"
 Template = str | dict[str, str]
 logger = logging.getLogger(__name__)
 FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
-# Read in this order where the tokenizer's own templates have not the one that is asked for.
-# transformers forgets tokenizer_config.json's where additional_chat_templates/ has files.
+# Read in this order if the tokenizer's own templates have not the one that is asked for.
+# transformers forgets tokenizer_config.json's if additional_chat_templates/ has files.
 FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 # Templates of image-text models may take contents only as lists of parts, and leave strings out
 # without a word. This makes parts of strings, for the roles that need it. The line break ends the
@@ -86,7 +86,7 @@ def _jinja(value: Any) -> str:
 
 
 def _clock(template: str, date: str) -> str:
-    """Return the macro that answers a template's questions for the date, "" where it asks none."""
+    """Return the macro that answers a template's questions for the date, "" if it asks none."""
     formats = dict.fromkeys(found[2] for found in CLOCK_CALL.finditer(template))
     if not formats or template.count(f"{CLOCK_NAME}(") != len(CLOCK_CALL.findall(template)):
         return ""

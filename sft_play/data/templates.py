@@ -44,7 +44,7 @@ DEFAULT_TEMPLATE = (
 )
 # Some templates write today's date. A run that starts before midnight, is resumed a day later and
 # is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
-# template uses where it has no clock.
+# template uses if it has no clock.
 CLOCK = datetime(2024, 7, 26)
 # What a template says that wants ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
@@ -179,7 +179,7 @@ class ChatTemplate:
 def write_images(written: str, messages: Sequence[Json]) -> str:
     """Return what a template wrote with the text of each image in place of its token.
 
-    Raises: RenderError where the template leaves images out.
+    Raises: RenderError if the template leaves images out.
     """
     images: list[ImageFile] = []
     for message in messages:

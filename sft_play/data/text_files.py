@@ -193,7 +193,7 @@ def explain(error: ValueError | RecursionError) -> str:
         case UnicodeDecodeError():
             return f"not UTF-8 at byte {error.start}; save the file as UTF-8"
         case json.JSONDecodeError() if error.doc.startswith("\ufeff"):
-            return "begins with a byte order mark, as where files were joined; delete the mark"
+            return "begins with a byte order mark, as in joined files; delete the mark"
         case json.JSONDecodeError() if "\0" in error.doc:
             return "not valid JSON: it holds NUL bytes; if the file is UTF-16, save it as UTF-8"
         case json.JSONDecodeError():

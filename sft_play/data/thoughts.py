@@ -140,7 +140,7 @@ class ThoughtPolicy:
         self._reasoning = reasoning
 
     def apply(self, row: Row) -> tuple[Row, Notes]:
-        """Return a row with its reasoning where the template takes it, and what to say of it.
+        """Return a row with its reasoning if the template takes it, and what to say of it.
 
         Under `drop` there is none.
         """

@@ -217,7 +217,7 @@ def build_store(
 def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
     """Return how many rows a source has, and the sorted positions of those that its section takes.
 
-    Raises: DataError where it takes more than there are, or none.
+    Raises: DataError if it takes more than there are, or none.
     """
     total = sum(len(chunk.records) for path in source.files for chunk in read_chunks(path))
     start, stop = source.bounds(total)

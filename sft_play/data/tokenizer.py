@@ -186,7 +186,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             "answers' tokens needs; set MODEL_NAME to a copy that has a tokenizer.json"
         )
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer of some classes where there is no file
+        # transformers makes an empty tokenizer of some classes if there is no file
         raise EnvironmentFault(
             f"model.name={model.name}: no tokenizer could be loaded: {NO_VOCABULARY}"
         )

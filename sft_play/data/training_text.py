@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(slots=True)
 class RenderedSample:
-    """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
+    """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX if no loss."""
 
     ids: list[int]
     labels: list[int]
@@ -326,6 +326,6 @@ def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: 
     return (
         f"the chat template writes what is before messages[{index}] otherwise once it is answered, "
         f"so the answer cannot be found: the prompt has {quote(prompt[same:])} "
-        f"where the conversation has {quote(text[same:])}; MODEL_CHAT_TEMPLATE=mine.jinja takes a "
+        f"and the conversation has {quote(text[same:])}; MODEL_CHAT_TEMPLATE=mine.jinja takes a "
         "template that writes both alike"
     )

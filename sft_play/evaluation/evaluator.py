@@ -55,7 +55,7 @@ LONG_SECONDS = 20  # of generation, from which on its lines say what leaves it o
 
 
 class EvaluationStopped(KeyboardInterrupt):
-    """Raised on every rank where one of them was told to stop."""
+    """Raised on every rank if one of them was told to stop."""
 
 
 class LossBatch(NamedTuple):
@@ -63,7 +63,7 @@ class LossBatch(NamedTuple):
 
     indices: list[int]  # of the rows in the split
     tokens: list[int]  # labelled, of each row
-    own_tokens: list[int]  # those that this rank predicts, where ranks share rows
+    own_tokens: list[int]  # those that this rank predicts, if ranks share rows
     tensors: dict[str, torch.Tensor]
     images: list[tuple[ImageFile, ...]]  # of each row; their pixels would be gigabytes
 

@@ -1,7 +1,7 @@
 """Generate answers: the only module that calls `model.generate`, for evaluation and inference.
 
 Batches have the longest prompts first, and as many as the memory holds. Attention of one new token
-to a cache reads keys that several query heads share once, where transformers copies them for each.
+to a cache reads keys that several query heads share once, if transformers copies them for each.
 
 Legend: B prompts of a batch, T tokens of the longest one, N generated tokens, H query heads,
 K key and value heads, S tokens in the cache, D features of a head.
@@ -105,7 +105,7 @@ class Generator:
         The model must be in evaluation mode. Autocast is entered here, because accelerate wraps
         a model's forward in autocast but not PEFT's generate. A `streamer` takes the ids of one
         prompt as they come, and `scored` the scores (B, V) of each token, after the penalties of
-        the base's generation_config.json. Raises: DataError where no position is left behind a
+        the base's generation_config.json. Raises: DataError if no position is left behind a
         prompt.
         """
         limit = self.train.generation_max_new_tokens
@@ -176,11 +176,11 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         stopping: StoppingCriteriaList | None = None,
     ) -> list[tuple[slice, torch.Tensor]]:
-        """Return the generated ids of parts of the prompts: of all at once where memory allows.
+        """Return the generated ids of parts of the prompts: of all at once if memory allows.
 
         Otherwise the prompts are halved, with a warning.
 
-        Raises: torch.OutOfMemoryError for one prompt, and where every rank must take part.
+        Raises: torch.OutOfMemoryError for one prompt, and if every rank must take part.
         """
         waiting, found = [slice(0, len(prompts))], []
         while waiting:
@@ -255,7 +255,7 @@ def shared_keys() -> Iterator[None]:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what transformers' function returns, by another way where heads share keys."""
+        """Return what transformers' function returns, by another way if heads share keys."""
         # what else transformers' function reads, of all that it is given
         is_plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
         # several query heads (B, H, 1, D) share keys (B, K, S, D) and a mask

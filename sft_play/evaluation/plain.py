@@ -21,7 +21,7 @@ from torch import Tensor
 
 TOKENS = 64  # K: most likely ones, whose probabilities are kept; the others count as one
 POSITIONS = 64  # whose probabilities over the full vocabulary are in memory at a time
-FREE_TOKENS = 4  # generated where the first one is no stop
+FREE_TOKENS = 4  # generated if the first one is no stop
 IMAGES = "images."  # the row's number and the name of an argument follow
 SHOWN_TOKENS = 40  # of a prompt before a forced stop
 Said = dict[str, Tensor]

@@ -29,7 +29,7 @@ def write_gguf(export: Export, staging: Path, plain: Path) -> Written:
     """Write gguf files and a Modelfile for each.
 
     Raises: ConfigError for a run on images; EnvironmentFault without llama.cpp; CheckpointError
-    where the converter does not take the model, or a file is not what was scored.
+    if the converter does not take the model, or a file is not what was scored.
     """
     if export.data.test.has_images:
         raise ConfigError(
@@ -71,7 +71,7 @@ def write_files(
 def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: str) -> list[str]:
     """Write a file of 16 bits; a tokenizer that the converter does not know is measured.
 
-    Raises: CheckpointError where no pre-tokenizer of llama.cpp splits text as training did.
+    Raises: CheckpointError if no pre-tokenizer of llama.cpp splits text as training did.
     """
     try:
         tools.convert(plain, target, kind, export.asked.pre_tokenizer)

@@ -41,7 +41,7 @@ class LlamaCpp:
     def find(cls, asked: Path | None) -> "LlamaCpp":
         """Return the one that LLAMA_CPP names, or the installed one.
 
-        Raises: EnvironmentFault where there is none.
+        Raises: EnvironmentFault if there is none.
         """
         folders = [(asked or INSTALLED) / inner for inner in WITHIN]
         folder = next((path for path in folders if (path / CONVERTER).is_file()), None)
@@ -55,7 +55,7 @@ class LlamaCpp:
         return cls(folder.resolve(), quantizer or (Path(on_path) if on_path else None))
 
     def require(self, kinds: Sequence[str]) -> None:
-        """Raise EnvironmentFault where nothing quantises, before an hour is spent."""
+        """Raise EnvironmentFault if nothing quantises, before an hour is spent."""
         if self.quantizer is None and not set(kinds) <= set(IN_16_BITS):
             require_bindings()
 
@@ -105,14 +105,14 @@ class LlamaCpp:
 
 
 def bindings() -> Any | None:
-    """Return llama-cpp-python, None where it is not installed."""
+    """Return llama-cpp-python, None if it is not installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return None
     return importlib.import_module("llama_cpp")
 
 
 def require_bindings() -> Any:
-    """Return llama-cpp-python. Raises: EnvironmentFault where it is not installed."""
+    """Return llama-cpp-python. Raises: EnvironmentFault if it is not installed."""
     library = bindings()
     if library is None:
         raise EnvironmentFault(f"llama-cpp-python is not installed; {HOW_TO_GET}")
@@ -122,7 +122,7 @@ def require_bindings() -> Any:
 def opened(path: Path, **options: Any) -> Any:
     """Return a gguf file opened by llama-cpp-python, which is to be closed.
 
-    Raises: EnvironmentFault where that is not installed; CheckpointError where it cannot open it.
+    Raises: EnvironmentFault if that is not installed; CheckpointError if it cannot open it.
     """
     library = require_bindings()
     silence(library)

@@ -45,7 +45,7 @@ class TurnTexts:
         return text + self.end
 
     def with_system(self, system: str) -> "TurnTexts":
-        """Return the texts that write a system message where a conversation has none."""
+        """Return the texts that write a system message if a conversation has none."""
         return replace(self, start=f"{self.before_system or ''}{system}{self.after_system}")
 
     def as_go(self) -> str:
@@ -64,7 +64,7 @@ class TurnTexts:
 
 
 def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
-    """Return the texts of a template, None where it writes anything else around contents.
+    """Return the texts of a template, None if it writes anything else around contents.
 
     `bos` is what the program that runs the file adds by itself.
     """
@@ -109,7 +109,7 @@ def modelfile_text(
 ) -> str | None:
     """Return the text of a Modelfile for a gguf file beside it; `parameters` are Ollama's.
 
-    A system prompt that its SYSTEM cannot hold becomes a part of the template. None where a stop
+    A system prompt that its SYSTEM cannot hold becomes a part of the template. None if a stop
     cannot be written.
     """
     system_word = quoted(system) if system else None
@@ -127,7 +127,7 @@ def modelfile_text(
 
 
 def quoted(text: str) -> str | None:
-    """Return a text as a value of a Modelfile, None where Ollama would read another one.
+    """Return a text as a value of a Modelfile, None if Ollama would read another one.
 
     There is no escape: a value ends at the first end of a line where it also ends with the quotes
     that it began with, and of characters that cannot be printed only these are kept: space, tab
@@ -173,7 +173,7 @@ def _literal(text: str) -> str:
     if not text:
         return ""
     written = json.dumps(text, ensure_ascii=False)
-    # escaped where Ollama would leave a character out of a Modelfile
+    # escaped if Ollama would leave a character out of a Modelfile
     in_go = (each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
     return f"{{{{ {''.join(in_go)} }}}}"
 

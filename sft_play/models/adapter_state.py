@@ -91,7 +91,7 @@ def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, T
 def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors in the shapes of the model's parameters: the reverse of `as_published`.
 
-    Raises: ConfigError where the model shares an adapter among experts that have their own.
+    Raises: ConfigError if the model shares an adapter among experts that have their own.
     """
     return _reshaped(model, tensors, ExpertPart.cut, SharedParamWrapper.for_all_experts)
 

@@ -79,7 +79,7 @@ def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedCo
 def grow_tensors(tensors: Mapping[str, Any], growth: Growth | None) -> Mapping[str, Any]:
     """Return tensors of a base's files, of which embedding and head have the new rows.
 
-    Raises: ConfigError where an embedding is called otherwise.
+    Raises: ConfigError if an embedding is called otherwise.
     """
     grown = dict(tensors)
     modules = {name: name.split(".")[-2:][0] for name in tensors}

@@ -34,7 +34,7 @@ AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForM
 def auto_class_of(config: PretrainedConfig) -> type:
     """Return transformers' auto class that makes the class which a config declares.
 
-    Where it declares none that transformers knows, a composite config is opened with its towers.
+    If it declares none that transformers knows, a composite config is opened with its towers.
 
     Raises: EnvironmentFault for a config whose models generate no text after a prompt.
     """
@@ -154,7 +154,7 @@ def _modules_of_a_text(twin: PreTrainedModel) -> set[nn.Module]:
 
     Experts are passed over: which of them a token is sent to follows from numbers.
 
-    Raises: TypeError, ValueError where the model asks for more than text.
+    Raises: TypeError, ValueError if the model asks for more than text.
     """
     ran: set[nn.Module] = set()
 

@@ -55,7 +55,7 @@ PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 def stored_config(config: Config) -> PretrainedConfig | None:
     """Return the config of the base's files with the rows of model.add_tokens.
 
-    None where loading the weights will say why not.
+    None if loading the weights will say why not.
     """
     stored = _config_of_files(config)
     return stored and grow_config(stored, growth_of(config, stored))
@@ -80,7 +80,7 @@ def _config_of_files(config: Config) -> PretrainedConfig | None:
 def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
     """Return whether the files hold a head that differs from the embedding to which config ties it.
 
-    transformers then ties neither, but where it divides the weights as it reads them.
+    transformers then ties neither, but if it divides the weights as it reads them.
     """
     model_class = auto_class_of(stored)._model_mapping.get(type(stored), None)
     tied = getattr(model_class, "_tied_weights_keys", None)
@@ -163,7 +163,7 @@ def copy_processors(config: Config, target: Path) -> None:
 
 
 def refuse_other_processors(config: Config, weights: Path) -> None:
-    """Raise CheckpointError where the base's processor is not what the weights were trained with.
+    """Raise CheckpointError if the base's processor is not what the weights were trained with.
 
     Images would be resized or cut otherwise.
     """
@@ -204,12 +204,12 @@ def write_config(
 
 
 def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
-    """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
+    """Write the base's own tensors into a saved model if nobody trained them, bit by bit.
 
     They are those of towers that were frozen, and those that the model's class does not load; of a
     quantised base they are the numbers that it stores. All tensors get the names of the base's
     files: transformers saves some models under others. Without safetensors files of the base here,
-    and where the model is in 4 bits, what transformers saved stays.
+    and if the model is in 4 bits, what transformers saved stays.
     """
     base = base_tensors(config)
     if not base or getattr(model, "hf_quantizer", None) is not None:

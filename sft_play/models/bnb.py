@@ -109,7 +109,7 @@ def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
 
     The bytes of a checkpoint that was in 4 bits become those of `storage`, too.
 
-    Raises: EnvironmentFault where this CPU unpacks a weight to other numbers than were packed.
+    Raises: EnvironmentFault if this CPU unpacks a weight to other numbers than were packed.
     """
     for weight in model.parameters():
         if isinstance(weight, Params4bit) and weight.dtype != storage:
@@ -132,9 +132,9 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def refuse_wrong_unpacking(model: nn.Module) -> None:
-    """Raise EnvironmentFault where this CPU unpacks a weight to other numbers than were packed.
+    """Raise EnvironmentFault if this CPU unpacks a weight to other numbers than were packed.
 
-    The kernel of bitsandbytes 0.50 for CPUs with AVX512 takes the scales of other blocks where the
+    The kernel of bitsandbytes 0.50 for CPUs with AVX512 takes the scales of other blocks if the
     rows of a weight are no whole blocks (of 64 weights).
     """
     if any(weight.is_cuda for weight in model.parameters()):  # others are on their way there
@@ -233,7 +233,7 @@ class _PackWeights(Bnb4bitQuantize):
 
 
 class Mxfp4Keeper(ExpertQuantizer):
-    """One that leaves experts in MXFP4, where every number of theirs can be written so."""
+    """One that leaves experts in MXFP4, if every number of theirs can be written so."""
 
     keeps_mxfp4 = True
 
@@ -331,7 +331,7 @@ def unpack_with_adapter(wrapper: ParamWrapper) -> None:
     """Let PEFT's wrapper add its adapter to a packed parameter in its own forward pass.
 
     PEFT 0.21 does not find its parametrization behind another one, and would leave one more at
-    every pass. It also unpacks the weight several times where once is enough.
+    every pass. It also unpacks the weight several times although once is enough.
     """
     experts = wrapper.get_base_layer()
     if packed_weight(experts, wrapper.parameter_name) is None:

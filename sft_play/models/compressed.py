@@ -1,7 +1,7 @@
 """Which linear layers servers run in 8 or 4 bits, and how their weights are rounded.
 
 The formats are those of compressed-tensors, whose own functions are the reference and write the
-files (`inference.export_compressed`). Where a run trains for a format, its products are of weights
+files (`inference.export_compressed`). If a run trains for a format, its products are of weights
 that are rounded here (`models.delivered`).
 
 A weight (O, I) is rounded in the type of the files, 16 bits, in groups of G inputs that share a
@@ -77,7 +77,7 @@ def quantised_linears(model: PreTrainedModel) -> Linears:
 def scheme_of(kind: str, inputs: Iterable[int], source: str) -> QuantizationScheme:
     """Return the scheme of a format, of int4 with the largest group that divides all `inputs` I.
 
-    Raises: ConfigError where no group divides those of the model `source`.
+    Raises: ConfigError if no group divides those of the model `source`.
     """
     scheme = preset_name_to_scheme(KINDS[kind].preset, ["Linear"])
     wanted = GROUPS if kind == "int4" else (scheme.weights.group_size or 1,)
@@ -114,7 +114,7 @@ def scales_of(weight: Tensor, scheme: QuantizationScheme) -> Scales:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a format rounds weights, and inputs where it does."""
+    """How a format rounds weights, and inputs if it does."""
 
     kind: str
     scheme: QuantizationScheme

@@ -70,7 +70,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def of(x: Tensor, linear: DeliveredLinear, *adapter: Any) -> Tensor:
-        """Return y (..., out) of x (..., in), in autocast's dtype where it is on."""
+        """Return y (..., out) of x (..., in), in autocast's dtype if it is on."""
         x = to_compute_dtype(x)
         y = _Product.apply(x, linear, linear.weight, *(adapter or (None, None, 0.0)))
         return y if linear.bias is None else y + linear.bias.to(x.dtype)
@@ -120,7 +120,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def deliver(model: PreTrainedModel, config: Config) -> None:
-    """Round the linears of a model without adapters where train.deliver_as asks for it.
+    """Round the linears of a model without adapters if train.deliver_as asks for it.
 
     Raises: ConfigError for a model that is not quantised here.
     """

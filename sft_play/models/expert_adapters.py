@@ -184,7 +184,7 @@ def _refuse_endless(pattern: str, base: PreTrainedModel) -> None:
 def load_weights(adapted: PeftModel, folder: str) -> None:
     """Give adapters that were just added the weights of a saved adapter.
 
-    Raises: ConfigError where it has other tensors.
+    Raises: ConfigError if it has other tensors.
     """
     problem = None
     try:
@@ -212,7 +212,7 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     refused = _without_effect(model)
     if refused:
         logger.info(
-            "adapters: none on %s, where they would have no effect or no gradient",
+            "adapters: none on %s: they would have no effect or no gradient",
             _last_words(refused),
         )
     left_out = refused | routing_linears(model)
@@ -315,8 +315,8 @@ def _refuse_unsupported(lora: LoraSection) -> None:
     leave_out = "or leave the experts out with TUNING_LORA_EXPERTS=none"
     if lora.dropout:
         raise ConfigError(
-            f"tuning.lora.dropout={lora.dropout}: adapters of experts change the weights, where "
-            f"PEFT has no dropout; set TUNING_LORA_DROPOUT=0, {leave_out}"
+            f"tuning.lora.dropout={lora.dropout}: adapters of experts change the weights, and "
+            f"PEFT has no dropout there; set TUNING_LORA_DROPOUT=0, {leave_out}"
         )
     if lora.use_dora:
         raise ConfigError(
@@ -353,7 +353,7 @@ def _renamed_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
 
 
 def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
-    """Return the names without their layers, where that names the same parameters; sorted."""
+    """Return the names without their layers, if that names the same parameters; sorted."""
     short = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in names})
     return short if _names_exactly(short, names, every_name) else sorted(names)
 
@@ -361,7 +361,7 @@ def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
 def _targets(names: list[str], every_name: list[str], has_towers: bool) -> list[str] | str:
     """Return what PEFT finds the modules `names` by: last words, or beside towers an expression.
 
-    It ends in one group, of last words where these suffice: vLLM reads them from there. PEFT would
+    It ends in one group, of last words if these suffice: vLLM reads them from there. PEFT would
     shorten a list of full names to endings that also name modules of a tower.
     """
     words = sorted({name.rpartition(".")[2] for name in names})

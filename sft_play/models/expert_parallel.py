@@ -8,7 +8,7 @@ under DDP. Around the experts of a layer tokens meet:
     3. the outputs are summed over ranks, and each rank keeps those of its own tokens.
 
 Of W ranks with N tokens of H features each, each of the two ways moves (W - 1) N H numbers a rank.
-To send each of k choices to its expert's rank moves no fewer where k >= W. It would also tell the
+To send each of k choices to its expert's rank moves no fewer if k >= W. It would also tell the
 host how many there are, and wait for the rank with the most. Sums are in the type of the hidden
 states.
 
@@ -84,7 +84,7 @@ class ExpertRanks:
 def dividing_while_loading(process: Process) -> Iterator[None]:
     """Let from_pretrained read the weights of this rank's experts alone.
 
-    Raises: ConfigError where the model has no experts to divide, or a number that W does not.
+    Raises: ConfigError if the model has no experts to divide, or a number that W does not.
     """
     read_weights = PreTrainedModel._load_pretrained_model
 
@@ -102,9 +102,9 @@ def dividing_while_loading(process: Process) -> Iterator[None]:
 
 
 def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Module]:
-    """Return the modules of experts of a model: the outermost wrappers where PEFT has wrapped them.
+    """Return the modules of experts of a model: the outermost wrappers if PEFT has wrapped them.
 
-    Raises: ConfigError where they cannot be divided.
+    Raises: ConfigError if they cannot be divided.
     """
     modules = find_experts(model)
     names = {weight.module_name for weight in expert_weights(model)}
@@ -248,7 +248,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx, rows: Tensor, gathered: Tensor, own: int) -> Tensor:
         """Return the own rows of the sum.
 
-        `gathered` is what the rows are made of. They may be without a gradient, where no token has
+        `gathered` is what the rows are made of. They may be without a gradient, if no token has
         chosen an expert of this rank: its gradient is asked for all the same, as other ranks' are.
         """
         ctx.most = len(rows) // distributed.get_world_size()

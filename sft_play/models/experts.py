@@ -1,7 +1,7 @@
 """Experts of mixture-of-experts models: where their weights are, and which modules route.
 
 Recognised by shape, not by the name of a model. transformers stores the experts of a layer in 3-D
-parameters of one module, (experts, out, in), or (experts, in, out) where `is_transposed`. Older
+parameters of one module, (experts, out, in), or (experts, in, out) if `is_transposed`. Older
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
 """
 
@@ -60,7 +60,7 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
 
 
 def ranks_of_experts(model: nn.Module) -> int:
-    """Return how many ranks share the experts of a model, 1 where each has all."""
+    """Return how many ranks share the experts of a model, 1 if each has all."""
     found = (getattr(module, "expert_ranks", None) for module in model.modules())
     return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
 
@@ -133,7 +133,7 @@ def reads_weight(word: str, module_class: type[nn.Module]) -> bool:
 
 @functools.cache
 def source_of(module_class: type[nn.Module]) -> str:
-    """Return the code of a class's own methods, "" where they have none.
+    """Return the code of a class's own methods, "" if they have none.
 
     inspect finds methods by line; for a class it parses the whole file.
     """

@@ -34,13 +34,13 @@ GENERATION_TAG = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P
 OF_LOADING = ("is_local", "local_files_only")  # transformers 5 saves how it loaded
 TEMPLATE_FILE = "chat_template.jinja"
 COUNTED_ROWS = 1000  # every row of a template ends its answers alike
-# Tokens that vocabularies have for padding, where the tokenizer does not name one
+# Tokens that vocabularies have for padding, if the tokenizer does not name one
 PAD_TOKENS = (
     *("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<PAD>"),
     *("<|endoftext|>", "<unk>"),
 )
 
-# Of one call, not of a model, with what transformers takes where a file has none of them. Each lets
+# Of one call, not of a model, with what transformers takes if a file has none of them. Each lets
 # generate() return something else than ids, demand another argument, or end an answer by itself.
 OF_A_CALL = {
     "return_dict_in_generate": (None, False),
@@ -80,7 +80,7 @@ def trained_stops(
 
 
 def stops_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids at which a model's own generation ends, () where it names none."""
+    """Return the ids at which a model's own generation ends, () if it names none."""
     return _as_tuple(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
 
 
@@ -98,7 +98,7 @@ def write_stops(
 ) -> None:
     """Write tokenizer and generation_config.json with `stops`, the trained one first.
 
-    Where the folder holds a whole model, its config.json names them too.
+    If the folder holds a whole model, its config.json names them too.
     """
     own_tokenizer = with_eos(tokenizer, stops[0])
     own_tokenizer.save_pretrained(folder)
@@ -115,7 +115,7 @@ def write_stops(
 
 
 def read_stops(folder: Path) -> tuple[int, ...]:
-    """Return the stops of a saved folder; () where another program saved it and names none."""
+    """Return the stops of a saved folder; () if another program saved it and names none."""
     path = folder / GENERATION_CONFIG_NAME
     if not path.is_file():
         return ()
@@ -200,7 +200,7 @@ def _with_fixed_eos(template: str | dict[str, str], eos: str) -> str | dict[str,
 
 
 def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a token that no answer ends with, or eos where the vocabulary has no other.
+    """Return a token that no answer ends with, or eos if the vocabulary has no other.
 
     Trainers mask padding: a stop that is padding too would not be learned from this folder.
     """

@@ -15,7 +15,7 @@ from sft_play.models.architecture import empty_twin, towers_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import run_within
 
-ROPE_INDEX = "get_rope_index"  # transformers' method where positions are of three axes
+ROPE_INDEX = "get_rope_index"  # transformers' method if positions are of three axes
 # And its name for what numbers the images of a row whose tokens see each other
 BLOCKS = "get_block_sequence_ids_for_mask"
 

@@ -98,7 +98,7 @@ def _has_driver() -> bool:
 def bind_by_device(model: nn.Module) -> None:
     """Let the code of a model's modules call kernels of packages on GPUs alone.
 
-    What they call on a CPU, and where `why_no_fla` has a reason, is transformers' torch code.
+    What they call on a CPU, and if `why_no_fla` has a reason, is transformers' torch code.
     """
     for module in model.modules():
         names = vars(sys.modules[type(module).__module__])
@@ -109,7 +109,7 @@ def bind_by_device(model: nn.Module) -> None:
 
 
 def by_device(own: Callable, is_of_fla: bool) -> Callable:
-    """Return a kernel of a model's code that is its torch code where no package's kernel runs."""
+    """Return a kernel of a model's code that is its torch code if no package's kernel runs."""
     in_torch = inspect.unwrap(own)
 
     @functools.wraps(own)

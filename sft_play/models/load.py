@@ -57,7 +57,7 @@ from sft_play.runs.model_folder import refuse_unsafe_base
 
 logger = logging.getLogger(__name__)
 
-MISMATCHED = "ignore_mismatched_sizes"  # of transformers' error where shapes differ
+MISMATCHED = "ignore_mismatched_sizes"  # of transformers' error if shapes differ
 # tensors of a checkpoint that a model may leave unused; any other is an error
 MAY_BE_UNUSED = {
     r"(^|\.)(mtp|nextn|mtp_[a-z]+|eagle[a-z_]*)\.": "layers that predict further tokens",
@@ -283,7 +283,7 @@ def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str
 def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -> PreTrainedModel:
     """Return transformers' model, of the auto class `opened_by`.
 
-    Raises: EnvironmentFault where a tensor cannot be loaded; ConfigError for experts in 4 bits
+    Raises: EnvironmentFault if a tensor cannot be loaded; ConfigError for experts in 4 bits
     under ZeRO-3, and for an attention that the architecture does not have.
     """
     name = config.model.name

@@ -1,4 +1,4 @@
-"""Merge an adapter into its base: tensor by tensor, or in memory where that is not possible.
+"""Merge an adapter into its base: tensor by tensor, or in memory if that is not possible.
 
 Tensor by tensor, the model and its adapter are built without weights. PEFT's layers compute each
 merged weight, in float32, from the tensor that is read; every other tensor is copied. So the memory
@@ -147,7 +147,7 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
 def build_skeleton(merge: Merge) -> Skeleton:
     """Return the model and what the adapter changes in it.
 
-    Raises: CannotStream where the model cannot be built so; CheckpointError for an adapter that
+    Raises: CannotStream if the model cannot be built so; CheckpointError for an adapter that
     lacks tensors.
     """
     stored = stored_config(merge.config)
@@ -190,7 +190,7 @@ def without_memory(model: PreTrainedModel) -> None:
 
 
 def refuse_missing(adapted: PeftModel, folder: Path) -> None:
-    """Raise CheckpointError where an adapter's file lacks what its config names."""
+    """Raise CheckpointError if an adapter's file lacks what its config names."""
     wanted = published_state(adapted)
     with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
         missing = sorted(wanted.keys() - set(file.keys()))
@@ -223,7 +223,7 @@ def find_changes(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Calla
 def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
     """Return the model's parameter by the name of each tensor of the base.
 
-    Raises: CannotStream where a changed parameter is not there as such.
+    Raises: CannotStream if a changed parameter is not there as such.
     """
     if not tensors:
         raise CannotStream("the base has no safetensors files here")

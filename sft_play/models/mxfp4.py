@@ -57,7 +57,7 @@ def stored_shape(state: Any) -> tuple[int, ...]:
 
 
 def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
-    """Return a 3-D weight in MXFP4, None where not every number of it can be written so."""
+    """Return a 3-D weight in MXFP4, None if not every number of it can be written so."""
     stored = weight.transpose(1, 2) if is_turned else weight
     if stored.shape[-1] % BLOCK:
         return None
@@ -85,7 +85,7 @@ def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
 
 
 def _written(blocks: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return codes, two a byte, and exponents of blocks (N, 32), None where one is not exact."""
+    """Return codes, two a byte, and exponents of blocks (N, 32), None if one is not exact."""
     largest = blocks.abs().amax(1)
     exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
     sizes = torch.tensor(SIZES, device=blocks.device)

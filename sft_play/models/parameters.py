@@ -107,7 +107,7 @@ def stored_weights(parameter: nn.Parameter) -> int:
 
 
 def log_packed(model: PreTrainedModel) -> None:
-    """Log what is stored in 4 bits; warn where much is not for no known reason."""
+    """Log what is stored in 4 bits; warn if much is not for no known reason."""
     weights = packed_weights(model)
     logger.info("%s", weights.line())
     unexplained = sum(weights.unexplained.values())

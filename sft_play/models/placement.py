@@ -41,7 +41,7 @@ class Block(NamedTuple):
 def resolve_device_map(
     config: Config, process: Process, stored: PretrainedConfig | None, most_layers: int = 0
 ) -> DeviceMap:
-    """Return the device of each block of a run's base model, {"": device} where it has one.
+    """Return the device of each block of a run's base model, {"": device} if it has one.
 
     `most_layers` is what the plan gives a GPU at most under sequential.
     Raises: ConfigError for a mapping that the model's modules do not have, or a model without
@@ -68,7 +68,7 @@ def resolve_device_map(
 
 
 def move_inputs_to_embedding(model: PreTrainedModel) -> None:
-    """Move what the decoder gets to the GPU of its embedding, where it makes positions and masks.
+    """Move what the decoder gets to the GPU of its embedding, if it makes positions and masks.
 
     accelerate's hooks move inputs to the first GPU.
     """
@@ -184,7 +184,7 @@ def _instead(key: str, names: list[str]) -> str:
 
 
 def _shared_together(blocks: list[Block], devices: list[torch.device]) -> DeviceMap:
-    """Return the devices by name, where blocks that share a weight have one.
+    """Return the devices by name, if blocks that share a weight have one.
 
     What has no weights, such as rotary positions, is where the model begins.
     """

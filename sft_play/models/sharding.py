@@ -5,11 +5,11 @@ and again around its backward pass, while the next unit's are on their way. What
 is the root's, the output head above all; it stays whole from the forward to the backward pass.
 
 Adapters belong to no unit: every rank holds them whole, in float32, and DDP sums their gradients. A
-frozen unit has nothing to reduce. Where every weight is trained, units gather them in the type that
+frozen unit has nothing to reduce. If every weight is trained, units gather them in the type that
 is computed with and sum gradients in float32.
 
 With train.fsdp_offload a rank's parts wait in host memory, and what is gathered is on the GPU.
-Where every weight is trained, gradients and the optimizer are in host memory too.
+If every weight is trained, gradients and the optimizer are in host memory too.
 
 A gathered weight lies in the same memory each time. What the forward pass kept of it is valid again
 in the backward pass, so fused kernels need to know nothing of this.
@@ -65,7 +65,7 @@ def dividing_while_loading(
         return read_weights(model, *args)
 
     with contextlib.ExitStack() as stack:
-        # behind where transformers divides a model itself, by lists of names that few models have
+        # after transformers itself divides a model, by lists of names that few models have
         stack.enter_context(
             patch.object(PreTrainedModel, read_weights.__name__, staticmethod(divide_and_read))
         )

@@ -34,7 +34,7 @@ class ShardWriter:
     _bytes: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor. Raises: CheckpointError where it holds NaN or infinity."""
+        """Add a tensor. Raises: CheckpointError if it holds NaN or infinity."""
         parts = tensor.flatten().split(CHECKED_AT_A_TIME)
         # torch has no such check for 8 bits
         if tensor.dtype.itemsize > 1 and not all(torch.isfinite(part).all() for part in parts):

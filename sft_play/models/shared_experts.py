@@ -41,7 +41,7 @@ class SharedParamWrapper(ParamWrapper):
     def for_all_experts(self, factor: str, published: Tensor) -> Tensor:
         """Return the one factor of which `for_every_expert` made PEFT's layout.
 
-        Raises: ConfigError where the experts' factors differ.
+        Raises: ConfigError if the experts' factors differ.
         """
         experts = self.experts
         if factor == "lora_A":

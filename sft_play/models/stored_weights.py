@@ -3,7 +3,7 @@
 transformers is given tensors that dequantise when they are read, under the names of plain ones. So
 everything behind the files sees a 16-bit checkpoint: experts that are joined, NF4, float8, FSDP.
 Its own dequantisation divides a weight into as many equal blocks as it has scales, which is wrong
-where the last block is a part of one, and takes a weight without scales as it is.
+if the last block is a part of one, and takes a weight without scales as it is.
 
 Imports nothing of this project: `evaluation.plain` loads it by its path.
 Legend: R rows, C columns of a weight.

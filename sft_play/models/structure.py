@@ -86,7 +86,7 @@ def structure_of(model: PreTrainedModel) -> Structure:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return {"answer": the structure}, or {"refused": why the model cannot be built}.
 
-    Where its code needs a package that is not here, return {"missing": what to type}.
+    If its code needs a package that is not here, return {"missing": what to type}.
     """
     try:
         config = Config.model_validate({"model": request["model"]})
@@ -191,7 +191,7 @@ class _Modules:
         return unmet
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Return the kinds of decoder layers with their numbers; () where none were found."""
+        """Return the kinds of decoder layers with their numbers; () if none were found."""
         counts = Counter(self._layer_kind(number) for number in range(len(self.layers)))
         return tuple(LayerKind(count, *facts) for facts, count in counts.items())
 
@@ -228,7 +228,7 @@ class _Modules:
         return _Experts(count, self._active(count)) if count > 1 else None
 
     def _active(self, experts: int) -> int:
-        """Return how many of the experts a token meets: all, where the config names no number."""
+        """Return how many of the experts a token meets: all, if the config names no number."""
         for name in ACTIVE_EXPERTS:
             active = getattr(self.config, name, None)
             if isinstance(active, int) and active > 0:

@@ -40,7 +40,7 @@ def import_first() -> None:
 def load(config: Config, process: Process) -> "PreTrainedModel":
     """Return Unsloth's model on this rank's GPU, with adapters unless the mode is full.
 
-    The loss is our fused one where possible.
+    The loss is our fused one if possible.
     """
     from unsloth import FastLanguageModel
 

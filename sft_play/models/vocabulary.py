@@ -8,7 +8,7 @@ that share the tokenizer of their instruct sibling have such rows (Llama 3's <|e
 A row counts as untrained if its distance from one of these points is at most UNTRAINED x the median
 length of ordinary rows:
 - zero: weight decay shrinks the embedding of a token that no text contains to nothing;
-- the mean of all rows, where resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x
+- the mean of all rows, while resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x
   covariance));
 - the row of an added token with a smaller id: rows without a gradient move together. A larger id
   does not count, since a copy follows its original.
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 FLOATS = ("F32", "F16", "BF16")
 # Rows from resize_token_embeddings are 3e-5 standard deviations from the mean, or 1e-3 after
 # rounding to bfloat16. Ten training steps at a learning rate of 1e-5 move a row further than this:
-# by 1e-4 per feature, where features are about 1e-2.
+# by 1e-4 per feature, if features are about 1e-2.
 UNTRAINED = 1e-3
 # A fraction of the median length. The whole matrix is read for its exact mean, chunk by chunk, only
 # if a row is nearer than this to the mean of a sample.
@@ -216,7 +216,7 @@ def _refuse_untrained(
 def _train_them(
     config: Config, tokenizer: PreTrainedTokenizerBase, untrained: Iterable[int]
 ) -> str:
-    """Return the setting that trains these tokens too, '' where the backend has none."""
+    """Return the setting that trains these tokens too, '' if the backend has none."""
     if "trainable_tokens" not in backend_of(config).lora_options:
         return ""
     tokens = [*(config.tuning.lora.trainable_tokens or ())]

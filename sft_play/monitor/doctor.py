@@ -90,7 +90,7 @@ def gpu_finding(
 
 
 def several_gpus_findings(gpus: tuple[Gpu, ...], num_gpus: int | None) -> Iterator[Finding]:
-    """Report where training on several GPUs lacks some, or some have under 16 GB."""
+    """Report if training on several GPUs lacks some, or some have under 16 GB."""
     if num_gpus is not None and num_gpus > max(1, len(gpus)):
         fix = f"NUM_GPUS={max(1, len(gpus))}, or look for the others with `make gpu-info`"
         yield Finding("warn", "several GPUs", f"NUM_GPUS={num_gpus}, {len(gpus)} here", fix)
@@ -149,7 +149,7 @@ def compiler_findings(environ: Mapping[str, str], python: str = sys.executable) 
 
 
 def network_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Report how several machines meet, where it is set: the interfaces and the master's name."""
+    """Report how several machines meet, if it is set: the interfaces and the master's name."""
     interfaces = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environ.get(variable)

@@ -47,7 +47,7 @@ PCIE_PATHS = {
 NVLINK_GENERATION = {6: 1, 7: 2, 8: 3, 9: 4, 10: 5}
 COLUMN = 8  # characters of a column of the table of links
 ABILITIES_OF_CPU = (
-    "precision: float32, and bfloat16 where TRAIN_BF16=true asks for it; NF4 weights under qlora",
+    "precision: float32, and bfloat16 if TRAIN_BF16=true asks for it; NF4 weights under qlora",
     "bnb backend on the CPU: lora, qlora, full in float32",
     "unsloth backend: not here, it needs an NVIDIA GPU",
 )
@@ -196,7 +196,7 @@ def _path(nvml: ModuleType, first: Any, second: Any) -> LinkPath:
 def _count_nvlinks(nvml: ModuleType, first: Any, second: Any) -> int:
     """Return how many NVLinks lead from one GPU to another.
 
-    These are its direct ones, or all of its own where they lead to a switch.
+    These are its direct ones, or all of its own if they lead to a switch.
     """
     other = answer(nvml, "nvmlDeviceGetPciInfo", second)
     active = direct = 0

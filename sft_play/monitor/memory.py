@@ -30,7 +30,7 @@ class GpuUse:
     """What one process holds on one GPU."""
 
     gpu: str  # cuda:0
-    used_bytes: int | None  # None where NVML does not say
+    used_bytes: int | None  # None if NVML does not say
 
 
 UseByPid = Mapping[int, list[GpuUse]]
@@ -137,7 +137,7 @@ def _gpu_lines(
 
 
 def _power_and_heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
-    """Yield power and temperature, where NVML gives them."""
+    """Yield power and temperature, if NVML gives them."""
     milliwatts = answer(nvml, "nvmlDeviceGetPowerUsage", handle)
     limit_milliwatts = answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
     if milliwatts is not None:

@@ -37,7 +37,7 @@ TRACKERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked; `fix` is what to type, empty where nothing needs fixing."""
+    """One thing that was checked; `fix` is what to type, empty if nothing needs fixing."""
 
     level: Literal["ok", "warn", "missing"]
     subject: str
@@ -107,13 +107,13 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def nccl() -> str | None:
-    """Return NCCL's version and package; None where torch brings its own or uses none."""
+    """Return NCCL's version and package; None if torch brings its own or uses none."""
     versions = ((installed_version(name), name) for name in NCCL_PACKAGES)
     return next((f"{version} ({name})" for version, name in versions if version), None)
 
 
 def torch_build() -> TorchBuild | None:
-    """Return the build of the installed torch by its files, None where there is none."""
+    """Return the build of the installed torch by its files, None if there is none."""
     version = installed_version("torch")
     if version is None:
         return None
@@ -124,7 +124,7 @@ def torch_build() -> TorchBuild | None:
 def parse_torch_version(text: str, version: str) -> TorchBuild:
     """Return the build that torch/version.py describes.
 
-    Where `text` is empty, the local part of the distribution's version names the CUDA:
+    If `text` is empty, the local part of the distribution's version names the CUDA:
     2.11.0+cu130.
     """
     if text:

@@ -87,7 +87,7 @@ def read(path: Path) -> Document:
 def write(path: Path, text: str, may_replace: bool = False) -> None:
     """Write a file, whole or not at all.
 
-    Raises: ConfigError where it is there and must not be replaced, or cannot be written.
+    Raises: ConfigError if it is there and must not be replaced, or cannot be written.
     """
     if path.is_dir():
         raise ConfigError(f"OUT={path} is a folder; name a file in it")
@@ -165,7 +165,7 @@ def _add_missing(place: str, found: dict[str, Any], members: Mapping[str, Any]) 
 
 
 def _read_cell(place: str, number: int, cell: Any) -> Cell:
-    """Return one cell. Raises: ConfigError where it is none."""
+    """Return one cell. Raises: ConfigError if it is none."""
     if not isinstance(cell, dict):
         raise ConfigError(f"{place} is {_shown(cell)}, not an object; delete it")
     source, kind, outputs = cell["source"], cell.get("cell_type"), cell.get("outputs", [])

@@ -174,7 +174,7 @@ def _can_be_indented(code: Code, run: list[ast.stmt]) -> bool:
 
 
 def _assigned_name(statement: ast.stmt | None) -> str | None:
-    """Return the variable that a statement sets, None where it does something else."""
+    """Return the variable that a statement sets, None if it does something else."""
     is_plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1
     return getattr(statement.targets[0], "id", None) if is_plain else None
 
@@ -235,7 +235,7 @@ def _variables(run: list[ast.stmt], before: Names | None) -> dict[str, str]:
 
 
 def _after(run: list[ast.stmt]) -> str:
-    """Return the lines after training, with its time where the run prints `stats.metrics[...]`."""
+    """Return the lines after training, with its time if the run prints `stats.metrics[...]`."""
     for node in (node for statement in run for node in ast.walk(statement)):
         name = getattr(getattr(node, "value", None), "id", None)
         if getattr(node, "attr", None) == "metrics" and name is not None:

@@ -48,7 +48,7 @@ class Found:
     code: Code
     call: ast.Call
     name: str
-    owner: str | None  # None where a function or class is called by itself
+    owner: str | None  # None if a function or class is called by itself
 
     @property
     def number(self) -> int:
@@ -178,7 +178,7 @@ class Notebook:
 
     @cached_property
     def training_loads(self) -> list[Found]:
-        """The loads of what is trained: those before the trainer, all where there is none."""
+        """The loads of what is trained: those before the trainer, all if there is none."""
         if not self.trainers:
             return self.loads
         return [load for load in self.loads if load.place < self.trainers[-1].place]

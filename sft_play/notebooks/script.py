@@ -218,7 +218,7 @@ def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
 
 
 def _why_no_script(code: Code) -> str | None:
-    """Return why a cell cannot be part of a script, None where it can."""
+    """Return why a cell cannot be part of a script, None if it can."""
     if code.tree is None:
         return code.problem
     try:

@@ -45,7 +45,7 @@ PLAIN = {
     "ddp_find_unused_parameters": (False, None),
 }
 WHOLE_MODULES = ("embed_tokens", "lm_head")
-# What get_peft_model takes where a notebook leaves it out; r is the same here
+# What get_peft_model takes if a notebook leaves it out; r is the same here
 UNSLOTH_ALPHA = 16
 COMPARES_CHECKPOINTS = """
 train.load_best_model_at_end train.early_stopping_patience
@@ -105,7 +105,7 @@ class Carried(Changes):
 
 
 def export(document: Document, data: str | None) -> tuple[str, list[str]]:
-    """Return the text of a config, and the report; `data` is data.train_path where given.
+    """Return the text of a config, and the report; `data` is data.train_path if given.
 
     Raises: ConfigError for a notebook that is no supervised fine-tuning on text.
     """
@@ -206,7 +206,7 @@ def _agree(carried: Carried, has_adapters: bool) -> None:
         for path in [path for path in lines if path.startswith("tuning.lora.")]:
             del lines[path]
     elif has_adapters and "tuning.lora.alpha" not in lines:
-        origin = "Unsloth's own, where the notebook names none"
+        origin = "Unsloth's own, if the notebook names none"
         carried.put("tuning.lora.alpha", UNSLOTH_ALPHA, None, origin)
     adapted, saved = "tuning.lora.target_modules", "tuning.lora.modules_to_save"
     targets = carried.value(adapted)
@@ -333,7 +333,7 @@ def _take_source(carried: Carried, load: Found) -> None:
 
 
 def find_setting(name: str) -> str | None:
-    """Return the setting that takes the value of a keyword, None where there is none."""
+    """Return the setting that takes the value of a keyword, None if there is none."""
     for section in ("train", "tuning.lora", "model"):
         if f"{section}.{name}" in settings():
             return f"{section}.{name}"

@@ -70,7 +70,7 @@ class Values:
                     self._take(code, owner, part, part_value)
 
     def read(self, code: Code, node: ast.expr) -> Any:
-        """Return the value of an expression of a cell, an Unknown where it cannot be read."""
+        """Return the value of an expression of a cell, an Unknown if it cannot be read."""
         try:
             return self._value(code, node)
         except (LookupError, ArithmeticError, TypeError, RecursionError):

@@ -62,7 +62,7 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
 
 
 def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
-    """Return the same where no tokens of other ranks come."""
+    """Return the same if no tokens of other ranks come."""
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
     loss = _loss_bytes(step, layout.tokens)
@@ -111,7 +111,7 @@ def layer_bytes_per_token(step: StepSpec) -> int:
 
     Fused, that is the input of each linear layer once, queries, keys and values, the residual
     stream before each norm, and gate and up of the MLP, whose product is recomputed. At 8B that is
-    3.4 MiB over all layers, where PEFT keeps 7.6 (lora) and 6.5 (qlora).
+    3.4 MiB over all layers, while PEFT keeps 7.6 (lora) and 6.5 (qlora).
     """
     model = step.model
     hidden, intermediate = model.hidden, model.intermediate
@@ -166,7 +166,7 @@ def _peft_bytes_per_token(step: StepSpec) -> int:
 
     Dropout keeps a copy of each linear's input and a mask, DoRA several outputs of each linear. A
     1B Llama on an H200, with fused kernels: 2.6 bytes an input for dropout, 5.3 an output for DoRA,
-    and 7.7 over 4-bit weights, where PEFT computes the base once more.
+    and 7.7 over 4-bit weights, because PEFT computes the base once more.
     """
     of_input = 3 * step.adapters.has_dropout
     of_output = (8 if step.mode == "qlora" else 6) * step.adapters.use_dora

@@ -58,7 +58,7 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     """Return what makes a step fit on a host of `gpu_count` GPUs: settings that are all needed.
 
     Those that train the same thing come first, then the others, each by speed, fastest first.
-    Empty where no three settings make it fit.
+    Empty if no three settings make it fit.
     """
     inputs = replace(draft.inputs, is_exact=False).changed(
         "train",
@@ -176,7 +176,7 @@ def _setting(path: str, value: str | int, group: str, costs: str = "") -> Option
 
 
 def _full_options(inputs: PlanInputs) -> Iterator[Option]:
-    """Yield what frees memory where every weight is trained."""
+    """Yield what frees memory if every weight is trained."""
     machine = inputs.machine
     is_float32 = inputs.config.model.dtype in ("auto", "float32")
     if is_float32 and machine.is_half and not machine.zero_stage:

@@ -1,7 +1,7 @@
 """What a host trains with: the GPUs that CUDA shows, the CPU's cores, the available RAM.
 
 Imports no torch and reads no os.environ: the caller passes the environment in. pynvml and psutil
-load where they are used.
+load if they are used.
 """
 
 import math
@@ -42,7 +42,7 @@ class Hardware:
     """What one host trains with."""
 
     kind: Literal["cuda", "cpu"]
-    gpus: tuple[Gpu, ...]  # empty where kind is cpu
+    gpus: tuple[Gpu, ...]  # empty if kind is cpu
     cpu_count: int  # cores that this process may run on
     ram_available_bytes: int
 
@@ -59,7 +59,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """RAM that this process can use: the host's, or the limit of a container where that is less."""
+    """RAM that this process can use: the host's, or the limit of a container if that is less."""
 
     total_bytes: int
     available_bytes: int
@@ -84,7 +84,7 @@ class NvmlUnavailable(EnvironmentFault):
 
 
 def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -> Hardware:
-    """Return what this host trains with; auto is its GPUs where it has any, else its CPU.
+    """Return what this host trains with; auto is its GPUs if it has any, else its CPU.
 
     GPUs are numbered as NVML orders them, by PCI address. CUDA does the same under
     CUDA_DEVICE_ORDER=PCI_BUS_ID; its default, FASTEST_FIRST, differs only on a host whose GPUs are
@@ -277,7 +277,7 @@ def cpu_count(
 ) -> int:
     """Return the number of cores that this process may use.
 
-    Those that it may run on, or the quota of its container or job where that is less.
+    Those that it may run on, or the quota of its container or job if that is less.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):

@@ -39,7 +39,7 @@ class FastSetup:
     is_gpu: bool
     is_half: bool  # matrix products in 16 bits
     zero_stage: int
-    capability: tuple[int, int] | None = None  # of the GPU, where it is known
+    capability: tuple[int, int] | None = None  # of the GPU, if it is known
     traced: TracedStep | None = None  # of the model, if it is not like Llama
 
 
@@ -217,7 +217,7 @@ class GraphSetup:
 
 
 def records_graphs(setup: GraphSetup) -> bool:
-    """Return whether layers are recorded; not where too little is known of the model."""
+    """Return whether layers are recorded; not if too little is known of the model."""
     return setup.config.train.cuda_graphs and _can_record(setup)
 
 
@@ -226,7 +226,7 @@ def _can_record(setup: GraphSetup) -> bool:
 
 
 def without_effect(setup: GraphSetup) -> str | None:
-    """Return the sentence for train.cuda_graphs where it records nothing, else None."""
+    """Return the sentence for train.cuda_graphs if it records nothing, else None."""
     reason = why_not_recorded(setup) if setup.config.train.cuda_graphs else None
     return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
 

@@ -148,7 +148,7 @@ def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:
 def evaluation_rows(step: StepSpec, layout: Layout) -> int:
     """Return how many rows an evaluation takes at once.
 
-    That is the user's number, else as many rows of a micro-batch as have logits that fit where a
+    That is the user's number, else as many rows of a micro-batch as have logits that fit if a
     training step has its activations.
     """
     if step.eval_batch_size is not None:
@@ -188,7 +188,7 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Weights as they are read: below stage 3 ZeRO reads them in full, then converts their type.
 
-    Fused experts are proven beside their own code, of PROVEN_EXPERTS where a rank has them whole.
+    Fused experts are proven beside their own code, of PROVEN_EXPERTS if a rank has them whole.
     """
     loading = replace(held, gradients=0, optimizer=0, buckets=0)
     if step.is_gpu and (step.is_quantised or not step.is_fsdp):
@@ -334,7 +334,7 @@ def _fetched_weights(step: StepSpec) -> int:
     """Bytes that ZeRO-3 gathers in addition to its shards while it computes.
 
     These are the output head, a layer and the pieces that it is put together from, what is fetched
-    ahead, and the last layers where the backward pass needs them again soon. Adapters are small
+    ahead, and the last layers if the backward pass needs them again soon. Adapters are small
     enough to stay gathered.
 
     Every module that runs fetches ahead, not only every layer, so more and more is gathered up

@@ -31,7 +31,7 @@ INSTALL_FLASH2 = ".venv/bin/pip install flash-attn --no-build-isolation"
 
 
 def require(loaded: LoadedConfig, hardware: Hardware) -> None:
-    """Raise EnvironmentFault where a setting asks for what this machine does not have."""
+    """Raise EnvironmentFault if a setting asks for what this machine does not have."""
     _require_backend(loaded.config, hardware)
     require_float8(loaded, hardware)
     _require_flash_attention(loaded, hardware)
@@ -105,7 +105,7 @@ def may_be_float8(config: Config, card: Card | None) -> bool:
 
 
 def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
-    """Raise EnvironmentFault where a base in float8 is asked for and a GPU has no float8.
+    """Raise EnvironmentFault if a base in float8 is asked for and a GPU has no float8.
 
     A CPU computes what they would.
     """
@@ -241,7 +241,7 @@ def why_no_kernels(capability: tuple[int, int], triton: str | None) -> str | Non
 
 
 class PackingChoice(NamedTuple):
-    """Whether rows are packed, and where `auto` does not, why."""
+    """Whether rows are packed, and if `auto` does not, why."""
 
     is_packed: bool
     because: str | None = None

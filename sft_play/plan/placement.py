@@ -37,7 +37,7 @@ def spread(sizes: Sequence[int], gpus: int) -> list[int]:
 
 
 def _filled(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return the GPU of each block where every GPU is filled up to a limit before the next."""
+    """Return the GPU of each block if every GPU is filled up to a limit before the next."""
     places: list[int] = []
     gpu = 0
     held = 0

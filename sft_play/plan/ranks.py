@@ -57,7 +57,7 @@ def plan_ranks(
 ) -> Ranks:
     """Return how many processes run where.
 
-    Raises: EnvironmentFault when NUM_GPUS is more than there are GPUs, or cores where DEVICE=cpu,
+    Raises: EnvironmentFault when NUM_GPUS is more than there are GPUs, or cores if DEVICE=cpu,
     or a cluster counts on more processes than are asked for; ConfigError for several machines
     without an address to meet at.
     """
@@ -65,7 +65,7 @@ def plan_ranks(
         raise ConfigError(
             f"NNODES={invocation.nnodes} without MASTER_ADDR: every machine would wait for the "
             f"others at its own {invocation.master_addr}; set MASTER_ADDR to the address of "
-            "machine 0 (127.0.0.1 where all NNODES are this host)"
+            "machine 0 (127.0.0.1 if all NNODES are this host)"
         )
     is_cuda = hardware.kind == "cuda"
     per_node = invocation.num_gpus or (hardware.count if is_cuda and distributed else 1)
@@ -125,7 +125,7 @@ def _refuse_crowd(processes: int, device: str, cores: int) -> None:
 def visible_entries(visible: str | None, count: int) -> tuple[str, ...]:
     """Return what CUDA_VISIBLE_DEVICES must say for the first `count` of the GPUs it shows now.
 
-    Where it names fewer, the plan is for another machine's GPUs, which count from 0.
+    If it names fewer, the plan is for another machine's GPUs, which count from 0.
     """
     entries = [entry.strip() for entry in visible.split(",")] if visible else []
     if len(entries) >= count:
@@ -139,7 +139,7 @@ DTYPE_NAMES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "float32":
 
 
 class PrecisionChoice(NamedTuple):
-    """A precision, and where it is not what was asked for, why."""
+    """A precision, and if it is not what was asked for, why."""
 
     precision: Precision
     warnings: list[str]
@@ -158,7 +158,7 @@ def choose_precision(
     raw: deepspeed.DeepSpeedJson,
     json_path: Path | None = None,
 ) -> PrecisionChoice:
-    """Return bfloat16 where every GPU has it, else float16, and float32 on a CPU unless asked.
+    """Return bfloat16 if every GPU has it, else float16, and float32 on a CPU unless asked.
 
     What `raw`, the DeepSpeed JSON at `json_path`, says decides where the config leaves both to
     auto.

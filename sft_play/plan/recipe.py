@@ -37,7 +37,7 @@ FULL_RATES = ((3e9, 2e-5), (30e9, 1e-5), (math.inf, 5e-6))
 # has Adafactor, whose update has an RMS of 1 at most (Shazeer and Stern 2018, section 6).
 LION_SHARE = 5
 
-# As OpenAI's cookbook chooses them: three passes, and fewer where that is more than 25,000 rows
+# As OpenAI's cookbook chooses them: three passes, and fewer if that is more than 25,000 rows
 EPOCHS = 3
 MOST_ROWS_SEEN = 25_000
 # 100 steps of 32 rows: in fewer, an adapter hardly moves. LIMA takes 15 passes over 1,000 rows.
@@ -83,7 +83,7 @@ class RecipeFacts:
 def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
     """Return the config with a number for each auto of SETTINGS; its origin has the reason.
 
-    Raises: ConfigError where a number breaks a rule between settings.
+    Raises: ConfigError if a number breaks a rule between settings.
     """
     config = loaded.config
     choices: dict[str, Choice] = {}
@@ -157,7 +157,7 @@ def choose_max_seq_len(
 ) -> Choice:
     """Return the tokens that hold almost all rows, within the `positions` of the base.
 
-    An evaluation that generates `generated_tokens` needs room for them and for a prompt. Where
+    An evaluation that generates `generated_tokens` needs room for them and for a prompt. If
     longer rows are dropped, `may_lose` is the share of trained tokens that may be lost with them.
     """
     limit = math.inf if positions is None else positions
@@ -214,7 +214,7 @@ def sentences(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def foreign_recipe(loaded: LoadedConfig) -> list[str]:
-    """Return a warning where another model is trained by what suits the model that ships."""
+    """Return a warning if another model is trained by what suits the model that ships."""
     if is_shipped_model(loaded.config.model.name):
         return []
     file = displayed(DEFAULT)

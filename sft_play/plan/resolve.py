@@ -55,7 +55,7 @@ def resolve(
 ) -> PlannedRun:
     """Return the plan of a run, which need not fit.
 
-    `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO. Of the
+    `distributed` asks for all GPUs if NUM_GPUS says nothing; `use_deepspeed` for ZeRO. Of the
     engines that the settings leave open, the first that fits is planned; `compares` plans all, and
     takes the fastest that fits. If no speed of a card is known, that is the first one.
 

@@ -83,4 +83,4 @@ def _absolute(value: Value) -> Value:
 def _absolute_path(path: str) -> str:
     if not Path(path).exists() and HUB_ID.fullmatch(path):
         return path
-    return os.path.realpath(path)  # raises nothing where links point at each other
+    return os.path.realpath(path)  # raises nothing if links point at each other

@@ -1,6 +1,6 @@
 """What an optimizer step computes, and how its rows are cut into micro-batches. Pure: no torch.
 
-Counts of adapters are exact where the matrices of the model are, but for biases of modules that are
+Counts of adapters are exact if the matrices of the model are, but for biases of modules that are
 trained in full; `models.parameters` counts the real model.
 """
 

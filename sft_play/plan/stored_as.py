@@ -50,7 +50,7 @@ class StoredAs:
 
     name: str
     way: Literal["dequantised", "packed", "refused"]
-    block: Block | None = None  # rows and columns that share a scale, where config.json names them
+    block: Block | None = None  # rows and columns that share a scale, if config.json names them
     dtype: str = "bfloat16"  # in which the model says that it computes
 
 

@@ -19,7 +19,7 @@ from sft_play.errors import ConfigError
 from sft_play.plan.devices import Hardware
 from sft_play.plan.ranks import Ranks, Strategy, visible_entries
 
-# For a stage where the user names no JSON
+# For a stage if the user names no JSON
 ZERO_CONFIGS = {
     f"zero{stage}": PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (1, 2, 3)
 }
@@ -52,14 +52,14 @@ class AskedStrategy:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is for several processes, and so takes all GPUs where nobody says how many."""
+        """Whether it is for several processes, and so takes all GPUs if nobody says how many."""
         return self.name not in ("auto", "ddp")
 
     def engines(self, config: Config, ranks: Ranks, is_float16: bool = False) -> tuple[Engine, ...]:
-        """Return what may run, the first that fits: the others are for where it does not fit.
+        """Return what may run, the first that fits: the others are for if it does not fit.
 
         `is_float16` says that the run computes in float16.
-        Raises: ConfigError where the one that is asked for cannot run.
+        Raises: ConfigError if the one that is asked for cannot run.
         """
         if self.uses_deepspeed:
             return self._zero_engines()
@@ -96,7 +96,7 @@ def asked_strategy(
 ) -> AskedStrategy:
     """Return what is asked for; `use_deepspeed` is that of make train-deepspeed.
 
-    Raises: ConfigError where train.strategy contradicts the target or the user's DeepSpeed JSON.
+    Raises: ConfigError if train.strategy contradicts the target or the user's DeepSpeed JSON.
     """
     name = loaded.config.train.strategy
     described = loaded.described("train.strategy")
@@ -208,7 +208,7 @@ def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
         )
     if train.optim not in DIVISIBLE_OPTIMIZERS:
         return (
-            f"train.optim={train.optim} was only verified where each rank has all experts; set "
+            f"train.optim={train.optim} was only verified if each rank has all experts; set "
             "TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=ddp"
         )
     if train.context_parallel not in (1, "auto"):
@@ -325,7 +325,7 @@ def _refuse_devices(
 def resolved_map(
     value: MapRule | ModuleDevices | None, ranks: Ranks
 ) -> MapRule | ModuleDevices | None:
-    """Return the map that the run folder names: null where each process has one device."""
+    """Return the map that the run folder names: null if each process has one device."""
     if isinstance(value, dict):
         return value
     if ranks.gpus_per_process == 1:

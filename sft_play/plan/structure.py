@@ -92,7 +92,7 @@ class Structure:
         return replace(self, parameters=parameters, active_parameters=active)
 
     def with_trained_towers(self) -> "Structure":
-        """Return the counts where towers are trained as all else is."""
+        """Return the counts if towers are trained as all else is."""
         return replace(self, towers=0)
 
     def with_experts_of_rank(self, ranks: int) -> "Structure":

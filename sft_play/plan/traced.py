@@ -71,7 +71,7 @@ class LayersGrowth:
     backward: Growth  # the peak of the backward pass until the layers are done
 
     def with_kept_share(self, share: float) -> Self:
-        """Return the growth where only a share of what is kept is, with equal work."""
+        """Return the growth if only a share of what is kept is, with equal work."""
         less = share - 1
         return type(self)(
             self.kept.plus(self.kept, less),
@@ -120,7 +120,7 @@ class TracedStep:
         """Return the peak of the backward pass.
 
         It is at its begin, with all that is kept; or later, in a layer that is computed again, with
-        no more than where all layers are; or when it ends.
+        no more than if all layers are; or when it ends.
         """
         moments = [self.end.at(rows, tokens)]
         if share > 0:

@@ -85,7 +85,7 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
 
 
 def lines(accuracy: Accuracy) -> list[str]:
-    """Return what a person reads of it below a plan; nothing where no run has finished."""
+    """Return what a person reads of it below a plan; nothing if no run has finished."""
     if accuracy.peak is None:
         return []
     plural = "" if accuracy.runs == 1 else "s"

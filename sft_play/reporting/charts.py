@@ -1,6 +1,6 @@
 """Line charts and histograms, which the macro `chart` of the templates draws as SVG. Pure.
 
-A chart is small enough that its text is readable on a phone, where it is not scaled down.
+A chart is small enough that its text is readable on a phone, if it is not scaled down.
 """
 
 import math
@@ -96,9 +96,9 @@ class Chart:
 
 
 def line_chart(title: str, series: Sequence[Series]) -> Chart | None:
-    """Return lines over the steps, or None where there is no point.
+    """Return lines over the steps, or None if there is no point.
 
-    A series keeps its colour where another one has no points.
+    A series keeps its colour if another one has no points.
     """
     lines = [
         Series(one.name, thinned(one.points), number)
@@ -148,7 +148,7 @@ def _numbers(step: LoggedStep) -> Mapping[str, float | None]:
 
 
 def histogram(title: str, lengths: LengthHistogram) -> Chart | None:
-    """Return a histogram of lengths in tokens, or None where there is no sample."""
+    """Return a histogram of lengths in tokens, or None if there is no sample."""
     if not lengths.counts:
         return None
     edges = zip(pairwise(lengths.edges), lengths.counts, strict=True)

@@ -40,9 +40,9 @@ class AnswerFile:
         return self.path.with_name(f"{self.path.name}.parts")
 
     def begin(self, asked: Mapping[str, Any]) -> None:
-        """Note what is asked, or go on where the same was asked before.
+        """Note what is asked, or go on if the same was asked before.
 
-        Raises: ConfigError where the file holds answers to something else.
+        Raises: ConfigError if the file holds answers to something else.
         """
         if self.asked.is_file():
             before = read_json(self.asked)
@@ -63,7 +63,7 @@ class AnswerFile:
     def held(self) -> Iterator[None]:
         """Keep other calls from writing the same answers meanwhile.
 
-        Raises: EnvironmentFault where another one does.
+        Raises: EnvironmentFault if another one does.
         """
         self.parts.mkdir(exist_ok=True)
         with (self.parts / LOCK).open("w", encoding="utf-8") as file:
@@ -159,7 +159,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> "Place | None":
-        """Return that of this process, None where it is the one that the user started."""
+        """Return that of this process, None if it is the one that the user started."""
         if PLACE not in environ:
             return None
         place, _, port = environ[PLACE].partition(":")

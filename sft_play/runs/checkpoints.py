@@ -115,7 +115,7 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
 
 
 def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
-    """Return a checkpoint that was named. Raises CheckpointError where it is not whole, OSError."""
+    """Return a checkpoint that was named. Raises CheckpointError if it is not whole, OSError."""
     damage = _damage(checkpoint, reads_all)
     if damage is None:
         return checkpoint
@@ -126,9 +126,9 @@ def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
 
 
 def _damage(checkpoint: Path, reads_all: bool) -> str | None:
-    """Return what is damaged, None where nothing is.
+    """Return what is damaged, None if nothing is.
 
-    Raises: OSError where it may be whole, and only cannot be read here or now.
+    Raises: OSError if it may be whole, and only cannot be read here or now.
     """
     try:
         return seal.find_difference(checkpoint, reads_all)

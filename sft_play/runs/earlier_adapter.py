@@ -43,7 +43,7 @@ OF_RUN = (
 def find_adapter(named: str, output_dir: Path) -> Path:
     """Return the folder of an adapter, which may be named by its run.
 
-    Raises: ConfigError where there is none, or none as safetensors; CheckpointError where its files
+    Raises: ConfigError if there is none, or none as safetensors; CheckpointError if its files
     are not what they were sealed as.
     """
     for folder in (Path(named), Path(named) / "adapter", output_dir / named / "adapter"):
@@ -90,7 +90,7 @@ def _of_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_base(config: Config) -> None:
-    """Raise ConfigError where model.name is not the base that the run's adapter was trained on."""
+    """Raise ConfigError if model.name is not the base that the run's adapter was trained on."""
     folder, base = Path(config.model.adapter or ""), Path(config.model.name)
     if not config.model.adapter or not (folder / stamp.NAME).is_file():
         return

@@ -64,7 +64,7 @@ class ParityRow:
     prompt: str  # the whole text, with its special tokens
     prompt_ids: list[int]
     answer: str  # without special tokens
-    answer_ids: list[int]  # at most MOST_TOKENS; the last one is a stop where it has ended
+    answer_ids: list[int]  # at most MOST_TOKENS; the last one is a stop if it has ended
     answer_ends: list[int]  # characters of the answer after each of its tokens
     margins: list[float]  # nats between each token and the second most likely one
     has_ended: bool
@@ -90,7 +90,7 @@ def write_parity(rows: Sequence[ParityRow], folder: Path) -> None:
 
 
 def read_parity(path: Path) -> list[ParityRow]:
-    """Return the rows of a parity.jsonl. Raises: CheckpointError where it cannot be used."""
+    """Return the rows of a parity.jsonl. Raises: CheckpointError if it cannot be used."""
     try:
         text = path.read_text(encoding="utf-8")
         rows = [ParityRow(**json.loads(line)) for line in text.splitlines()]

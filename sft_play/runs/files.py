@@ -18,9 +18,9 @@ LOCAL = ("apfs", "btrfs", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zf
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return what is in a folder, nothing where there is no such folder.
+    """Return what is in a folder, nothing if there is no such folder.
 
-    Raises: OSError where it cannot be read; Path.glob takes such a folder for an empty one.
+    Raises: OSError if it cannot be read; Path.glob takes such a folder for an empty one.
     """
     try:
         return sorted(folder.iterdir())
@@ -39,7 +39,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk, where its file system can."""
+    """Bring a file, or the names in a folder, to the disk, if its file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -52,7 +52,7 @@ def sync(path: Path) -> None:
 
 
 def is_local(path: Path) -> bool:
-    """Return whether a path is on a disk that no other machine writes; False where unknown."""
+    """Return whether a path is on a disk that no other machine writes; False if unknown."""
     import psutil
 
     places = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}

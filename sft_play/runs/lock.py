@@ -2,8 +2,8 @@
 
 The kernel keeps a lock (flock) on it for the life of the run: the front end takes it, becomes the
 launcher with the same process id, and every rank of the machine shares it. A folder is renamed, or
-something in it removed, only under its lock. What it says, the holder's identity, counts where a
-file system has no locks, and where the holder ran under another kernel.
+something in it removed, only under its lock. What it says, the holder's identity, counts if a
+file system has no locks, and if the holder ran under another kernel.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ _held: dict[int, Path] = {}  # run folders whose locks this process has, by desc
 
 
 def take(folder: Path, say: Callable[[str], None], has_ended: bool = False) -> None:
-    """Make a run folder this process's own until it ends, also where its former holder is gone.
+    """Make a run folder this process's own until it ends, also if its former holder is gone.
 
     Of a run that has ended as it should (`has_ended`) no former holder is named.
-    Raises: EnvironmentFault where another process has it.
+    Raises: EnvironmentFault if another process has it.
     """
     if folder in _held.values():
         return
@@ -149,7 +149,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def read_holder(folder: Path) -> ProcessId | None:
-    """Return the process that a lock names, None where there is none, or it was cut off."""
+    """Return the process that a lock names, None if there is none, or it was cut off."""
     try:
         return ProcessId.from_json(json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -159,7 +159,7 @@ def read_holder(folder: Path) -> ProcessId | None:
 def _goes_on(folder: Path, holder: ProcessId | None, has_lock: bool | None) -> bool:
     """Return whether a run goes on.
 
-    `has_lock` says whether its lock could be had, None where there are none. A lock that can be
+    `has_lock` says whether its lock could be had, None if there are none. A lock that can be
     had under the kernel of its holder, or on a local disk, says that it is gone: before a reboot.
     Another kernel may not know of it.
     """

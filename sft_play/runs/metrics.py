@@ -16,7 +16,7 @@ from sft_play.runs.files import json_line, write_text
 
 @dataclass(frozen=True)
 class GpuSample:
-    """The load of one GPU, as NVML gave it; None where it did not."""
+    """The load of one GPU, as NVML gave it; None if it did not."""
 
     rank: int  # that computes on it; run.json's memory_by_rank has its name
     busy_percent: float | None = None
@@ -77,7 +77,7 @@ class NewLines(NamedTuple):
 
 
 def read(path: Path, offset: int = 0) -> NewLines:
-    """Return the whole lines from `offset` on; none where there is no file yet.
+    """Return the whole lines from `offset` on; none if there is no file yet.
 
     The last line may be half written: it is read once it is whole.
     """

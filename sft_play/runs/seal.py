@@ -22,7 +22,7 @@ from sft_play.runs.files import as_text, sync, write_text
 
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
-SMALL_BYTES = 1 << 20  # files that are read even where larger ones are only measured
+SMALL_BYTES = 1 << 20  # files that are read even if larger ones are only measured
 PART_BYTES = 64 << 20  # 30 ms of one core, and 70 bytes of the manifest
 READ_BYTES = 1 << 20
 MOST_THREADS = 16  # hash some 30 GB/s, more than a disk takes or gives
@@ -85,7 +85,7 @@ def is_sealed(folder: Path) -> bool:
 
 
 def find_damage(folder: Path, reads_all: bool = True, allows_more: bool = False) -> str | None:
-    """Return the first difference between a folder and its manifest, None where there is none.
+    """Return the first difference between a folder and its manifest, None if there is none.
 
     Without `reads_all` files over SMALL_BYTES are measured and not read. Files that the manifest
     does not list are a difference, unless it `allows_more`. So is a file that cannot be read.
@@ -165,7 +165,7 @@ def _measured(path: Path) -> Entry:
 def _digests(parts: Sequence[Part]) -> Iterator[str]:
     """Yield the SHA-256 of each part, in their order; threads compute them ahead.
 
-    Where the caller stops, after a difference, so do they.
+    If the caller stops, after a difference, so do they.
     """
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(max(1, min(len(parts), cores, MOST_THREADS))) as pool:
@@ -196,7 +196,7 @@ def _first_difference(
 
 
 def _place(part: Part, entry: Entry) -> str:
-    """Return where in its file a part is, in words; nothing where it is the whole file."""
+    """Return where in its file a part is, in words; nothing if it is the whole file."""
     if entry.part_bytes is None:
         return ""
     end = "its end" if part.end == entry.size else f"{part.end / MIB:.9g} MiB"

@@ -21,7 +21,7 @@ PEER_LOST = re.compile(
     r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting",
     re.IGNORECASE,
 )
-# Messages of safetensors and torch.save on a full disk, where Python would raise an OSError
+# Messages of safetensors and torch.save on a full disk, if Python would raise an OSError
 DISK_FULL = re.compile(
     r"No space left on device|os error 28|Disk quota exceeded|"
     r"PytorchStreamWriter failed|iostream error|unexpected pos"

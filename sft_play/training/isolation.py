@@ -33,7 +33,7 @@ LONG_ROW = 1024  # tokens; on a GPU past twice a length that the model's config 
 CUT_BY_PLACE = "chunk|block|floor"  # in the names of such lengths; a window is a distance
 # The limits are fractions of the change of a document's logits when it does attend to the one
 # before it. A batch with other tokens in the other document runs the same kernels, so its logits
-# are the same bits where documents are isolated.
+# are the same bits if documents are isolated.
 MAX_SEEN = 0.01
 # A document by itself runs other kernels; their rounding in half precision adds up over many
 # layers.
@@ -53,7 +53,7 @@ class CrossDocumentEffect:
     """Largest absolute differences of a document's logits."""
 
     seen: float  # when the tokens of the other document change
-    apart: float  # between packed and by itself; where rounding is coarse the median over tokens
+    apart: float  # between packed and by itself; if rounding is coarse the median over tokens
     joined: float  # between continuing the other document and by itself: without any isolation
     first: float = 0.0  # as `apart`, of a row's first document: rounding only
     is_coarse: bool = False  # rounding chooses experts, or steps of float8
@@ -119,8 +119,8 @@ def check_context(
     if not apart <= MAX_ROUNDED * moved:
         name = type(base_model_of(getattr(model, "module", model))).__name__
         raise ConfigError(
-            f"train.context_parallel={context.size}: logits of {name} change by {apart:.2g} where "
-            f"ranks share a row, and by {moved:.2g} where its parts do not see each other; set "
+            f"train.context_parallel={context.size}: logits of {name} change by {apart:.2g} if "
+            f"ranks share a row, and by {moved:.2g} if its parts do not see each other; set "
             "TRAIN_CONTEXT_PARALLEL=1"
         )
 
@@ -148,7 +148,7 @@ def measure_cross_document(
         return one[:tokens], other[:tokens]
 
     def alone(ids: np.ndarray) -> Tensor:
-        """Return logits (T, V); where rounding is coarse by the kernels of packed documents."""
+        """Return logits (T, V); if rounding is coarse by the kernels of packed documents."""
         plain = {"input_ids": torch.from_numpy(ids)[None].to(device)}
         inputs = _inputs([(ids,)], collator, device) if is_coarse else plain
         return model(**inputs).logits[0, : len(ids)].float()
@@ -181,7 +181,7 @@ def _ends_of_long_row(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and alone.
 
-    Empty where rows are short, and where the model's class cannot leave out the other logits.
+    Empty if rows are short, and if the model's class cannot leave out the other logits.
     """
     base = base_model_of(getattr(model, "module", model))
     tokens = LONG_ROW
@@ -226,7 +226,7 @@ def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
 
 
 def _difference(one: Tensor, two: Tensor) -> float:
-    """Return the largest absolute difference, or NaN where either tensor has one."""
+    """Return the largest absolute difference, or NaN if either tensor has one."""
     return (one - two).abs().max().item()
 
 

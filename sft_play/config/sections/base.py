@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Auto = Literal["auto"]
-# Limits of the libraries, and of rows that a plan can go through; messages name them where exceeded
+# Limits of the libraries, and of rows that a plan can go through; messages name them if exceeded
 MOST = 2**31 - 1  # torch counts tokens of packed rows in int32
 MOST_ROWS = 2**20
 MOST_SEED = 2**32 - 1  # numpy takes no larger one

@@ -17,7 +17,7 @@ TOLERANCES = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
 }
-# How far fused code may be from float32 where its own code in 16 bits is farther than the above, in
+# How far fused code may be from float32 if its own code in 16 bits is farther than the above, in
 # errors of the own code: those of two ways to round are of one size, and not equal.
 MAX_ROUNDING = 1.5
 

@@ -117,7 +117,7 @@ class DocumentBatch:
         return self.boundaries.long()
 
     def places_with_gaps(self, tokens: int, gap: int) -> Tensor:
-        """Return the place (tokens,) of each token where `gap` empty places divide documents."""
+        """Return the place (tokens,) of each token if `gap` empty places divide documents."""
         if gap not in self._places_with_gaps:
             place = torch.arange(tokens, device=self.boundaries.device)
             document = torch.bucketize(place, self.long_boundaries[1:-1], right=True)
@@ -153,7 +153,7 @@ class DocumentBatch:
 
 
 class PackedDocuments:
-    """The documents of the batch that a model computes, None where it is not packed."""
+    """The documents of the batch that a model computes, None if it is not packed."""
 
     def __init__(self) -> None:
         self.batch: DocumentBatch | None = None

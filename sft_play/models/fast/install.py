@@ -175,8 +175,8 @@ def _in_order(parts: dict[str, Any]) -> dict[str, Any]:
 
 # The order matters. Experts come first: attention runs the whole decoder, in which PEFT's own code
 # builds and keeps all adapted experts. Linears are those that no part before them computes itself.
-# Mixers come last: where attention keeps documents apart, it is no mixer.
-# An installer returns how many modules it has fused: 0 where a model has none of its kind.
+# Mixers come last: if attention keeps documents apart, it is no mixer.
+# An installer returns how many modules it has fused: 0 if a model has none of its kind.
 INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "experts": install_experts,
     "attention": install_attention,

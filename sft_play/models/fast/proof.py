@@ -1,7 +1,7 @@
 """Proof that a fused module computes what its own code computes, before it is installed.
 
 `prove` runs the fused code of a module and its own on the inputs that `capture` has stored, on this
-device and in this dtype, and compares outputs and gradients. One module of each kind is run. Where
+device and in this dtype, and compares outputs and gradients. One module of each kind is run. If
 the two differ in 16 bits, the own code in float32 decides whether that is rounding. Weights,
 gradients, training mode and random generators are left as they were. Of what an earlier start has
 proved (`record`) outputs alone are compared.
@@ -55,7 +55,7 @@ Taker = Callable[[Tensor], Tensor]  # from a gradient of the whole that of a par
 
 
 class Part(NamedTuple):
-    """What the own code of a module runs, where the whole would take too much memory."""
+    """What the own code of a module runs, if the whole would take too much memory."""
 
     module: nn.Module
     call: Call
@@ -83,7 +83,7 @@ def prove(
     """Return the modules whose fused forward agrees with their own; one of each kind is run.
 
     `fused` is the fused forward method. `fused_call` returns its arguments for those of the
-    module's own, where the two differ; it is also given the batch, PACKED or PLAIN. `kernel` names
+    module's own, if the two differ; it is also given the batch, PACKED or PLAIN. `kernel` names
     one of several that it may run. `part_of` returns what own code is run on in place of a module
     and its call. Why modules were left out is added to `setup.left_out`. Weights in 4 bits that
     ZeRO-3 divides have no values, and all modules are returned.
@@ -284,11 +284,11 @@ class Trial:
     ) -> Result:
         """Return output and gradients of a forward call, for one random gradient of its output.
 
-        `code` is a forward method, and `call` are its arguments where they are not those of the
+        `code` is a forward method, and `call` are its arguments if they are not those of the
         module's own. `choices` of another run are made again: rounding sends a token to another
         expert, which is no difference of the code that is compared.
 
-        The gradients are those of the input and of the trained parameters. Where a module mixes
+        The gradients are those of the input and of the trained parameters. If a module mixes
         tokens, those of the input for the last token of each row alone tell which tokens reach it:
         where they are zero, to the bit, in any dtype.
         """

@@ -46,7 +46,7 @@ class GatedMlp:
     """The names of a gated MLP's linears: down(act(gate(x)) * up(x))."""
 
     gate: str
-    up: str | None  # None where `gate` computes both, gate's features first
+    up: str | None  # None if `gate` computes both, gate's features first
     down: str
     activation: Activation
 
@@ -277,7 +277,7 @@ class AttentionKind:
     """How attention like Llama's treats queries and keys."""
 
     rotates: bool  # some layers know no positions
-    norms_all_heads: bool  # at once, as OLMo 2 does, where there are norms
+    norms_all_heads: bool  # at once, as OLMo 2 does, if there are norms
 
 
 def attention_kind_of(module: nn.Module) -> AttentionKind | None:

@@ -4,7 +4,7 @@ A record is a file of the cache, with the largest difference that each proof fou
 digest of all that the proofs depend on, and its seal one of what it says. Where it is taken, only
 outputs are compared, on the inputs of this start, and no gradients.
 
-It is not taken where a byte has changed, where it is of something else, and where another user may
+It is not taken if a byte has changed, if it is of something else, and if another user may
 have written it. Who may write as this user may change the kernels as well.
 """
 
@@ -48,7 +48,7 @@ def prove_once(
     """Return where `compare` finds a difference; of outputs alone if an earlier start found none.
 
     It adds the sizes of differences to a list, or compares outputs alone if it is given none.
-    Where those differ on any rank, no earlier proof is believed any more.
+    If those differ on any rank, no earlier proof is believed any more.
     """
     if name in setup.proved:
         where = compare(None)
@@ -101,7 +101,7 @@ class ProofStore:
         )
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the record, None where there is none to take."""
+        """Return the record, None if there is none to take."""
         try:
             status = self.path.stat()
             record = read_json(self.path)

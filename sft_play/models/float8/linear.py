@@ -41,7 +41,7 @@ class Float8Linear(nn.Linear):
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y (..., out) of x (..., in), in autocast's dtype where it is on."""
+        """Return y (..., out) of x (..., in), in autocast's dtype if it is on."""
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -128,7 +128,7 @@ def hand_over(x: Tensor, quantised: Quantised) -> None:
 
 
 def take(x: Tensor) -> Quantised | None:
-    """Return what was left with x, which is gone from it then; None where nothing was."""
+    """Return what was left with x, which is gone from it then; None if nothing was."""
     return vars(x).pop(NAME, None) if hasattr(x, NAME) else None
 
 

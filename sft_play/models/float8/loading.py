@@ -132,7 +132,7 @@ class _Quantise(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the weights by name: in float8, or as they were where that cannot hold them."""
+        """Return the weights by name: in float8, or as they were if that cannot hold them."""
         tensors: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
@@ -169,7 +169,7 @@ def quantise_on_meta(model: PreTrainedModel) -> None:
 def float8_config(device: torch.device) -> Float8Config:
     """Return what `from_pretrained` is given to load a base on `device`.
 
-    Raises: EnvironmentFault for a GPU without float8, where a run is used that was trained
+    Raises: EnvironmentFault for a GPU without float8, if a run is used that was trained
     elsewhere.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:

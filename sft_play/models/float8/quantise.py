@@ -105,7 +105,7 @@ def worst_row_error(weight: Tensor, quantised: Quantised) -> float:
     """Return the largest error of the rows of a weight (N, F): what half its numbers are off by.
 
     It is relative to what half the numbers are smaller than, so that the outlier itself, which is
-    right, does not hide the others. NaN where the weight is not finite; 0 for a row of zeros.
+    right, does not hide the others. NaN if the weight is not finite; 0 for a row of zeros.
     """
     if not weight.isfinite().all():
         return float("nan")

@@ -67,7 +67,7 @@ def attention_forward(
             **kwargs,
         )
     query, key, value = _project(self, hidden_states)
-    kind: AttentionKind = self.attention_kind  # set where this method is installed
+    kind: AttentionKind = self.attention_kind  # set if this method is installed
     has_norms = hasattr(self, "q_norm")
     if has_norms and kind.norms_all_heads:
         query, key = self.q_norm(query), self.k_norm(key)
@@ -78,7 +78,7 @@ def attention_forward(
     if kind.rotates:
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
-    documents = self.packed_documents.on(query.device)  # set where attention is installed
+    documents = self.packed_documents.on(query.device)  # set if attention is installed
     mixed = attend(query, key, value, scoring, documents)
     if attention_mask is not UNMASKED:
         mixed = with_image_rows(mixed, (query, key, value), scoring, attention_mask)
@@ -141,7 +141,7 @@ def implementations(decoder: nn.Module) -> list[tuple[PretrainedConfig, str | No
 
 
 def use_interface(decoder: nn.Module) -> None:
-    """Let the attention modules of a decoder call ours where they get UNMASKED.
+    """Let the attention modules of a decoder call ours if they get UNMASKED.
 
     Raises: ValueError if they have an attention that ours does not replace.
     """
@@ -165,7 +165,7 @@ def keep_soft_caps(model: PreTrainedModel) -> None:
     use_interface(decoder_of(model))
     logger.info(
         "attention: sdpa of transformers leaves out the model's soft cap of %g; the model's own "
-        "eager attention computes it where no fused kernel does",
+        "eager attention computes it if no fused kernel does",
         cap,
     )
 
@@ -276,7 +276,7 @@ def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callab
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask of sdpa, (B, 1, T, keys) bool or none where causal, as eager attention adds it.
+    """Return a mask of sdpa, (B, 1, T, keys) bool or none if causal, as eager attention adds it.
 
     Additive masks are returned as they are.
     """

@@ -126,7 +126,7 @@ def bind_attention(module: nn.Module, kind: AttentionKind) -> None:
 
 
 def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
-    """Let modules call our attention function where transformers would call another.
+    """Let modules call our attention function if transformers would call another.
 
     Raises: Unsupported unless each then computes the same without its mask.
     """

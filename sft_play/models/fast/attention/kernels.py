@@ -159,7 +159,7 @@ def attend_torch_varlen(
 def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad features with zeros to one size that flash attention takes.
 
-    Zeros change no score, and give zeros where values are padded.
+    Zeros change no score, and give zeros if values are padded.
     """
     widest = max(query.shape[-1], value.shape[-1])
     features = -(-widest // FLASH_HEAD_STEP) * FLASH_HEAD_STEP

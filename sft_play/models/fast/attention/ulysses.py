@@ -3,7 +3,7 @@
 Each of the c ranks of a group has T / c tokens of every row, one part after another, and computes
 on them whatever concerns a token alone. In attention they exchange: each rank gets all tokens of
 H / c heads, attends as if it were alone, with the boundaries of whole documents, and gives back to
-each rank the outputs of its tokens. Where there are fewer heads of keys and values than ranks, each
+each rank the outputs of its tokens. If there are fewer heads of keys and values than ranks, each
 is given to several ranks, and their gradients are added.
 
 Each exchange is one all-to-all; its gradient is the exchange back.

@@ -14,7 +14,7 @@ FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    """Return a model's modules of experts: the outermost wrapper where PEFT has wrapped one."""
+    """Return a model's modules of experts: the outermost wrapper if PEFT has wrapped one."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # a wrapper comes before what it wraps

@@ -253,7 +253,7 @@ def product(
 
     `weight` (experts, lines, ...), from `first_expert` on, has lines one behind the other;
     lines_are_summed says that they are K and not M. `packing` are the scales of packed weights, the
-    weights of each, and their type. `choices` is k where x are tokens.
+    weights of each, and their type. `choices` is k if x are tokens.
     """
     summed, features = x.shape[1], out.shape[1]
     most = tiles.shape[1]
@@ -288,7 +288,7 @@ def outer(
 ) -> None:
     """Write the sums of `products.rows_outer` to `out` (E, P, M), which may have any strides.
 
-    `choices` is k where y are tokens.
+    `choices` is k if y are tokens.
     """
     first, second = x.shape[1], y.shape[1]
     first_block, second_block = _side(first, MOST_RANKS), _side(second, 128)

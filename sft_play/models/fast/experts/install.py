@@ -104,7 +104,7 @@ def bind_gate(module: nn.Module, has_values: bool = True) -> None:
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward method of experts: fused, or its class's own where adapters are switched off.
+    """Forward method of experts: fused, or its class's own if adapters are switched off.
 
     Shapes: hidden states (N, H), experts of each token and their weights (N, k), to (N, H).
     """

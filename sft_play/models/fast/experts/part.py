@@ -22,9 +22,9 @@ from sft_play.plan.fast import PROVEN_EXPERTS
 
 
 def few_experts(module: nn.Module, call: Call) -> Part | None:
-    """Return a copy that has PROVEN_EXPERTS, and how to call it; None where all of them run.
+    """Return a copy that has PROVEN_EXPERTS, and how to call it; None if all of them run.
 
-    They do where a module has no more, and where ranks share its experts.
+    They do if a module has no more, and if ranks share its experts.
     """
     wrappers, experts = unwrap(module)
     count = true_shape(weight_of(experts, "down_proj"))[0]

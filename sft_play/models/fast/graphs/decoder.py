@@ -159,7 +159,7 @@ class GraphedDecoder:
         self.free_cache()
 
     def _agreed(self, call: DecoderCall | None) -> DecoderCall | None:
-        """Return the call in the shape of all ranks that share experts, None where it has none."""
+        """Return the call in the shape of all ranks that share experts, None if it has none."""
         if self.sharing is None:
             return call
         shape = common_shape(self.sharing.gather(None if call is None else call.shape))
@@ -171,7 +171,7 @@ class GraphedDecoder:
     def _record_what_comes_again(
         self, call: DecoderCall, kwargs: dict[str, Any]
     ) -> RecordedPass | None:
-        """Return a recording where the shape of a call was seen before."""
+        """Return a recording if the shape of a call was seen before."""
         first = self.first.setdefault(call.shape, call)
         if len(self.first) > MOST_RECORDINGS:
             self._stop(f"micro-batches have more than {MOST_RECORDINGS} shapes")
@@ -220,9 +220,9 @@ class GraphedDecoder:
 def graph_layers(
     model: PreTrainedModel, config: Config, plan: RunPlan, process: Process
 ) -> GraphedDecoder | None:
-    """Record the layers of a model from here on where train.cuda_graphs asks for it.
+    """Record the layers of a model from here on if train.cuda_graphs asks for it.
 
-    Call it before the first step, when the micro-batches are those of the run. Where layers cannot
+    Call it before the first step, when the micro-batches are those of the run. If layers cannot
     be recorded a warning says why, unless the plan did.
     """
     if not config.train.cuda_graphs:

@@ -36,12 +36,12 @@ class Shape(NamedTuple):
 
     rows: int
     tokens: int  # of a row
-    documents: int  # at most; 0 where rows are not packed
+    documents: int  # at most; 0 if rows are not packed
     longest: int  # tokens of a document, at most
 
 
 def common_shape(shapes: Sequence[Shape | None]) -> Shape | None:
-    """Return the shape in which ranks compute their calls together, None where there is none.
+    """Return the shape in which ranks compute their calls together, None if there is none.
 
     Rows of one call have one length, and a single row is filled up to any.
     """
@@ -60,7 +60,7 @@ class DecoderCall(NamedTuple):
     input_ids: Tensor  # (B, T)
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
-    most_tokens: int | None = None  # that a micro-batch of the run has, where it is known
+    most_tokens: int | None = None  # that a micro-batch of the run has, if it is known
     agreed: Shape | None = None  # among ranks that compute together
 
     @property
@@ -96,7 +96,7 @@ def readable_call(
     kwargs: dict[str, Any],
     most_tokens: int | None = None,
 ) -> DecoderCall | None:
-    """Return a decoder's arguments as a call, None where something else is among them."""
+    """Return a decoder's arguments as a call, None if something else is among them."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache", *BOUNDARIES}
     others = [value for name, value in kwargs.items() if name not in known]
     # a decoder with experts is told that nobody asks for their routers' numbers
@@ -227,7 +227,7 @@ class StaticHidden:
     def parts(self, shape: Shape, computed: Tensor | None) -> tuple[Tensor, ...]:
         """Return both (B, T, H) for a shape, in the type of what layers have `computed` of it.
 
-        None where that shape was asked for before.
+        None if that shape was asked for before.
         """
         tokens = shape.rows * shape.tokens
         if self.whole is None or self.whole.shape[1] < tokens:
@@ -329,7 +329,7 @@ class RecordedPass:
 
 
 def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
-    """Return |found - expected| / |expected|; 0 where both are 0, infinite for NaN."""
+    """Return |found - expected| / |expected|; 0 if both are 0, infinite for NaN."""
     wide = expected.to(found.device).float()
     size = wide.norm()
     difference = (found.float() - wide).norm() / torch.where(size == 0, 1.0, size)

@@ -38,7 +38,7 @@ def record_on_gpu() -> Record:
     pool = torch.cuda.graph_pool_handle()
 
     def record(launch: Callable[[], None]) -> Replay:
-        """Return what launches the same kernels again. Raises: RuntimeError where one cannot be."""
+        """Return what launches the same kernels again. Raises: RuntimeError if one cannot be."""
         graph = torch.cuda.CUDAGraph()
         # a recording that fails leaves its own stream behind
         with (

@@ -3,12 +3,12 @@
 Blocks of weights (64 of them, say) share a scale, and a weight is a code of 4 bits:
 
     w = round(codes[code] s)
-    s = absmax, or codes2[absmax] absmax2 + offset where the absmax are packed too (8 bits each)
+    s = absmax, or codes2[absmax] absmax2 + offset if the absmax are packed too (8 bits each)
 
 Products and sums are float32, each rounded on its own; products too small for a normal float32 are
 0. Two codes lie in a byte, the first one in its high bits. bitsandbytes launches one kernel for
 that, and two more for packed absmax; `four_bit_kernels` does all in one, at the speed of memory.
-bitsandbytes itself is the reference, and runs where there is no kernel.
+bitsandbytes itself is the reference, and runs if there is no kernel.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from sft_play.models.mxfp4 import Mxfp4State, is_turned, stored_shape
 WORD_BYTES = 4  # the kernel reads 8 codes at once
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights; those of bitsandbytes
 UNPACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LINE_BLOCKS = (32, 64)  # weights that share a scale where kernels read lines
+LINE_BLOCKS = (32, 64)  # weights that share a scale if kernels read lines
 
 
 def unpack(weight: Params4bit) -> Tensor:
@@ -64,7 +64,7 @@ class InLines(NamedTuple):
 
 
 def lines_of(weight: Tensor) -> InLines | None:
-    """Return how packed 3-D weights lie, None for others and where a block is in two lines."""
+    """Return how packed 3-D weights lie, None for others and if a block is in two lines."""
     state = getattr(weight, "quant_state", None)
     if state is None or len(state.shape) != 3 or state.blocksize not in LINE_BLOCKS:
         return None

@@ -147,7 +147,7 @@ def _unpack_scales(
 def unpack(packed: Tensor, state: QuantState, experts: slice | None = None) -> Tensor:
     """Return a packed weight for which `four_bit.has_kernel`, of the shape that is stored.
 
-    Of `experts` alone, where the blocks of each are its own.
+    Of `experts` alone, if the blocks of each are its own.
     """
     shape = stored_shape(state)
     past_blocks = 0

@@ -144,7 +144,7 @@ LEAST_ROWS = 4096
 def forward_with_adapter(
     gate: Tensor, up: Tensor, activation: Activation, a: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return h (N, I), and h A^T (N, r) where the kernel has it. A (r, I); None: no adapter."""
+    """Return h (N, I), and h A^T (N, r) if the kernel has it. A (r, I); None: no adapter."""
     if a is None or not fit_one_kernel(gate, up, len(a), LEAST_ROWS):
         return glu_forward(gate, up, activation), None
     from sft_play.models.fast.linears import glu_adapter_kernels  # Triton needs a GPU

@@ -89,7 +89,7 @@ def _backward(
         of_up = of_up.to(dup.dtype.element_ty)
         tl.store(dgate + at_row + at, of_gate, inside)
         tl.store(dup + at_row + at, of_up, inside)
-        tl.store(dh + at_row + at, product, inside)  # h, where this program has read dh
+        tl.store(dh + at_row + at, product, inside)  # h, if this program has read dh
         scaled = of_gate.to(tl.float32) * tl.load(gate_columns + at, inside, 0)
         largest_gate = tl.maximum(largest_gate, tl.abs(scaled))
         scaled = of_up.to(tl.float32) * tl.load(up_columns + at, inside, 0)

@@ -155,7 +155,7 @@ def _why_base_not_fusable(base: nn.Module) -> str | None:
 def why_hooked(module: nn.Module) -> str | None:
     """Return why a module's hooks forbid fusing: a fused function would skip them.
 
-    DeepSpeed's may be skipped, where the layer gathers the module's weights.
+    DeepSpeed's may be skipped, if the layer gathers the module's weights.
     """
     if is_hooked_by_deepspeed(module):
         return None
@@ -268,7 +268,7 @@ class LoraLinearsFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `known` is x in float8, where the kernel that computed it has quantised it. `parameters`
+        `known` is x in float8, if the kernel that computed it has quantised it. `parameters`
         are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type, and `copies` the same
         in the dtype of products, if there are some.
         """
@@ -297,7 +297,7 @@ class LoraLinearsFunction(torch.autograd.Function):
 def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
     """Copy a model's adapters before each forward pass of its decoder in training.
 
-    Only where they are complete on one device: `wrapped`, what the trainer calls, is the model or
+    Only if they are complete on one device: `wrapped`, what the trainer calls, is the model or
     DDP.
     """
     decoder = decoder_of(base_model_of(model))
@@ -344,7 +344,7 @@ class AdapterCopies:
         self.copies: list[Tensor] = []
 
     def __call__(self, decoder: nn.Module, *_: Any) -> None:
-        """Refresh the copies where adapters are multiplied in another dtype than their own."""
+        """Refresh the copies if adapters are multiplied in another dtype than their own."""
         if not is_training(decoder):
             return
         device = self.adapters[0].device.type

@@ -169,7 +169,7 @@ def down_backward(
     """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
 
     dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
-    of gate's and up's rows; where both have some, their gradients are quantised, too.
+    of gate's and up's rows; if both have some, their gradients are quantised, too.
     """
     du, db = rank_and_output_gradients([dy], ha, [down], adapters, dtype)
     dh = input_gradient([dy], du, [down], adapters)

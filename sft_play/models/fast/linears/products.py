@@ -42,7 +42,7 @@ class FrozenLinear(NamedTuple):
     columns: slice  # of x A^T (N, R), that are the adapter's
     row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
     is_partitioned: bool = False  # by ZeRO-3
-    delivered: DeliveredLinear | None = None  # the layer, where it rounds
+    delivered: DeliveredLinear | None = None  # the layer, if it rounds
     adapter: tuple[Tensor | None, Tensor | None] = (None, None)  # A and B as they are trained
 
     def rounded_weight(self, dtype: torch.dtype) -> Tensor:
@@ -115,7 +115,7 @@ def project(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return y_i (..., out_i) of x (..., in), and x A^T (N, R).
 
-    `known` is x in float8, and `xa` is x A^T, where whoever computed x has them.
+    `known` is x in float8, and `xa` is x A^T, if whoever computed x has them.
     """
     flat = x.reshape(-1, x.shape[-1])
     if xa is None and adapters.a is not None:

@@ -46,7 +46,7 @@ def without_gradients(function: Function, x: Tensor) -> Tensor:
 def set_tiled(layer: nn.Module, is_on: bool) -> None:
     """Cut long rows in the MLPs of a layer that is recomputed, or in none of a layer.
 
-    Not with dropout, which would differ, nor where ZeRO-3 divides weights.
+    Not with dropout, which would differ, nor if ZeRO-3 divides weights.
     """
     for module in layer.modules():
         if "is_tiled" in vars(module):

@@ -33,7 +33,7 @@ def norm_then_sigmoid(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def silu_then_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
-    """Return w u / rms(u) of u = x * silu(gate), in groups of features where the norm has some."""
+    """Return w u / rms(u) of u = x * silu(gate), in groups of features if the norm has some."""
     from fla.modules.norm.layernorm_gated import rmsnorm_fn
 
     features = x.shape[-1]

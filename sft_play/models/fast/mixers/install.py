@@ -52,7 +52,7 @@ MIN_LEAK = 0.01
 def hiding_documents(decoder: nn.Module) -> Iterator[None]:
     """Call the mixers that are likely such without what names documents.
 
-    Their own code may reset one of its states by it, or refuse it where it has no kernels.
+    Their own code may reset one of its states by it, or refuse it if it has no kernels.
     """
 
     def hide(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -86,7 +86,7 @@ def find_mixers(setup: TrainingSetup) -> list[tuple[Trial, list[nn.Module]]]:
 
 
 def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules that look as if they kept a state, where nothing can be measured.
+    """Return the modules that look as if they kept a state, if nothing can be measured.
 
     They call kernels that are known to keep one, or have a convolution over tokens.
     """

@@ -54,7 +54,7 @@ def _norms_before_linears(
 
     The gradient of their output belongs to nobody else, and may be overwritten.
     """
-    # the norm before the output head; where there are more, one may be added to embeddings
+    # the norm before the output head; if there are more, one may be added to embeddings
     found = norms & set(setup.decoder.children())
     if len(found) > 1:
         found = set()

@@ -145,7 +145,7 @@ class AddNormFunction(torch.autograd.Function):
 
 
 class Reference:
-    """The formulas in torch, for CPUs and tests. It rounds where transformers' norms round."""
+    """The formulas in torch, for CPUs and tests. It rounds if transformers' norms round."""
 
     @staticmethod
     def forward(
