@@ -53,7 +53,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      "not valid JSON: it holds NUL bytes; if the file is UTF-16, save it as UTF-8"),
     ("a.jsonl", LINE * 3 + "é".encode("latin-1") + LINE, ":4", "not UTF-8 at byte 0"),
     ("a.jsonl", LINE + b"\xef\xbb\xbf" + LINE, ":2",
-     "begins with a byte order mark, as where files were joined; delete the mark"),
+     "begins with a byte order mark, as in joined files; delete the mark"),
     ("a.jsonl", b'{"text": "x", "text": "y"}', ":1",
      "not valid JSON: the key 'text' stands twice in one object"),
     ("a.jsonl", b"question,answer\nq,a\n", ":1", "not valid JSON: Expecting value at column 1"),
