@@ -14,8 +14,8 @@ from conftest import ROOT
 from sft_play.config.schema import settings
 from sft_play.config.unknown import suggest
 from sft_play.errors import ExitClass
-from tools.docs import errors, migration, promises, timelines
-from tools.docs.__main__ import DOCS, PAGES, PICTURE, page
+from tools.docs import errors, migration, promises
+from tools.docs.__main__ import DOCS, PAGES, page
 
 EVERY_PAGE = (
     ROOT / "README.md",
@@ -31,10 +31,6 @@ PARSERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load}
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_that_the_code_writes_is_up_to_date(name):
     assert (DOCS / name).read_text(encoding="utf-8") == page(name), "run python -m tools.docs"
-
-
-def test_the_picture_is_the_one_that_is_drawn():
-    assert PICTURE.read_text(encoding="utf-8") == timelines.svg(), "run python -m tools.docs"
 
 
 def test_messages_are_read_with_their_class_and_place():

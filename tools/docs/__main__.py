@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sft_play.config.loader import PROJECT_ROOT
-from tools.docs import commands, errors, migration, promises, support, timelines
+from tools.docs import commands, errors, migration, promises, support
 
 DOCS = PROJECT_ROOT / "docs"
-PICTURE = DOCS / "timelines.svg"
 MARK = "<!-- From here on written by `python -m tools.docs`; edit the code instead. -->\n"
 PAGES: Mapping[str, Callable[[], str]] = {
     "evidence/commands.md": commands.markdown,
@@ -31,8 +30,7 @@ def page(name: str) -> str:
 
 
 def main() -> None:
-    """Write the pages, and the picture that is drawn."""
-    PICTURE.write_text(timelines.svg(), encoding="utf-8")
+    """Write the pages."""
     for name in PAGES:
         (DOCS / name).write_text(page(name), encoding="utf-8")
 
