@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.machine import ROOT
 from benchmarks.workloads import TOY, BaseModel
-from sft_play.plan.model_shape import known_models
+from sft_play.plan.config_json import known_models
 
 if TYPE_CHECKING:
     import torch

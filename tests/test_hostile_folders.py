@@ -19,8 +19,8 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_errors_in_words
 from sft_play.models.expert_adapters import load_adapter
 from sft_play.plan.base_model import require_base
+from sft_play.plan.config_json import load_positions
 from sft_play.plan.model_shape import load_shape
-from sft_play.plan.rope import load_positions
 from sft_play.runs.model_folder import find_model, read_adapter_config
 
 FOLDERS = hostile.configs() | hostile.files() | hostile.headers() | hostile.indexes()

@@ -11,7 +11,7 @@ from sft_play.plan import memory
 from sft_play.plan.cards import CARDS
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.next_command import smaller_settings
-from sft_play.plan.speed import full_rows, predict
+from sft_play.plan.speed import predict
 from sft_play.plan.step import Layout
 from sft_play.plan.structure import MatrixKind
 from sft_play.plan.workload import describe_float8
@@ -57,9 +57,8 @@ def test_a_step_over_float8_needs_less_than_its_weights_save():
 
 
 def test_an_8b_step_over_float8_is_as_fast_as_its_products():
-    layout, work = EXAMPLE.layout, full_rows(EXAMPLE.layout)
     plain, float8 = (
-        predict(replace(EXAMPLE.step, is_float8=is_float8), layout, work, CARDS["H200"])
+        predict(replace(EXAMPLE.step, is_float8=is_float8), EXAMPLE.layout, CARDS["H200"])
         for is_float8 in (False, True)
     )
     assert 1.3 < float8.tokens_per_second / plain.tokens_per_second < 10.1 / 5.2

@@ -12,15 +12,8 @@ from huggingface_hub import constants
 from plan_examples import EIGHT_B
 
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.model_shape import (
-    KNOWN,
-    ModelShape,
-    go_offline_without_network,
-    known_model,
-    known_models,
-    load_shape,
-    shape_of,
-)
+from sft_play.plan.config_json import KNOWN, go_offline_without_network, known_model, known_models
+from sft_play.plan.model_shape import ModelShape, load_shape, shape_of
 from sft_play.plan.step import Adapters
 
 TINY = {

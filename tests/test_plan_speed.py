@@ -20,13 +20,13 @@ from benchmarks.workloads import WORKLOADS
 from sft_play.models.structure import count_structure
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, key_of, parse
-from sft_play.plan.model_shape import ModelShape, known_models, load_shape, shape_of
+from sft_play.plan.config_json import known_models
+from sft_play.plan.model_shape import ModelShape, load_shape, shape_of
 from sft_play.plan.speed import (
     LABELLED,
     OVERHEAD_TOKENS,
     Speed,
     StepWork,
-    full_rows,
     overhead_tokens,
     predict,
 )
@@ -49,7 +49,7 @@ def speed(
     card: str = "H200", work: StepWork | None = None, nodes: int = 1, **changes: Any
 ) -> Speed:
     step, layout = EXAMPLE.changed(**changes)
-    found = predict(step, layout, work or full_rows(layout), CARDS[card], nodes)
+    found = predict(step, layout, CARDS[card], nodes, work)
     assert found is not None
     return found
 
@@ -280,12 +280,11 @@ def test_tokens_without_a_label_are_faster_where_the_head_leaves_them_out():
 
 def test_nothing_is_said_of_what_nobody_knows():
     step, layout = EXAMPLE
-    work = full_rows(layout)
     card = CARDS["H200"]
-    assert predict(step, layout, work, card) is not None
-    assert predict(step, layout, work, None) is None
-    assert predict(replace(step, is_gpu=False), layout, work, card) is None
-    assert predict(replace(step, compute_bytes=4), layout, work, card) is None
+    assert predict(step, layout, card) is not None
+    assert predict(step, layout, None) is None
+    assert predict(replace(step, is_gpu=False), layout, card) is None
+    assert predict(replace(step, compute_bytes=4), layout, card) is None
 
 
 # Cards

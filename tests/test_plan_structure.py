@@ -21,8 +21,9 @@ from sft_play.errors import EnvironmentFault
 from sft_play.models import lora
 from sft_play.models import structure as counter
 from sft_play.plan import counting
+from sft_play.plan.config_json import KNOWN
 from sft_play.plan.counting import load_counted_shape
-from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
+from sft_play.plan.model_shape import LLAMA_LIKE, load_shape, shape_of
 from sft_play.plan.recipe import describe_weights
 from sft_play.plan.speed import step_flops
 from sft_play.plan.step import Adapters

@@ -29,7 +29,7 @@ from sft_play.models.step_meter import MemoryTracker, StepMeter, StepSetup
 from sft_play.models.trace import tracing
 from sft_play.plan import counting, memory
 from sft_play.plan.cards import parse
-from sft_play.plan.model_shape import known_model
+from sft_play.plan.config_json import known_model
 from sft_play.plan.report import closed_form
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun

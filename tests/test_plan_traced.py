@@ -20,7 +20,7 @@ from sft_play.models import structure, trace
 from sft_play.models.step_meter import StepSetup
 from sft_play.plan import counting, report
 from sft_play.plan.cards import parse
-from sft_play.plan.model_shape import KNOWN, known_model
+from sft_play.plan.config_json import KNOWN, known_model
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json

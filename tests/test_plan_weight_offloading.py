@@ -9,7 +9,7 @@ from sft_play.errors import ConfigError
 from sft_play.plan.cards import CARDS
 from sft_play.plan.memory import GIB, layer_bytes, offloaded_weight_bytes, step_bytes
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.plan.speed import full_rows, predict
+from sft_play.plan.speed import predict
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B"
 LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B"
@@ -71,7 +71,7 @@ def test_copies_hide_behind_large_micro_batches_and_set_the_pace_of_small_ones()
     def seconds(rows: int, layers: int) -> float:
         layout = replace(plan.layout, batch_size=rows, grad_accum=1, fullest_step=None)
         step = replace(plan.step, offloaded_weight_layers=layers)
-        return predict(step, layout, full_rows(layout), card).compute_seconds
+        return predict(step, layout, card).compute_seconds
 
     assert seconds(16, 32) == pytest.approx(seconds(16, 0))
     copies = 2 * offloaded_weight_bytes(plan.step) / link

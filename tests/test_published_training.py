@@ -36,7 +36,7 @@ from sft_play.errors import SftPlayError
 from sft_play.evaluation import plain
 from sft_play.inference.merge import merge_run
 from sft_play.models.architecture import towers_of
-from sft_play.plan.model_shape import known_model
+from sft_play.plan.config_json import known_model
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_NAME = re.compile(r"(?:MODEL_NAME=|model\.name=|\bname: )\"?([\w-]+/[\w.-]+)")

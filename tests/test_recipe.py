@@ -16,8 +16,8 @@ from sft_play.data.pipeline import build_run_data
 from sft_play.data.row_facts import look_at_rows
 from sft_play.errors import ConfigError
 from sft_play.plan import recipe
+from sft_play.plan.config_json import positions_of
 from sft_play.plan.recipe import RecipeFacts, RowFacts
-from sft_play.plan.rope import positions_of
 from sft_play.training.arguments import training_arguments
 
 EMPTY = str(NO_CONFIG)

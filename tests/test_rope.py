@@ -16,7 +16,7 @@ from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models.load import load_base
 from sft_play.models.positions import keep_angles_exact, with_stretched_rope
-from sft_play.plan.rope import load_positions, positions_of, stretch
+from sft_play.plan.config_json import load_positions, positions_of, stretch
 from sft_play.process import Process
 from sft_play.runs import stamp
 

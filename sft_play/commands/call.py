@@ -15,9 +15,9 @@ from sft_play.config.yaml_source import Located
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, devices, recipe, sources
 from sft_play.plan.base_model import model_inside, require_base
+from sft_play.plan.config_json import load_positions
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.resolve import resolve
-from sft_play.plan.rope import load_positions
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_of_adapter
 from sft_play.runs.files import write_text

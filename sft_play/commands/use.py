@@ -16,7 +16,7 @@ from sft_play.config.schema import env_name, settings
 from sft_play.config.sections.model import ModelSection
 from sft_play.config.yaml_source import Located
 from sft_play.plan import devices
-from sft_play.plan.rope import load_positions
+from sft_play.plan.config_json import load_positions
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs import folder as run_folders
 from sft_play.runs import lock, stamp

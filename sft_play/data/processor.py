@@ -24,7 +24,7 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample, get_images
 from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
 from sft_play.data.templates import RenderError
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.plan.model_shape import find_file, is_composite
+from sft_play.plan.config_json import find_file, is_composite
 from sft_play.runs.model_folder import read_object
 
 BOUNDS = ("min_pixels", "max_pixels")

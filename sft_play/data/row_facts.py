@@ -30,7 +30,7 @@ from sft_play.data.sources import (
 )
 from sft_play.errors import DataError
 from sft_play.plan import sources
-from sft_play.plan.model_shape import find_file
+from sft_play.plan.config_json import find_file
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, epoch_rows
 from sft_play.runs.files import read_json, write_json

@@ -28,7 +28,7 @@ from sft_play.data.row_formats import RowFormat
 from sft_play.data.rows import Columns, Json
 from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
-from sft_play.plan.model_shape import go_offline_without_network
+from sft_play.plan.config_json import go_offline_without_network
 from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)

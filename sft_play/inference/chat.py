@@ -22,7 +22,7 @@ from sft_play.errors import DataError, EnvironmentFault
 from sft_play.evaluation.generate import Answer
 from sft_play.inference.file_answers import written_messages
 from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_to_answer
-from sft_play.plan.rope import positions_of
+from sft_play.plan.config_json import positions_of
 from sft_play.progress import visible
 from sft_play.runs.files import json_line, write_text
 from sft_play.runs.folder import RunFolder

@@ -31,9 +31,9 @@ from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import read_stops, stops_of
 from sft_play.models.images import image_inputs_of
 from sft_play.models.load import load_base
+from sft_play.plan.config_json import positions_of
 from sft_play.plan.launch import allocator_defaults
 from sft_play.plan.ranks import precision
-from sft_play.plan.rope import positions_of
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
 from sft_play.runs import seal, stamp

@@ -22,8 +22,8 @@ from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.loading import quantise_on_meta
 from sft_play.models.load import loading_options, weight_dtype
+from sft_play.plan.config_json import known_model
 from sft_play.plan.counting import grown_vocabulary
-from sft_play.plan.model_shape import known_model
 
 
 def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.model_shape import ModelConfigJson, find_file, known_model, load_model_config
+from sft_play.plan.config_json import ModelConfigJson, find_file, known_model, load_model_config
 from sft_play.plan.stored_as import refuse_untrainable, stored_as
 from sft_play.runs.model_folder import Header, read_headers, read_object, refuse_odd_files
 

@@ -9,7 +9,7 @@ from sft_play.config.sections.base import MOST_ROWS
 from sft_play.errors import ConfigError
 from sft_play.plan import memory
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.speed import OVERHEAD_TOKENS, RECOMPUTED
+from sft_play.plan.speed import OVERHEAD_TOKENS, RECOMPUTED, Speed
 from sft_play.plan.step import Layout, StepSpec
 
 # Beyond so many tokens in a micro-batch an H200 gains under 3 % in speed.
@@ -19,7 +19,7 @@ SATURATED_TOKENS, SATURATED_LOSS = 8192, 0.03
 HOST_MARGIN = 2.0
 
 PeakBytes = Callable[[Layout], int]
-SpeedOf = Callable[[StepSpec, Layout], float | None]
+SpeedOf = Callable[[StepSpec, Layout], Speed | None]
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,6 @@ def _saturating_tokens(most: float, overhead: float) -> float:
     return min(SATURATED_TOKENS, tokens)
 
 
-def automatic(request: BatchRequest) -> BatchRequest:
-    """Return the request with nothing but the effective batch set."""
-    return replace(request, batch_size="auto", grad_accum="auto", gradient_checkpointing="auto")
-
-
 STEP_TOKENS = 1024
 MOST_TOKENS = 2**21
 
@@ -229,11 +224,11 @@ class LongestRow:
     host_bytes: int = 0  # of offloaded activations, for each rank
     tokens_per_second: float | None = None  # None: nothing is known of the device
 
-    def speed(self) -> str:
-        """Return the speed in words, after a space; "" where it is not known."""
-        return (
-            "" if self.tokens_per_second is None else f" at {self.tokens_per_second:,.0f} tokens/s"
-        )
+    def describe(self) -> str:
+        """Return the tokens, with the speed if it is known."""
+        rate = self.tokens_per_second
+        speed = "" if rate is None else f" at {rate:,.0f} tokens/s"
+        return f"{self.tokens:,} tokens{speed}"
 
 
 @dataclass(frozen=True)
@@ -246,11 +241,10 @@ class LongestRows:
 
     def describe(self) -> str:
         """Return both in words, for the report."""
-        rows = [f"{self.kept.tokens:,} tokens{self.kept.speed()}"] if self.kept.tokens else []
+        rows = [self.kept.describe()] if self.kept.tokens else []
         if self.offloaded is not None:
             host = f"{self.offloaded.host_bytes / memory.GIB:.1f} GiB of host memory for each GPU"
-            offloaded = f"{self.offloaded.tokens:,} tokens{self.offloaded.speed()}"
-            rows.append(f"{offloaded} with activations offloaded to {host}")
+            rows.append(f"{self.offloaded.describe()} with activations offloaded to {host}")
         if not rows:
             return f"not even {STEP_TOKENS:,} tokens fit"
         if self.has_weights_on_host:
@@ -267,38 +261,37 @@ def longest_rows(
     rank's device; host memory is not limited. `speed_of` returns the tokens per second of a step.
     """
     has_weights_on_host = step.offloaded_weight_layers > 0
-    if has_weights_on_host:
-        step = replace(step, offloaded_weight_layers=step.model.layers)
-    step = replace(step, keeps_attention=False, host_layers=None)
-    kept = _longest(replace(step, offload_activations=False), request, budget_bytes, speed_of)
-    if not step.is_gpu or not request.recomputes_by_layer or not _recomputes(request):
-        return LongestRows(kept, None, has_weights_on_host)
-    offloaded = _longest(replace(step, offload_activations=True), request, budget_bytes, speed_of)
+    layers = 0 if request.gradient_checkpointing is False else step.model.layers
+    row = replace(
+        request.row,
+        grad_accum=2,  # gradients of other rows are held
+        checkpointed_layers=layers,
+        fullest_step=None,
+    )
+
+    def longest(offloads: bool) -> LongestRow:
+        each = replace(
+            step,
+            keeps_attention=False,
+            host_layers=None,
+            offload_activations=offloads,
+            offloaded_weight_layers=step.model.layers if has_weights_on_host else 0,
+        )
+
+        def is_too_long(tokens: int) -> bool:
+            return memory.peak_bytes(each, replace(row, max_seq_len=tokens)) > budget_bytes
+
+        lengths = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
+        tokens = STEP_TOKENS * bisect_left(lengths, True, key=is_too_long)
+        if not tokens:
+            return LongestRow(0)
+        layout = replace(row, max_seq_len=tokens)
+        speed = speed_of(each, layout)
+        rate = speed and speed.tokens_per_second
+        return LongestRow(tokens, offloaded_bytes(each, layout), rate)
+
+    kept = longest(offloads=False)
+    can_offload = step.is_gpu and request.recomputes_by_layer and layers > 0
+    offloaded = longest(offloads=True) if can_offload else kept
     longer = offloaded if offloaded.tokens > kept.tokens else None
     return LongestRows(kept, longer, has_weights_on_host)
-
-
-def _longest(
-    step: StepSpec, request: BatchRequest, budget_bytes: int, speed_of: SpeedOf
-) -> LongestRow:
-    lengths = range(STEP_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
-
-    def is_too_long(tokens: int) -> bool:
-        layout = _one_row(step, request, tokens)
-        return memory.peak_bytes(step, layout) > budget_bytes
-
-    tokens = STEP_TOKENS * bisect_left(lengths, True, key=is_too_long)
-    if not tokens:
-        return LongestRow(0)
-    layout = _one_row(step, request, tokens)
-    return LongestRow(tokens, offloaded_bytes(step, layout), speed_of(step, layout))
-
-
-def _one_row(step: StepSpec, request: BatchRequest, tokens: int) -> Layout:
-    layers = step.model.layers if _recomputes(request) else 0
-    row = replace(request.row, max_seq_len=tokens, checkpointed_layers=layers, fullest_step=None)
-    return replace(row, grad_accum=2)  # gradients of other rows are held
-
-
-def _recomputes(request: BatchRequest) -> bool:
-    return request.gradient_checkpointing is not False

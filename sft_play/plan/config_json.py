@@ -1,16 +1,31 @@
-"""A model's config.json, checked: anyone may have written it. Loads no torch."""
+"""A model's config.json: where it is, its values, checked, and the longest sequence that it names.
 
+Anyone may have written it. Loads no torch.
+"""
+
+import difflib
+import json
 import os
 import re
+import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
 
-from sft_play.errors import EnvironmentFault
+from sft_play.config.layers import nearest_path
+from sft_play.config.sections.model import ModelSection, RopeScalingSection
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
+from sft_play.plan.structure import Structure, structure_from_json
 from sft_play.runs.model_folder import read_object
 
+# what config.json has beside a language model's sizes where the model also reads something else
+TOWERS = ("vision_config", "audio_config", "speech_config")
+KNOWN = Path(__file__).parent / "known_models.json"
 ModelConfigJson = Mapping[str, Any]  # a transformers config.json
 COUNT = re.compile(r"(layer|block|head|expert)s?$")  # of modules, which are built one by one
 MAX_COUNT = 4096
@@ -85,3 +100,268 @@ def _refuse_too_many(part: ModelConfigJson, name: str) -> None:
             raise _wrong(name, key, value, f"no model has more than {MAX_COUNT}")
         if isinstance(value, dict):
             _refuse_too_many(value, name)
+
+
+def text_part(config: ModelConfigJson) -> ModelConfigJson:
+    """Return the part of a config.json that describes the language model."""
+    return config.get("text_config") or config
+
+
+def is_composite(config: ModelConfigJson) -> bool:
+    """Return whether a config.json describes a language model with towers."""
+    return any(isinstance(config.get(key), Mapping) for key in TOWERS)
+
+
+class ModelFacts(NamedTuple):
+    """The config.json of a model, and what was counted of a well-known one of these sizes."""
+
+    name: str  # of several well-known models of one shape, the first in the file; "" for others
+    config: ModelConfigJson
+    structure: Structure | None  # where the config does not say it all
+
+
+def load_facts(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelFacts:
+    """Return the config.json of a model, and the well-known model of the same sizes.
+
+    Raises: EnvironmentFault when there is no config.json.
+    """
+    known = known_model(name)
+    if known is not None:  # before the cache: the plan of a shipped config is the same everywhere
+        return known
+    config = load_model_config(name, revision, environ)
+    same = (each for each in known_models().values() if _has_values(config, each.config))
+    return next(same, ModelFacts("", config, None))._replace(config=config)
+
+
+def _has_values(config: ModelConfigJson, wanted: ModelConfigJson) -> bool:
+    """Return whether a config.json has all wanted values, and maybe others."""
+    for key, value in wanted.items():
+        found = config.get(key)
+        if isinstance(value, Mapping) and isinstance(found, Mapping):
+            if not _has_values(found, value):
+                return False
+        elif found != value:
+            return False
+    return True
+
+
+def load_model_config(
+    name: str, revision: str | None, environ: Mapping[str, str]
+) -> ModelConfigJson:
+    """Return the config.json of a local model, or of one in the hub's cache or on the hub.
+
+    Raises: EnvironmentFault when it is in none of these places.
+    """
+    if Path(name).is_dir():
+        return read_config_json(Path(name) / "config.json", name)
+    path = find_file(name, "config.json", revision, environ) or download(name, revision)
+    return read_config_json(path, name)
+
+
+def known_model(name: str) -> ModelFacts | None:
+    """Return a well-known model by its name in any case, None for any other and for a folder."""
+    if Path(name).is_dir():
+        return None
+    for known, model in known_models().items():
+        if known.lower() == name.lower():
+            return model
+    return None
+
+
+@cache
+def known_models() -> dict[str, ModelFacts]:
+    """Return all well-known models by name.
+
+    The file has each shape once; models of the same shape are its list `also`.
+    """
+    models: dict[str, ModelFacts] = {}
+    for name, config in json.loads(KNOWN.read_text(encoding="utf-8")).items():
+        others = config.pop("also", [])
+        counted = config.pop("structure", None)
+        structure = None if counted is None else structure_from_json(counted)
+        models.update(dict.fromkeys([name, *others], ModelFacts(name, config, structure)))
+    return models
+
+
+def _similar_names(name: str) -> str:
+    """Return a hint with the well-known names like this one, owners aside; empty for none."""
+    names = {known.rpartition("/")[2].lower(): known for known in known_models()}
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=2)
+    return f"; known without the hub: {', '.join(names[found] for found in near)}" if near else ""
+
+
+def find_file(
+    name: str, file: str, revision: str | None, environ: Mapping[str, str]
+) -> Path | None:
+    """Return a file of a local model or of one in the cache of huggingface_hub, None without it.
+
+    The import of huggingface_hub would take half a second.
+    """
+    path = Path(name) / file
+    if not Path(name).is_dir():
+        cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
+        home = Path(environ.get("HF_HOME") or cache_home / "huggingface")
+        hub = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        repo = hub / f"models--{name.replace('/', '--')}"
+        reference = repo / "refs" / (revision or "main")
+        commit = reference.read_text().strip() if reference.is_file() else revision or ""
+        if not commit:
+            return None
+        path = repo / "snapshots" / commit / file
+    return path if path.is_file() else None
+
+
+def go_offline_without_network() -> None:
+    """Let the hub's libraries ask their cache alone where the hub's name is not known here.
+
+    They would try for half a minute.
+    """
+    from urllib.request import getproxies  # 30 ms, and few commands ask the hub
+
+    from huggingface_hub import constants
+
+    if getproxies():
+        return
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def download(name: str, revision: str | None) -> Path:
+    """Return a config.json of the hub. Raises: EnvironmentFault when it cannot be fetched."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    go_offline_without_network()
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        is_path = isinstance(error, HFValidationError) or (
+            "/" in name and Path(name).parent.is_dir()
+        )
+        near = nearest_path(name)
+        if near and Path(near, "config.json").is_file():
+            raise EnvironmentFault(
+                f"model.name={name}: no folder of that name here; did you mean {near}?"
+            ) from None
+        if is_path and not isinstance(error, GatedRepoError):
+            raise EnvironmentFault(
+                f"model.name={name}: no folder with a config.json, and no name of the hub, which "
+                f"is owner/name; set MODEL_NAME to one of them{_similar_names(name)}"
+            ) from None
+        raise EnvironmentFault(
+            f"model.name={name}: no folder of that name here, and the hub gave none "
+            f"({first_line(error)}); check the name, run `hf auth login` for a gated model, or "
+            f"download it elsewhere and set MODEL_NAME to the folder{_similar_names(name)}"
+        ) from None
+
+
+# what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+# What a rope has whatever its type
+KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as Llama 3.1 has them
+HAVE_ORIGINAL = ("yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class StretchedRope:
+    """What a stretched rope changes in the config of a model."""
+
+    parameters: dict[str, Any]  # rope_parameters of transformers
+    original: int  # tokens that the base takes
+    positions: int  # tokens that the model takes now
+    max_position_embeddings: int  # of config.json; dynamic stretches beyond it
+
+
+def stretch(
+    rope: Mapping[str, Any], max_position_embeddings: int, wanted: RopeScalingSection
+) -> StretchedRope:
+    """Return a base's rope as `wanted` stretches it.
+
+    `rope` is the base's rope_parameters. A rope that is stretched so already stays as it is: the
+    saved model of a run is read with the run's settings.
+
+    Raises: ConfigError for a model with a rope for each kind of layer.
+    """
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        kinds = ", ".join(sorted(rope))
+        raise ConfigError(
+            f"model.rope_scaling.rope_type={wanted.rope_type}: the base has a rope for each kind "
+            f"of layer ({kinds}); stretch them in a copy of its config.json, and set "
+            "MODEL_ROPE_SCALING_ROPE_TYPE=null"
+        )
+    original = (
+        wanted.original_max_position_embeddings
+        or rope.get("original_max_position_embeddings")
+        or max_position_embeddings
+    )
+    is_done = (rope.get("rope_type"), rope.get("factor")) == (wanted.rope_type, wanted.factor)
+    if is_done and wanted.rope_type == "linear":  # whose config.json does not say where it began
+        original = int(max_position_embeddings / wanted.factor)
+    parameters = {name: rope[name] for name in KEPT if rope.get(name) is not None}
+    if wanted.rope_type == "llama3":
+        parameters |= LLAMA3
+    parameters |= wanted.model_dump(exclude_none=True)
+    if wanted.rope_type in HAVE_ORIGINAL:
+        parameters["original_max_position_embeddings"] = original
+    positions = int(original * wanted.factor)
+    is_dynamic = wanted.rope_type == "dynamic"
+    return StretchedRope(parameters, original, positions, original if is_dynamic else positions)
+
+
+def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
+    """Return the tokens of the longest sequence that a model can take, None if nobody says.
+
+    A rope that is stretched by model.rope_scaling counts.
+
+    Models of the same shape differ in it, so that of a well-known model is unknown too before its
+    config.json is in the hub's cache, unless `may_fetch`.
+
+    Raises: EnvironmentFault when it cannot be fetched.
+    """
+    path = find_file(model.name, "config.json", model.revision, environ)
+    if path is None and may_fetch:
+        path = download(model.name, model.revision)
+    if path is None:
+        return None
+    config = read_config_json(path, model.name)
+    longest = _longest(text_part(config))
+    if model.rope_scaling.rope_type is None or longest is None:
+        return positions_of(config)
+    return stretch(_read_rope(text_part(config)), longest, model.rope_scaling).positions
+
+
+def positions_of(config: ModelConfigJson) -> int | None:
+    """Return the tokens of the longest sequence that a model can take, None if it says nothing.
+
+    A rope that is stretched by a factor takes as much more than the sequences it began with.
+    """
+    text = text_part(config)
+    positions = _longest(text)
+    rope = _read_rope(text)
+    factor = rope.get("factor")
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "dynamic":  # config.json has the length that it begins at
+        original = positions
+    if positions is None or not original or not factor:
+        return positions
+    return max(positions, int(original * factor))
+
+
+def _longest(text: ModelConfigJson) -> int | None:
+    """Return the positions that a config.json names, None if it names none."""
+    found = (text.get(key) for key in POSITIONS)
+    return next((value for value in found if type(value) is int and value > 0), None)
+
+
+def _read_rope(text: ModelConfigJson) -> ModelConfigJson:
+    """Return the rope of a config.json, of earlier versions of transformers too."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return {"rope_type": rope.get("type", "default"), **rope}

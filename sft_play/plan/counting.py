@@ -27,15 +27,9 @@ from sft_play.config.backends import backend_of
 from sft_play.config.loader import PACKAGE
 from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan.config_json import find_file, load_facts
 from sft_play.plan.fast import has_liger
-from sft_play.plan.model_shape import (
-    LLAMA_LIKE,
-    ModelShape,
-    find_file,
-    load_config_and_shape,
-    load_model_config,
-    load_shape,
-)
+from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, shape_of
 from sft_play.plan.ranks import Machine
 from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import TracedStep
@@ -95,7 +89,8 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
 
 def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
     model = config.model
-    shape = load_shape(model.name, model.revision, environ)
+    facts = load_facts(model.name, model.revision, environ)
+    shape = replace(shape_of(facts.config, model.name), structure=facts.structure)
     is_known = shape.model_type in LLAMA_LIKE and shape.composite is None
     if shape.structure is not None or is_known:
         return shape
@@ -103,18 +98,18 @@ def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
         return replace(shape, guess="its config.json names no model_type")
     request = {
         "model": model.model_dump(include={"name", "revision", "trust_remote_code"}),
-        "config": dict(load_model_config(model.name, model.revision, environ)),
+        "config": dict(facts.config),
     }
     request["model"]["name"] = _resolved_name(model.name)
     told = f"counting the weights of {model.name} without loading them, once"
     folder = cache_folder(config) / "structures"
     try:
-        facts = answer(COUNTER, request, told, folder, environ)
+        counted = answer(COUNTER, request, told, folder, environ)
     except Uncounted as reason:
         return replace(shape, guess=str(reason))
-    if "unusable" in facts:
-        raise ConfigError(facts["unusable"])
-    return replace(shape, structure=structure_from_json(facts))
+    if "unusable" in counted:
+        raise ConfigError(counted["unusable"])
+    return replace(shape, structure=structure_from_json(counted))
 
 
 def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str]) -> int:
@@ -144,16 +139,15 @@ def load_trace(config: Config, machine: Machine, environ: Mapping[str, str]) -> 
     if not backend_of(config).is_traceable:
         raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
     model = config.model
-    facts, known = load_config_and_shape(model.name, model.revision, environ)
-    is_known = machine.is_gpu and machine.is_half and not machine.zero_stage and has_liger()
-    if known is not None and is_known:
+    facts = load_facts(model.name, model.revision, environ)
+    if machine.is_gpu and machine.is_half and not machine.zero_stage and has_liger():
         asked = _settings(config, machine.is_half)
-        for word, trace in known_traces().get(known.name, {}).items():
-            if _settings(known_setting(known.name, word), is_half=True) == asked:
+        for word, trace in known_traces().get(facts.name, {}).items():
+            if _settings(known_setting(facts.name, word), is_half=True) == asked:
                 return _traced_step(trace)
     request = {
         "settings": traced_settings(config, machine.is_half),
-        "config": dict(facts),
+        "config": dict(facts.config),
         "device": machine.ranks.device,
         "zero_stage": machine.zero_stage,
     }

@@ -80,8 +80,7 @@ class Draft:
     def tokens_per_second(self) -> float | None:
         """Return the speed if all rows are full; None if nothing is known of the device."""
         machine = self.inputs.machine
-        work = speed.full_rows(self.layout)
-        found = speed.predict(self.step, self.layout, work, machine.card, machine.ranks.nodes)
+        found = speed.predict(self.step, self.layout, machine.card, machine.ranks.nodes)
         return None if found is None else found.tokens_per_second
 
 

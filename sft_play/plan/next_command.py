@@ -88,7 +88,8 @@ def probe_does_not_fit(
     Tries have shown that no more than `allowed_bytes` are safe.
     """
     advice = smaller_rows(layout.max_seq_len)
-    fitting = batch.choose(batch.automatic(request), fit.peak, allowed_bytes)
+    asked = replace(request, batch_size="auto", grad_accum="auto", gradient_checkpointing="auto")
+    fitting = batch.choose(asked, fit.peak, allowed_bytes)
     if fitting is not None:
         advice = f"TRAIN_BATCH_SIZE={fitting.batch_size} TRAIN_GRAD_ACCUM={fitting.grad_accum}"
         if fitting.checkpointed_layers > layout.checkpointed_layers:

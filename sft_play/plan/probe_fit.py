@@ -42,16 +42,6 @@ class Point:
     def peak(self) -> int:
         return max(self.phases.values())
 
-    def layout(self, world_size: int) -> Layout:
-        """Return a layout of the same bytes: one row with all the tokens."""
-        return Layout(
-            batch_size=1,
-            grad_accum=2 if self.accumulates else 1,
-            world_size=world_size,
-            max_seq_len=self.tokens,
-            checkpointed_layers=self.checkpointed_layers,
-        )
-
 
 @dataclass(frozen=True)
 class ProbeReport:
@@ -102,19 +92,18 @@ class MeasuredFit:
 
     def phases(self, layout: Layout) -> dict[str, int]:
         """Return the bytes of every phase of a step."""
-        closed = self._closed_bytes(layout)
-        found = closed.totals()
+        closed = self._closed(layout)
+        found = {**closed}
         for name in self.large.phases:
-            found[name] += self._excess(name, layout, found[name])
-        layouts = (layout, *(point.layout(layout.world_size) for point in self._points))
-        moments = {is_fullest_at_begin(self.step, each) for each in layouts}
-        if "backward" in found and len(moments) > 1:
+            found[name] += self._excess(name, layout, closed[name])
+        layouts = [_one_row(point, point.tokens, layout.world_size) for point in self._points]
+        moments = {is_fullest_at_begin(self.step, each) for each in (layout, *layouts)}
+        if len(moments) > 1:
             # The points saw gradients where this step has activations, or the other way round; the
             # forward pass saw those activations.
-            forward_excess = found["forward"] - closed.phases["forward"].total
-            found["backward"] = closed.phases["backward"].total + forward_excess
-        for name, phase in step_bytes(self.step, layout).phases.items():
-            found[name] += phase.graphs
+            found["backward"] = closed["backward"] + found["forward"] - closed["forward"]
+        for name, graphs in graph_bytes(self.step, layout).items():
+            found[name] += graphs
         return found
 
     def peak(self, layout: Layout) -> int:
@@ -137,33 +126,29 @@ class MeasuredFit:
         """Return what was measured beyond the closed form in a phase."""
         context = context_bytes(self.step, layout)
         measured = [point.phases[name] + context for point in self._points]
+        closed_there = self._closed_at_points(name, self.large, layout.world_size)
         if name not in BY_TOKENS:
-            return max(measured) - self._closed(name, self.large.layout(layout.world_size))
-        line = Line.through([point.tokens for point in self._points], measured)
-        large = self.large.layout(layout.world_size)
-        at_points = self._closed_line(name, large)
-        at_layout = self._closed_line(name, layout)
+            return max(measured) - closed_there[1]
+        tokens = [point.tokens for point in self._points]
+        line, at_points = Line.through(tokens, measured), Line.through(tokens, closed_there)
+        closed_here = self._closed_at_points(name, layout, layout.world_size)
         ratio = line.slope / at_points.slope if at_points.slope else 1.0
-        scaled = (ratio - 1) * (closed_bytes - at_layout.fixed)
+        scaled = (ratio - 1) * (closed_bytes - Line.through(tokens, closed_here).fixed)
         return round(line.fixed - at_points.fixed + scaled)
 
-    def _closed_line(self, name: str, like: Layout) -> Line:
-        """Return the closed form between the two token counts, otherwise as `like`."""
-        sizes = []
-        for point in self._points:
-            other = replace(
-                point, checkpointed_layers=like.checkpointed_layers, accumulates=like.accumulates
-            )
-            sizes.append(self._closed(name, other.layout(like.world_size)))
-        return Line.through([point.tokens for point in self._points], sizes)
+    def _closed_at_points(self, name: str, like: Point | Layout, world_size: int) -> list[int]:
+        """Return the closed form at the points' numbers of tokens, otherwise as `like`."""
+        rows = [_one_row(like, point.tokens, world_size) for point in self._points]
+        return [self._closed(row)[name] for row in rows]
 
-    def _closed(self, name: str, layout: Layout) -> int:
-        return self._closed_bytes(layout).phases[name].total
+    def _closed(self, layout: Layout) -> dict[str, int]:
+        """Return the closed form of a step as a probe measures it: before recordings."""
+        return step_bytes(replace(self.step, records_graphs=False), layout).totals()
 
-    def _closed_bytes(self, layout: Layout) -> StepBytes:
-        """Return the closed form of a step as a probe measures it: before recordings and moves."""
-        step = replace(self.step, records_graphs=False)
-        return step_bytes(step, layout)
+
+def _one_row(like: Point | Layout, tokens: int, world_size: int) -> Layout:
+    """Return the layout of one row with all the tokens, which has the bytes of several."""
+    return Layout(1, 1 + like.accumulates, world_size, tokens, like.checkpointed_layers)
 
 
 def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes: int) -> StepBytes:
@@ -242,10 +227,7 @@ def digest_of_code() -> str:
 
 
 def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:
-    """Return the points of an earlier probe, the two of its fit first.
-
-    None if there was no probe, or its file is damaged.
-    """
+    """Return the points of an earlier probe, the two of its fit first; () if none can be read."""
     path = folder / f"{fingerprint}.json"
     try:
         return tuple(Point(**point) for point in read_json(path)["points"])

@@ -11,13 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
-from sft_play.plan import cards, speed
+from sft_play.plan import cards
 from sft_play.plan.advice import Change
 from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.ranks import Ranks
+from sft_play.plan.speed import Speed, predict
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import as_text, write_text
 from sft_play.runs.folder import RunFolder
@@ -120,21 +121,18 @@ class RunPlan:
         return cards.card_of(self.gpu_names)
 
     @property
-    def speed(self) -> speed.Speed | None:
+    def speed(self) -> Speed | None:
         """What is predicted where all rows are full; None if nothing is known of the device."""
-        work = speed.full_rows(self.layout)
-        return speed.predict(self.step, self.layout, work, self.card, self.ranks.nodes)
+        return self.speed_of(self.step, self.layout)
+
+    def speed_of(self, step: StepSpec, layout: Layout) -> Speed | None:
+        """Return what is predicted of another step, or of another layout."""
+        return predict(step, layout, self.card, self.ranks.nodes)
 
     @property
     def longest_rows(self) -> LongestRows:
         """The longest rows that the memory takes, with and without offloaded activations."""
-
-        def speed_of(step: StepSpec, layout: Layout) -> float | None:
-            work = speed.full_rows(layout)
-            found = speed.predict(step, layout, work, self.card, self.ranks.nodes)
-            return found and found.tokens_per_second
-
-        return longest_rows(self.step, self.request, self.budget_bytes, speed_of)
+        return longest_rows(self.step, self.request, self.budget_bytes, self.speed_of)
 
     @property
     def gpus(self) -> str:

@@ -164,18 +164,22 @@ class Speed:
     flops_per_token: float
 
 
-def full_rows(layout: Layout) -> StepWork:
-    """Return the work of a step whose rows are all as long as allowed."""
-    rows = layout.batch_size * layout.grad_accum
-    return StepWork(rows, layout.max_seq_len, layout.grad_accum)
-
-
 def predict(
-    step: StepSpec, layout: Layout, work: StepWork, card: Card | None, nodes: int = 1
+    step: StepSpec,
+    layout: Layout,
+    card: Card | None,
+    nodes: int = 1,
+    work: StepWork | None = None,
 ) -> Speed | None:
-    """Return the speed of a step; None on a CPU, on an unknown card, and in float32."""
+    """Return the speed of a step; None on a CPU, on an unknown card, and in float32.
+
+    Without `work` all rows are as long as allowed.
+    """
     if card is None or not step.is_gpu or not step.is_half:
         return None
+    if work is None:
+        rows = layout.batch_size * layout.grad_accum
+        work = StepWork(rows, layout.max_seq_len, layout.grad_accum)
     of_rank = replace(work, rows=work.rows / layout.context_parallel)
     compute = _compute_seconds(step, layout, of_rank, card)
     collective = 0.0

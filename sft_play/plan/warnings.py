@@ -9,7 +9,9 @@ from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
+from sft_play.config.sections.model import RopeScalingSection
 from sft_play.plan import activations, memory, recipe
+from sft_play.plan.config_json import load_positions
 from sft_play.plan.devices import Hardware
 from sft_play.plan.fast import GraphSetup, graph_warnings
 from sft_play.plan.inputs import Draft, with_layers_on_host
@@ -17,7 +19,6 @@ from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.needs import MISSING, gpus_here, version_of, why_no_kernels
 from sft_play.plan.ranks import Ranks
-from sft_play.plan.rope import load_positions, unstretched
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import MAP_NAME, why_not_fsdp
 
@@ -111,7 +112,8 @@ def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list
     if positions is None or model.max_seq_len <= positions:
         return []
     rope = model.rope_scaling
-    own = load_positions(unstretched(model), environ, may_fetch=False)
+    unstretched = model.model_copy(update={"rope_scaling": RopeScalingSection()})
+    own = load_positions(unstretched, environ, may_fetch=False)
     factor = math.ceil(model.max_seq_len / own)
     reach = f"the {own} tokens of the model's config.json"
     if rope.rope_type:

@@ -12,7 +12,7 @@ from sft_play.plan.memory import GIB, peak_bytes
 from sft_play.plan.needs import may_be_float8
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.speed import LABELLED, StepWork, full_rows, predict
+from sft_play.plan.speed import LABELLED, StepWork, predict
 from sft_play.plan.step import StepSpec
 
 # Of English under vocabularies of 32,000 words and more; others take fewer
@@ -82,7 +82,7 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
     steps_per_epoch = math.ceil(counted.samples / plan.layout.rows_per_step)
     steps = _count_steps(config.train, steps_per_epoch)
     work = _mean_step(plan, counted)
-    speed = predict(plan.step, plan.layout, work, plan.card, plan.ranks.nodes)
+    speed = predict(plan.step, plan.layout, plan.card, plan.ranks.nodes, work)
     seconds = steps * speed.step_seconds if speed else None
     return Workload(
         samples=counted.samples,
@@ -209,8 +209,8 @@ def describe_float8(planned: PlannedRun) -> str | None:
     if plan.zero_stage or plan.speed is None or not may_be_float8(planned.config, plan.card):
         return None
     step = replace(plan.step, is_float8=True)
-    speed = predict(step, plan.layout, full_rows(plan.layout), plan.card, plan.ranks.nodes)
     peak = peak_bytes(step, plan.layout)
+    speed = plan.speed_of(step, plan.layout)
     faster = speed.tokens_per_second / plan.speed.tokens_per_second
     return (
         f"TUNING_BASE_DTYPE=float8 is expected to train {faster:.1f} times as fast in "

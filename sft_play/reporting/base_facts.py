@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from sft_play.config.loader import environment
 from sft_play.config.schema import ModelSection
-from sft_play.plan.model_shape import find_file, is_composite
+from sft_play.plan.config_json import find_file, is_composite
 from sft_play.runs.files import read_json
 
 LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
