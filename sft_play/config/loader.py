@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from sft_play.config import layers, rules
 from sft_play.config.layers import BUILT_IN, Layer, displayed, nearest_path
@@ -38,7 +38,6 @@ SHIPPED_PATHS = ("model.name", "data.train_path", "data.val_path", "data.test_pa
 MAX_VALUE = 100_000  # characters of a value that is to be typed
 CHOSEN = "auto: "  # begins the origin of a value that was chosen for the user, and why
 
-AnySection = TypeVar("AnySection", bound=BaseModel)
 SettingValue = Any  # of the type that its field in the schema has
 
 
@@ -71,9 +70,7 @@ class LoadedConfig:
 
         Raises: ConfigError if they break a rule between settings.
         """
-        config = self.config
-        for path, located in values.items():
-            config = _with_value(config, path, located.value)
+        config = self.config.changed({path: located.value for path, located in values.items()})
         origins = {path: located.origin for path, located in values.items()}
         loaded = replace(self, config=config, origin={**self.origin, **origins})
         refuse(rules.broken(loaded.config, loaded.described))
@@ -276,14 +273,6 @@ def _with_adapter(merged: Layer, adapter: Layer, problems: list[str]) -> Layer:
                 f"has another; set {env_name(path)}={shlex.quote(word(located.value, MAX_VALUE))}"
             )
     return found
-
-
-def _with_value(section: AnySection, path: str, value: SettingValue) -> AnySection:
-    """Return a copy of a section, or of the config, with another value at a dotted name."""
-    name, _, rest = path.partition(".")
-    if rest:
-        value = _with_value(getattr(section, name), rest, value)
-    return section.model_copy(update={name: value})
 
 
 def is_default(origin: str) -> bool:

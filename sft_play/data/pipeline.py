@@ -96,9 +96,8 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
         scored.append(data.validation)
     max_seq_len = planned.config.model.max_seq_len
     limit = answer_token_limit(scored, train.generation_max_rows, max_seq_len)
-    train = train.model_copy(update={"generation_max_new_tokens": limit})
     return PlannedRun(
-        planned.config.model_copy(update={"train": train}),
+        planned.config.changed({"train.generation_max_new_tokens": limit}),
         replace(planned.plan, has_auto_answer_limit=True),
     )
 
@@ -144,8 +143,7 @@ def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
         room = free // (ranks.per_node * BATCHES_AHEAD * batch_bytes)
         processes = max(0, min(MOST_LOADERS, cores, room))
-    train = train.model_copy(update={"dataloader_num_workers": processes})
-    config = planned.config.model_copy(update={"train": train})
+    config = planned.config.changed({"train.dataloader_num_workers": processes})
     return replace(planned, config=config)
 
 

@@ -65,7 +65,7 @@ def look_at_rows(
     `tokenizes`, characters are counted, if no tokenizer has counted these rows before.
     Raises: EnvironmentFault when they cannot be fetched.
     """
-    config = config.model_copy(update={"data": sources.resolved(config.data)})
+    config = config.changed({"data": sources.resolved(config.data)})
     model = config.model
     path = _record_path(config)
     if path.is_file():
@@ -210,8 +210,7 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]
     with without_torch(config.model):
         from sft_play.data.tokenizer import load_tokenizer
 
-    model = config.model.model_copy(update={"max_seq_len": 1 << 30})  # no row is cut
-    config = config.model_copy(update={"model": model})
+    config = config.changed({"model.max_seq_len": 1 << 30})  # no row is cut
     tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
     lengths: list[int] = []
     trained = 0

@@ -69,7 +69,7 @@ def _answer_seconds(evaluator: Evaluator, model: torch.nn.Module, rows: int) -> 
     """Return the seconds of a batch of the longest answers, by those of its first tokens."""
     times = [time.perf_counter()]
     train = evaluator.train
-    timed = train.model_copy(update={"generation_max_new_tokens": TIMED_TOKENS})
+    timed = train.changed({"generation_max_new_tokens": TIMED_TOKENS})
     prompts = [evaluator.split[index].prompt for index in evaluator.question_indices[:rows]]
     # noting a time returns None, which ends no answer
     note = StopWhen(lambda: bool(times.append(time.perf_counter())))

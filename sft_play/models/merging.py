@@ -124,11 +124,9 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
 
     For bases whose files have other tensors than the model, such as experts in MXFP4.
     """
-    plain = {"mode": "lora", "base_dtype": "auto"}
-    lora = merge.config.tuning.model_copy(update=plain)
+    plain = {"tuning.mode": "lora", "tuning.base_dtype": "auto"}
     # weights are summed here, and attention computes nothing
-    model = merge.config.model.model_copy(update={"attn_implementation": "auto"})
-    unquantised = merge.config.model_copy(update={"tuning": lora, "model": model})
+    unquantised = merge.config.changed({**plain, "model.attn_implementation": "auto"})
     base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
     if merge.quantization is not None:
         for name in quantised_names(base, merge):

@@ -1,6 +1,6 @@
 """What would make a step fit: changes of settings, ranked by what they cost in speed. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -61,10 +61,11 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     Empty if no three settings make it fit.
     """
     inputs = replace(draft.inputs, is_exact=False).changed(
-        "train",
-        activation_offloading=draft.step.offload_activations,
-        weight_offloading=draft.step.offloaded_weight_layers > 0,
-        context_parallel=draft.step.context_parallel,
+        {
+            "train.activation_offloading": draft.step.offload_activations,
+            "train.weight_offloading": draft.step.offloaded_weight_layers > 0,
+            "train.context_parallel": draft.step.context_parallel,
+        }
     )
     options = list(_options(replace(draft, inputs=inputs), gpu_count))
     before = draft.tokens_per_second()
@@ -134,56 +135,49 @@ def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
         rows = draft.layout.rows_per_step
         yield Option("", partial(_with_automatic_batch, rows=rows), "batch")
     if train.gradient_checkpointing is False:
-        yield _setting("train.gradient_checkpointing", "auto", "checkpointing")
+        yield _setting({"train.gradient_checkpointing": "auto"}, "checkpointing")
     if inputs.can_offload_activations and not draft.step.offload_activations:
         step = replace(draft.step, offload_activations=True)
         on_host = offloaded_bytes(step, draft_of(inputs, step).layout)
         if 0 < on_host <= machine.host_budget_bytes:
             costs = f"{on_host / GIB:.0f} GiB of host memory for each GPU"
-            yield _setting("train.activation_offloading", True, "offloading", costs)
+            yield _setting({"train.activation_offloading": True}, "offloading", costs)
     if not train.weight_offloading and why_not_offloaded(inputs.config, machine.ranks) is None:
         step = replace(draft.step, offloaded_weight_layers=draft.step.model.layers)
         costs = f"{offloaded_weight_bytes(step) / GIB:.0f} GiB of host memory"
-        yield _setting("train.weight_offloading", True, "weights", costs)
+        yield _setting({"train.weight_offloading": True}, "weights", costs)
     yield from _engine_options(inputs, gpu_count)
     yield from _context_options(inputs, gpu_count)
     if tuning.mode == "full":
-        yield from _full_options(inputs)
+        is_float32 = inputs.config.model.dtype in ("auto", "float32")
+        if is_float32 and machine.is_half and not machine.zero_stage:
+            costs = "weights are updated in 16 bits"
+            yield _setting({"model.dtype": "bfloat16"}, "dtype", costs)
+        if machine.is_gpu and "8bit" not in train.optim:
+            yield _setting({"train.optim": "adamw_8bit"}, "optim", "optimizer state in 8 bits")
+        yield _setting({"tuning.mode": "lora"}, "mode", "trains adapters")
     if tuning.mode != "qlora":
-        changed = partial(PlanInputs.changed, section="tuning", mode="qlora", base_dtype="auto")
-        words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
-        yield Option(words, changed, "mode", "trains adapters over 4-bit weights")
+        unquantised = {"tuning.base_dtype": "auto"} if tuning.has_float8_base else {}
+        costs = "trains adapters over 4-bit weights"
+        yield _setting({"tuning.mode": "qlora", **unquantised}, "mode", costs)
     if draft.step.has_adapted_experts and tuning.lora.experts != "shared":
-        lora = tuning.lora.model_copy(update={"experts": "shared"})
         costs = "shares one adapter among the experts of a layer"
-        changed = partial(PlanInputs.changed, section="tuning", lora=lora)
-        yield Option("TUNING_LORA_EXPERTS=shared", changed, "experts", costs)
+        yield _setting({"tuning.lora.experts": "shared"}, "experts", costs)
     if may_be_float8(inputs.config, machine.card) and not machine.zero_stage:
-        yield _setting("tuning.base_dtype", "float8", "mode", "trains adapters over float8")
+        yield _setting({"tuning.base_dtype": "float8"}, "mode", "trains adapters over float8")
     tokens = inputs.config.model.max_seq_len // 2
     while tokens >= MIN_ROW_TOKENS:
         costs = f"rows of at most {tokens} tokens"
-        yield _setting("model.max_seq_len", tokens, "length", costs)
+        yield _setting({"model.max_seq_len": tokens}, "length", costs)
         tokens //= 2
 
 
-def _setting(path: str, value: str | int, group: str, costs: str = "") -> Option:
-    """Return the option that changes one setting."""
-    section, _, key = path.partition(".")
-    text = "true" if value is True else value
-    changed = partial(PlanInputs.changed, section=section, **{key: value})
-    return Option(f"{env_name(path)}={text}", changed, group, costs)
-
-
-def _full_options(inputs: PlanInputs) -> Iterator[Option]:
-    """Yield what frees memory if every weight is trained."""
-    machine = inputs.machine
-    is_float32 = inputs.config.model.dtype in ("auto", "float32")
-    if is_float32 and machine.is_half and not machine.zero_stage:
-        yield _setting("model.dtype", "bfloat16", "dtype", "weights are updated in 16 bits")
-    if machine.is_gpu and "8bit" not in inputs.config.train.optim:
-        yield _setting("train.optim", "adamw_8bit", "optim", "optimizer state in 8 bits")
-    yield _setting("tuning.mode", "lora", "mode", "trains adapters")
+def _setting(settings: Mapping[str, str | int], group: str, costs: str = "") -> Option:
+    """Return the option that changes settings."""
+    words = []
+    for path, value in settings.items():
+        words.append(f"{env_name(path)}={'true' if value is True else value}")
+    return Option(" ".join(words), partial(PlanInputs.changed, settings=settings), group, costs)
 
 
 def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
@@ -191,42 +185,33 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     machine, ranks = inputs.machine, inputs.machine.ranks
     if not machine.is_gpu:
         return
+    train = inputs.config.train
     no_map = "" if inputs.config.model.device_map is None else " MODEL_DEVICE_MAP=null"
     for per_node in sorted({ranks.per_node, gpu_count}):
         if per_node * ranks.nodes < 2 or per_node < ranks.per_node:
             continue
-        number = ""
-        first_stage = max(2, machine.zero_stage + 1)
-        if per_node != ranks.per_node:
-            number = f" NUM_GPUS={per_node}"
-            first_stage = max(2, machine.zero_stage)
-        if number or ranks.strategy != "fsdp":
-            changed = partial(_with_engine, strategy="fsdp", per_node=per_node)
+        is_more = per_node > ranks.per_node
+        number = f" NUM_GPUS={per_node}" * is_more
+        engine = partial(_with_engine, per_node=per_node)
+        if is_more or ranks.strategy != "fsdp":
             words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
-            yield Option(words, changed, "engine")
-        with_offload = partial(
-            _with_engine, strategy="fsdp", per_node=per_node, offload_weights=True
-        )
+            yield Option(words, engine, "engine")
+        with_offload = partial(engine, offload_weights=True)
         offloaded = with_offload(inputs)
         draft = draft_of(offloaded, step_of(offloaded))
         on_host = host_bytes(draft.step, draft.layout)
         if not machine.offload_weights and on_host <= offloaded.machine.host_budget_bytes:
-            words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true"
-            if inputs.config.train.strategy not in ("auto", "fsdp"):
-                words += " TRAIN_STRATEGY=fsdp"
-            yield Option(words + no_map, with_offload, "engine")
+            named = " TRAIN_STRATEGY=fsdp" * (train.strategy not in ("auto", "fsdp"))
+            words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true{named}{no_map}"
+            yield Option(words, with_offload, "engine")
         if not backend_of(inputs.config).runs_under_deepspeed:
             continue
-        for stage in range(first_stage, 4):
-            changed = partial(
-                _with_engine, strategy="deepspeed", per_node=per_node, zero_stage=stage
-            )
-            words = (
-                f"make train-deepspeed{number} DEEPSPEED_CONFIG=configs/deepspeed_zero{stage}.json"
-            )
-            if inputs.config.train.strategy != "auto":
-                words += f" TRAIN_STRATEGY=zero{stage}"
-            yield Option(words + no_map, changed, "engine")
+        for stage in range(max(2, machine.zero_stage + (not is_more)), 4):
+            named = f" TRAIN_STRATEGY=zero{stage}" * (train.strategy != "auto")
+            file = f"configs/deepspeed_zero{stage}.json"
+            words = f"make train-deepspeed{number} DEEPSPEED_CONFIG={file}{named}{no_map}"
+            zero = partial(engine, strategy="deepspeed", zero_stage=stage)
+            yield Option(words, zero, "engine")
 
 
 def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
@@ -251,22 +236,26 @@ def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
 
 def _sharing(inputs: PlanInputs, per_node: int, gpu_count: int, count: int) -> PlanInputs:
     strategy = inputs.machine.ranks.strategy
-    more = _with_engine(inputs, "ddp" if strategy == "single" else strategy, per_node)
+    more = _with_engine(inputs, per_node, "ddp" if strategy == "single" else strategy)
     if per_node > gpu_count:  # of another host
         host = inputs.machine.host_budget_bytes
         more = replace(more, machine=replace(more.machine, host_budget_bytes=host))
-    return more.changed("train", activation_offloading="auto", context_parallel=count)
+    return more.changed({"train.activation_offloading": "auto", "train.context_parallel": count})
 
 
 def _with_automatic_batch(inputs: PlanInputs, rows: int) -> PlanInputs:
-    settings = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows}
-    return replace(inputs.changed("train", **settings), is_effective_set=True)
+    settings = {
+        "train.batch_size": "auto",
+        "train.grad_accum": "auto",
+        "train.effective_batch_size": rows,
+    }
+    return replace(inputs.changed(settings), is_effective_set=True)
 
 
 def _with_engine(
     inputs: PlanInputs,
-    strategy: Strategy,
     per_node: int,
+    strategy: Strategy = "fsdp",
     zero_stage: int = 0,
     offload_weights: bool = False,
 ) -> PlanInputs:

@@ -45,10 +45,9 @@ class PlanInputs:
     environ: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = False  # a model like Llama is traced, too
 
-    def changed(self, section: str, **settings: Any) -> Self:
-        """Return the inputs with other settings of a section."""
-        values = getattr(self.config, section).model_copy(update=settings)
-        return replace(self, config=self.config.model_copy(update={section: values}))
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """Return the inputs with other settings."""
+        return replace(self, config=self.config.changed(settings))
 
     @property
     def can_offload_activations(self) -> bool:
@@ -93,8 +92,7 @@ def step_of(inputs: PlanInputs) -> StepSpec:
     """
     config, machine, model = inputs.config, inputs.machine, inputs.model
     if machine.ranks.gpus_per_process > 1:  # fused kernels are for one GPU
-        train = config.train.model_copy(update={"fast_path": False})
-        config = config.model_copy(update={"train": train})
+        config = config.changed({"train.fast_path": False})
     traced, untraced = _trace(inputs, config)
     setup = FastSetup(
         config=config,
@@ -147,8 +145,7 @@ def _trace(inputs: PlanInputs, config: Config) -> tuple[TracedStep | None, str |
         return None, model.guess
     if machine.ranks.strategy == "fsdp" and config.tuning.mode == "full" and machine.is_half:
         # gathered in the type that is computed with: autocast casts no weight
-        in_half = config.model.model_copy(update={"dtype": "bfloat16"})
-        config = config.model_copy(update={"model": in_half})
+        config = config.changed({"model.dtype": "bfloat16"})
     try:
         return load_trace(config, machine, inputs.environ), None
     except Uncounted as reason:

@@ -166,10 +166,10 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
 
 def _divided(config: Config) -> dict[str, object]:
     """Return the settings with which GPUs divide a model among them."""
-    tuning = config.tuning.model_copy(update={"backend": "bnb"})
-    is_zero = why_not_fsdp(config.model_copy(update={"tuning": tuning})) is not None
+    backend = {"tuning.backend": "bnb"}
+    is_zero = why_not_fsdp(config.changed(backend)) is not None
     return {
-        "tuning.backend": "bnb",
+        **backend,
         "train.grad_accum": "auto",
         "train.strategy": "zero3" if is_zero else "fsdp",
     }

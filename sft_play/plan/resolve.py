@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from sft_play.config import deepspeed
@@ -230,42 +231,35 @@ def _resolved(
 
     So the run folder explains itself anywhere.
     """
-    model: dict[str, object] = {
-        "device_map": strategy.resolved_map(config.model.device_map, plan.ranks)
-    }
-    if Path(config.model.name).is_dir():
-        model["name"] = _absolute(config.model.name)
-    if config.model.has_template_file:
-        model["chat_template"] = _absolute(config.model.chat_template)
     is_gpu = plan.ranks.device == "cuda"
     train = config.train
     settings: dict[str, object] = {
-        "fast_path": train.fast_path if plan.ranks.gpus_per_process == 1 else False,
-        "strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
-        "packing": plan.packing,
-        "activation_offloading": plan.step.offload_activations,
-        "weight_offloading": plan.step.offloaded_weight_layers > 0,
-        "context_parallel": plan.layout.context_parallel,
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
-        "ddp_timeout": train.ddp_timeout or _nccl_timeout(environ),
-        "resume_from": _absolute(train.resume_from) if train.resume_from else None,
+        "data": sources.resolved(config.data),
+        "model.device_map": strategy.resolved_map(config.model.device_map, plan.ranks),
+        "train.fast_path": train.fast_path if plan.ranks.gpus_per_process == 1 else False,
+        "train.strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
+        "train.packing": plan.packing,
+        "train.activation_offloading": plan.step.offload_activations,
+        "train.weight_offloading": plan.step.offloaded_weight_layers > 0,
+        "train.context_parallel": plan.layout.context_parallel,
+        "train.bf16": precision == "bf16",
+        "train.fp16": precision == "fp16",
+        "train.ddp_timeout": train.ddp_timeout or _nccl_timeout(environ),
+        "train.resume_from": train.resume_from or None,
     }
+    paths = {
+        "model.name": Path(config.model.name).is_dir(),
+        "model.chat_template": config.model.has_template_file,
+        "train.resume_from": train.resume_from,
+    }
+    for path, is_path in paths.items():
+        if is_path:
+            settings[path] = str(Path(attrgetter(path)(config)).resolve())
     if train.dataloader_pin_memory == "auto":
-        settings["dataloader_pin_memory"] = is_gpu
+        settings["train.dataloader_pin_memory"] = is_gpu
     if train.probe == "auto":
-        settings["probe"] = is_gpu and backend_of(config).supports_probe
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "train": train.model_copy(update=settings),
-            "data": sources.resolved(config.data),
-        }
-    )
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).resolve())
+        settings["train.probe"] = is_gpu and backend_of(config).supports_probe
+    return config.changed(settings)
 
 
 def _nccl_timeout(environ: Mapping[str, str]) -> int:

@@ -203,18 +203,16 @@ class PlannedRun:
         """
         plan = self.plan
         settings = {
-            "batch_size": layout.batch_size,
-            "grad_accum": layout.grad_accum,
-            "effective_batch_size": layout.rows_per_step,
-            "gradient_checkpointing": layout.checkpointed_layers > 0,
-            "eval_batch_size": evaluation_rows(plan.step, layout),
+            "train.batch_size": layout.batch_size,
+            "train.grad_accum": layout.grad_accum,
+            "train.effective_batch_size": layout.rows_per_step,
+            "train.gradient_checkpointing": layout.checkpointed_layers > 0,
+            "train.eval_batch_size": evaluation_rows(plan.step, layout),
         }
-        train = self.config.train.model_copy(update=settings)
-        config = self.config.model_copy(update={"train": train})
         memory = memory or step_bytes(plan.step, layout)
         deepspeed = plan.deepspeed.with_layout(layout) if plan.deepspeed else None
         plan = replace(plan, layout=layout, memory=memory, deepspeed=deepspeed)
-        return replace(self, config=config, plan=plan)
+        return replace(self, config=self.config.changed(settings), plan=plan)
 
 
 def read_plan(folder: RunFolder) -> RunPlan:

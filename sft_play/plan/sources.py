@@ -6,6 +6,7 @@ Opens no file; loads no torch.
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.layers import nearest_path
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
@@ -28,14 +29,12 @@ def resolved(data: DataSection) -> DataSection:
 
     The rows that ship take its place.
     """
+    values = {name: getattr(data, name) for name in (*SETTINGS, "image_folder")}
     if data.train_path is None:
-        shipped = {}
-        for split in ("train", "val", "test"):
-            given = getattr(data, f"{split}_path")
-            shipped[f"{split}_path"] = given or str(SHIPPED / f"{split}.jsonl")
-        data = data.model_copy(update=shipped)
-    places = (*SETTINGS, "image_folder")
-    return data.model_copy(update={name: _absolute(getattr(data, name)) for name in places})
+        for name in SETTINGS:
+            file = f"{name.removesuffix('_path')}.jsonl"
+            values[name] = values[name] or str(SHIPPED / file)
+    return data.changed({name: _absolute(value) for name, value in values.items()})
 
 
 def require(loaded: LoadedConfig) -> None:
@@ -66,21 +65,12 @@ def list_paths(value: Value) -> list[str]:
     return [part if isinstance(part, str) else part.path for part in value]
 
 
-def _absolute(value: Value) -> Value:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return _absolute_path(value)
-    parts = []
-    for part in value:
-        if isinstance(part, str):
-            parts.append(_absolute_path(part))
-        else:
-            parts.append(part.model_copy(update={"path": _absolute_path(part.path)}))
-    return parts
-
-
-def _absolute_path(path: str) -> str:
-    if not Path(path).exists() and HUB_ID.fullmatch(path):
-        return path
-    return os.path.realpath(path)  # raises nothing if links point at each other
+def _absolute(value: Value | SourceSection) -> Any:
+    """Return a setting with every path absolute; names of the hub stay as they are."""
+    if isinstance(value, SourceSection):
+        return value.changed({"path": _absolute(value.path)})
+    if not isinstance(value, str):
+        return value and [_absolute(part) for part in value]
+    if not Path(value).exists() and HUB_ID.fullmatch(value):
+        return value
+    return os.path.realpath(value)  # raises nothing if links point at each other

@@ -9,7 +9,6 @@ from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
-from sft_play.config.sections.model import RopeScalingSection
 from sft_play.plan import activations, memory, recipe
 from sft_play.plan.config_json import load_positions
 from sft_play.plan.devices import Hardware
@@ -112,8 +111,7 @@ def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list
     if positions is None or model.max_seq_len <= positions:
         return []
     rope = model.rope_scaling
-    unstretched = model.model_copy(update={"rope_scaling": RopeScalingSection()})
-    own = load_positions(unstretched, environ, may_fetch=False)
+    own = load_positions(model.changed({"rope_scaling.rope_type": None}), environ, may_fetch=False)
     factor = math.ceil(model.max_seq_len / own)
     reach = f"the {own} tokens of the model's config.json"
     if rope.rope_type:

@@ -108,8 +108,7 @@ class RunFolder:
             ) from None
         if self.moved_base is None:
             return config
-        model = config.model.model_copy(update={"name": self.moved_base})
-        return config.model_copy(update={"model": model})
+        return config.changed({"model.name": self.moved_base})
 
     def write_config(self, config: Config) -> None:
         """Write config.yaml."""

@@ -1,6 +1,7 @@
 """The base class of the config's sections, and the number types of their fields."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,3 +26,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with other values at dotted names, which are not checked."""
+        found = self
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            if rest:
+                value = getattr(found, name).changed({rest: value})
+            found = found.model_copy(update={name: value})
+        return found
