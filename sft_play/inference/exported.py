@@ -161,7 +161,7 @@ def _link_or_copy(path: str, target: str) -> None:
 
 
 def complete(export: Export, staging: Path, device: str, scores: Sequence[str]) -> None:
-    """Write exports.jsonl and README.md, and seal the folder."""
+    """Write parity.jsonl and README.md."""
     config, kind = export.config, export.asked.format
     if kind != config.train.deliver_as:
         config = without_rounding(config)
@@ -173,7 +173,6 @@ def complete(export: Export, staging: Path, device: str, scores: Sequence[str]) 
     card = card_text(facts, export.config, stops, export.target, kind, scores)
     write_text(staging / "README.md", card)
     share(staging)
-    seal.seal(staging)
 
 
 def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:

@@ -49,9 +49,9 @@ from sft_play.process import DTYPES
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import stamp
-from sft_play.runs.files import read_json, rename, share, write_json, write_text
+from sft_play.runs.checkpoints import publish
+from sft_play.runs.files import read_json, share, write_json, write_text
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.seal import seal
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,6 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
                     "the figures"
                 )
             stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
-            seal(best.folder)
             best.folder.rename(work / FILES)
     except SftPlayError as error:
         write_refusal(folder, candidates, refusal or {"why_not": [mask_secrets(str(error))]})
@@ -301,20 +300,16 @@ def refuse_full_disk(config: Config, path: Path) -> None:
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield a folder to work in, whose FILES replace `target` if nothing was raised.
+    """Yield a folder to work in, whose FILES are sealed and replace `target` if nothing was raised.
 
     An older `target` goes once the new one is there.
     """
-    work, old = (target.with_name(f".{target.name}-{name}") for name in ("staging", "old"))
-    for left in (work, old):
-        shutil.rmtree(left, ignore_errors=True)
+    work = target.with_name(f".{target.name}-staging")
+    shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
         yield work
-        if target.exists():
-            rename(target, old)
-        rename(work / FILES, target)
-        shutil.rmtree(old, ignore_errors=True)
+        publish(work / FILES, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
