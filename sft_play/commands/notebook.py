@@ -25,24 +25,28 @@ def convert_notebook(call: Call) -> list[str]:
     document = _document(call)
     named = call.words.text("OUT")
     out = Path(named) if named else None
-    if out is not None and out.suffix == ".py":
+    suffix = out.suffix if out else ".ipynb"
+    if suffix == ".py":
         text, report = scripts.export(document, out)
-        _write(call, out, text)
-        follow = f"next torchrun --nproc_per_node=2 {out}"
-        return [_title(document), *report, f"wrote {out}", follow]
-    if out is not None and out.suffix in (".yaml", ".yml"):
-        return _write_config(call, document, out)
-    if out is not None and out.suffix != ".ipynb":
+        end = [f"wrote {out}", f"next torchrun --nproc_per_node=2 {out}"]
+    elif suffix in (".yaml", ".yml"):
+        text, report = settings.export(document, call.words.text("DATA"))
+        _refuse_no_config(text, document, out)
+        end = [f"wrote {out}", f"next make plan CONFIG={out}"]
+    elif suffix == ".ipynb":
+        made = convert(document)
+        text, report = made.text, made.report
+        changed = len(made.changed_cells)
+        if not changed:
+            report.append("nothing was changed")
+        end = [f"wrote {out}: {changed} of {len(document.cells)} cells changed"]
+    else:
         raise ConfigError(f"OUT={out}: {FORMS}")
-    made = convert(document)
-    report = [_title(document), *made.report]
-    if not made.changed_cells:
-        report.append("nothing was changed")
     if out is None:
-        return [*report, f"nothing was written: {FORMS}"]
-    _write(call, out, made.text)
-    counts = f"{len(made.changed_cells)} of {len(document.cells)} cells changed"
-    return [*report, f"wrote {out}: {counts}"]
+        end = [f"nothing was written: {FORMS}"]
+    else:
+        documents.write(out, text, may_replace=call.words.text("OVERWRITE") == "1")
+    return [_title(document), *report, *end]
 
 
 def check_notebook(call: Call) -> tuple[list[str], bool]:
@@ -62,12 +66,8 @@ def check_notebook(call: Call) -> tuple[list[str], bool]:
     return lines, all(point.is_met for point in points[:-1])
 
 
-def _write_config(call: Call, document: Document, out: Path) -> list[str]:
-    """Write a config with the notebook's settings; return the report.
-
-    Raises: ConfigError for a setting of the notebook that no run can have.
-    """
-    text, report = settings.export(document, call.words.text("DATA"))
+def _refuse_no_config(text: str, document: Document, out: Path) -> None:
+    """Raise ConfigError for the text of a config with a setting that no run can have."""
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / out.name
         draft.write_text(text, encoding="utf-8")
@@ -77,8 +77,6 @@ def _write_config(call: Call, document: Document, out: Path) -> list[str]:
             problems = str(error).replace(str(draft), str(out))
             said = f"NB={document.path}: no run can have all its settings; nothing was written"
             raise ConfigError(f"{said}:\n{problems}") from None
-    _write(call, out, text)
-    return [_title(document), *report, f"wrote {out}", f"next make plan CONFIG={out}"]
 
 
 def _document(call: Call) -> Document:
@@ -86,11 +84,6 @@ def _document(call: Call) -> Document:
     if path is None:
         raise ConfigError("name a notebook: NB=notebook.ipynb")
     return documents.read(Path(path))
-
-
-def _write(call: Call, out: Path, text: str) -> None:
-    """Write OUT. Raises: ConfigError if it is there and OVERWRITE is not 1."""
-    documents.write(out, text, may_replace=call.words.text("OVERWRITE") == "1")
 
 
 def _title(document: Document) -> str:
