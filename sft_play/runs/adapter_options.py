@@ -25,28 +25,22 @@ class Option(NamedTuple):
 
 BY_PEFT_ALONE = Option(True, False, "no setting describes it")
 CHANGES_THE_MODEL = Option(False, False, "it changes how the base computes")
+OF_SETTINGS = """
+r lora_alpha lora_dropout use_rslora use_dora target_modules layers_to_transform modules_to_save
+fan_in_fan_out
+""".split()
+OF_PEFT = """
+bias lora_bias exclude_modules layers_pattern rank_pattern alpha_pattern trainable_token_indices
+target_parameters velora_config
+""".split()
+OF_OTHER_MODELS = """
+layer_replication megatron_config alora_invocation_tokens use_qalora monteclora_config use_bdlora
+arrow_config kasa_config
+""".split()
 OPTIONS: dict[str, Option] = {
-    **dict.fromkeys(
-        (
-            *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules"),
-            *("layers_to_transform", "modules_to_save", "fan_in_fan_out"),
-        ),
-        Option(True, True),
-    ),
-    **dict.fromkeys(
-        (
-            *("bias", "lora_bias", "exclude_modules", "layers_pattern", "rank_pattern"),
-            *("alpha_pattern", "trainable_token_indices", "target_parameters", "velora_config"),
-        ),
-        BY_PEFT_ALONE,
-    ),
-    **dict.fromkeys(
-        (
-            *("layer_replication", "megatron_config", "alora_invocation_tokens", "use_qalora"),
-            *("monteclora_config", "use_bdlora", "arrow_config", "kasa_config"),
-        ),
-        CHANGES_THE_MODEL,
-    ),
+    **dict.fromkeys(OF_SETTINGS, Option(True, True)),
+    **dict.fromkeys(OF_PEFT, BY_PEFT_ALONE),
+    **dict.fromkeys(OF_OTHER_MODELS, CHANGES_THE_MODEL),
 }
 # Facts about the adapter, and arguments of its initialization
 IGNORED = frozenset(
@@ -58,10 +52,10 @@ IGNORED = frozenset(
 )
 USUAL_VALUES = (None, False, "", "none", 0, 0.0, {}, [])
 PROMPTS = re.compile("PROMPT|PREFIX|P_TUNING|ADAPTION")  # types that cannot be merged
-PATTERNS = (
-    *("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"),
-    *("rank_pattern", "alpha_pattern", "target_parameters"),
-)
+PATTERNS = """
+target_modules exclude_modules modules_to_save layers_pattern rank_pattern alpha_pattern
+target_parameters
+""".split()
 
 
 def why_not_loaded(config: Mapping[str, Any]) -> str | None:

@@ -103,7 +103,7 @@ class RunFolder:
             config = Config.model_validate(yaml.safe_load(self.read_input("config.yaml")))
         except (yaml.YAMLError, ValidationError) as error:
             raise EnvironmentFault(
-                f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written "
+                f"{self.path / 'config.yaml'}: {first_fault(error)}; it was edited, or written "
                 "by another version: train anew"
             ) from None
         if self.moved_base is None:
@@ -304,7 +304,8 @@ def _refuse_bad_name(run_name: str) -> None:
         ) from None
 
 
-def _first_fault(error: yaml.YAMLError | ValidationError) -> str:
+def first_fault(error: yaml.YAMLError | ValidationError) -> str:
+    """Return the first thing that is wrong with a config, and where it is."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"

@@ -35,10 +35,10 @@ MAX_TEXT_BYTES = 256 << 20  # the largest tokenizer.json has 34 MiB
 ADDED = b'"single_word"'  # each added token has it
 MAX_ADDED = 1 << 16  # models that speak have 30,000
 TEXTS = (".json", ".jinja", ".txt", ".model")
-OBJECTS = (
-    *("config.json", "generation_config.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "processor_config.json"),
-)
+OBJECTS = """
+config.json generation_config.json tokenizer_config.json special_tokens_map.json added_tokens.json
+processor_config.json
+""".split()
 NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 
 

@@ -23,7 +23,7 @@ from sft_play.errors import CheckpointError, EnvironmentFault, first_line
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, first_fault
 
 # Files may have moved, and the plan is this machine's: digests and the stamp decide
 MAY_CHANGE = {path for path, kind in CLASSES.items() if kind is not OnResume.MUST_MATCH}
@@ -67,11 +67,9 @@ class Resumed:
         try:
             return Config.model_validate(self.saved["config"])
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
             raise CheckpointError(
-                f"{self.checkpoint}: its stamp has settings of another version ({place}: "
-                f"{first['msg']}); resume it with that version, or start anew"
+                f"{self.checkpoint}: its stamp has settings of another version "
+                f"({first_fault(error)}); resume it with that version, or start anew"
             ) from None
 
     def refuse_changes(self, config: Config, origin: Mapping[str, str] | None = None) -> None:

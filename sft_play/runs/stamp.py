@@ -20,61 +20,22 @@ NAME = "stamp.json"
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
 Stamp = dict[str, Any]  # facts by name, as in stamp.json
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "deepspeed",
-    "liger-kernel",
-    "unsloth",
-)
+PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kernel unsloth".split()
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # What a resume must agree on. World size and strategy may change: the trainer checks the optimizer.
-BINDING = (
-    "backend",
-    "mode",
-    "quantisation",
-    "base_model",
-    "base_revision",
-    "base_digest",
-    "adapter",
-    "neftune_noise_alpha",
-    "rope_scaling",
-    "precision",
-    "tokenizer_digest",
-    "template_digest",
-)
+BINDING = """
+backend mode quantisation base_model base_revision base_digest adapter neftune_noise_alpha
+rope_scaling precision tokenizer_digest template_digest
+""".split()
 # Facts without which a stamp says too little; the first ones may be null or empty
-MAY_BE_EMPTY = frozenset(
-    {
-        "base_revision",
-        "base_digest",
-        "adapter",
-        "neftune_noise_alpha",
-        "rope_scaling",
-        "data_seed",
-        "deepspeed_digest",
-    }
-)
-REQUIRED = (
-    *BINDING,
-    "run",
-    "run_id",
-    "config",
-    "dtypes",
-    "seed",
-    "data_seed",
-    "data_digest",
-    "deepspeed_digest",
-    "effective_batch",
-    "global_step",
-    "strategy",
-    "template",
-    "versions",
-    "world_size",
-)
+MAY_BE_EMPTY = """
+base_revision base_digest adapter neftune_noise_alpha rope_scaling data_seed deepspeed_digest
+""".split()
+OTHERS = """
+run run_id config dtypes seed data_seed data_digest deepspeed_digest effective_batch global_step
+strategy template versions world_size
+""".split()
+REQUIRED = BINDING + OTHERS
 
 
 def own_version() -> str:
@@ -158,7 +119,7 @@ def read(folder: Path) -> Stamp:
 def _lacking(stamp: Any) -> list[str]:
     """Return the facts that a stamp must have and has not."""
     if not isinstance(stamp, dict):
-        return list(REQUIRED)
+        return REQUIRED
     empty: tuple[Any, ...] = (None, "", {}, [])
     return [
         name
