@@ -157,8 +157,7 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
     if folder.offload_folder is not None:
         fitting = int((reference.rows["ends"] <= TOKENS_FROM_DISK).sum())
         reference = reference.shortened(max(1, fitting))
-    with tempfile.TemporaryDirectory() as temporary:
-        tensors, facts = ask(folder, reference, Path(temporary))
+    tensors, facts = ask(folder, reference)
     by_stop = dict(zip(_distinct_stops(reference), facts["stops"], strict=True))
     expected = [ids for _, ids in reference.prompts]
     return Reopened(
@@ -195,35 +194,34 @@ def divergence(run: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float((kept.sum(-1) + rest).mean())
 
 
-def ask(
-    folder: Folder, reference: Reference, temporary: Path
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def ask(folder: Folder, reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what the script says of the reference's rows, and its facts.
 
     Raises: CheckpointError with what it could not do.
     """
-    rows = {**reference.rows, "tokens": reference.said["tokens"].contiguous()}
-    save_file(rows, temporary / "rows.safetensors")
     first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
-    request = {
-        **vars(folder),
-        "is_adapter": folder.is_adapter,
-        "has_config": (folder.path / "config.json").is_file(),
-        "rows": temporary / "rows.safetensors",
-        "stops": [(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
-        "prompts": [messages for messages, _ in reference.prompts],
-    }
-    asked, answered = temporary / "request.json", temporary / "answer.safetensors"
-    asked.write_text(json.dumps(request, default=str), encoding="utf-8")
-    said = temporary / "said.txt"
-    code = opener.run(asked, answered, said)
-    if code:
-        lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        why = lines[-1] if lines and code > 0 else f"exit status {code}"
-        raise CheckpointError(f"{folder.path}: transformers cannot open and use it: {why}")
-    with safe_open(answered, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, json.loads(file.metadata()["facts"])
+    with tempfile.TemporaryDirectory() as temporary:
+        names = "rows.safetensors request.json answer.safetensors said.txt".split()
+        rows, asked, answered, said = (Path(temporary) / name for name in names)
+        tokens = reference.said["tokens"].contiguous()
+        save_file({**reference.rows, "tokens": tokens}, rows)
+        request = {
+            **vars(folder),
+            "is_adapter": folder.is_adapter,
+            "has_config": (folder.path / "config.json").is_file(),
+            "rows": rows,
+            "stops": [(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
+            "prompts": [messages for messages, _ in reference.prompts],
+        }
+        asked.write_text(json.dumps(request, default=str), encoding="utf-8")
+        code = opener.run(asked, answered, said)
+        if code:
+            lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            why = lines[-1] if lines and code > 0 else f"exit status {code}"
+            raise CheckpointError(f"{folder.path}: transformers cannot open and use it: {why}")
+        with safe_open(answered, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads(file.metadata()["facts"])
 
 
 def _distinct_stops(reference: Reference) -> list[int]:

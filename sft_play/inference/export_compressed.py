@@ -312,8 +312,7 @@ def score(export: Export, files: Path) -> CompressedScores:
             "is held to; FORMAT=safetensors needs none"
         )
     samples, written = found
-    with tempfile.TemporaryDirectory() as offload_folder:
-        opened = merged_folder(files, export.config, Path(offload_folder))
+    with merged_folder(files, export.config) as opened:
         table = np.column_stack([written, nats_of_rows(opened, samples)])
         return CompressedScores(table, reopen(opened, export.reference))
 
@@ -327,7 +326,6 @@ def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
     rows = as_tensors(samples, labels)
     tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
     asked = Reference(rows, {"tokens": tokens}, [], [], "", "")
-    with tempfile.TemporaryDirectory() as temporary:
-        tensors, _ = ask(folder, asked, Path(temporary))
+    tensors, _ = ask(folder, asked)
     of_rows = tensors["nats"].tensor_split(rows["position_ends"][:-1])
     return [row.sum().item() for row in of_rows]

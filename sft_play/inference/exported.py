@@ -7,7 +7,6 @@ greedy answers. Legend: B prompts, V vocabulary.
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +26,7 @@ from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reference import Reference, checked_prompts
-from sft_play.evaluation.reopened import Reopened, reopen
+from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.improvement import reference_of
 from sft_play.inference.load import (
@@ -93,8 +92,9 @@ class Export:
         """The rows of the run."""
         return prepared_data(self.run, self.config, self.tokenizer)
 
-    def check(self, found: Reopened) -> Reopened:
-        """Return what opened weights say. Raises: as `refuse`."""
+    def check(self, opened: Folder) -> Reopened:
+        """Return what weights say that are opened again. Raises: as `refuse`."""
+        found = reopen(opened, self.reference)
         self.refuse("the export", found.faults())
         return found
 
@@ -124,9 +124,8 @@ def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopene
         )
     link_files(source, staging)
     write_for_older_readers(staging, export.config.model.trust_remote_code)
-    with tempfile.TemporaryDirectory() as offload_folder:
-        opened = merged_folder(staging, export.config, Path(offload_folder))
-        return lines, export.check(reopen(opened, export.reference))
+    with merged_folder(staging, export.config) as opened:
+        return lines, export.check(opened)
 
 
 def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:

@@ -254,19 +254,14 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
             f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a "
             "finished one with RUN=, make runs lists them"
         )
-    refuse_damage(weights)
-    stamp.refuse_other_base(weights, stamp.wanted(config))
-    refuse_other_processors(config, weights)
-    return weights
-
-
-def refuse_damage(weights: Path) -> None:
-    """Raise CheckpointError where a run's weights are not as they were sealed."""
     damage = seal.find_damage(weights, allows_more=True)
     if damage is not None:
         raise CheckpointError(
             f"{weights}: {damage}; the run's checkpoints/ have its weights, too, or train it anew"
         )
+    stamp.refuse_other_base(weights, stamp.wanted(config))
+    refuse_other_processors(config, weights)
+    return weights
 
 
 def _process(folder: RunFolder, config: Config, device: str) -> Process:

@@ -249,8 +249,7 @@ def merged_candidate(
     describe(folder, merge, model, staging)
     del model
     way += f", {time.perf_counter() - started:.0f} s"
-    with tempfile.TemporaryDirectory() as offload_folder:
-        opened = merged_folder(staging, merge.config, Path(offload_folder))
+    with merged_folder(staging, merge.config) as opened:
         return Candidate(base, merge.adapter, staging, reopen(opened, reference), way)
 
 
@@ -269,21 +268,23 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
     share(target)
 
 
-def merged_folder(target: Path, config: Config, offload_folder: Path) -> Folder:
-    """Return how merged weights are loaded to be scored: on a GPU, in memory or from the disk."""
+@contextlib.contextmanager
+def merged_folder(target: Path, config: Config) -> Iterator[Folder]:
+    """Yield how merged weights are loaded to be scored: on a GPU, in memory or from the disk."""
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     device = "disk"
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size:
         device = "cuda:0"
     elif size < min(IN_MEMORY_BYTES, psutil.virtual_memory().available / ROOM):
         device = "cpu"
-    return Folder(
-        target,
-        "auto",
-        {"": device},
-        trust_remote_code=config.model.trust_remote_code,
-        offload_folder=offload_folder if device == "disk" else None,
-    )
+    with tempfile.TemporaryDirectory() as offload_folder:
+        yield Folder(
+            target,
+            "auto",
+            {"": device},
+            trust_remote_code=config.model.trust_remote_code,
+            offload_folder=Path(offload_folder) if device == "disk" else None,
+        )
 
 
 def refuse_full_disk(config: Config, path: Path) -> None:
