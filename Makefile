@@ -90,7 +90,7 @@ data-check: $(ENV) ## read and render every row; count what is used and what is 
 	@$(SFT) data-check
 init: $(ENV) ## write OUT=config.yaml for MODEL_NAME and DATA_TRAIN_PATH, or FROM another program's config
 	@$(SFT) init
-preview: $(ENV) ## print training samples by token, tokens with loss in colour; write a page too
+preview: $(ENV) ## print training samples by token, tokens with loss in color; write a page too
 	@$(SFT) preview
 
 convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb, train.py or x.yaml
@@ -133,15 +133,15 @@ runs: $(ENV) ## list the runs with status and scores
 	@$(SFT) runs
 watch: $(ENV) ## follow RUN, by default the latest, until it ends: progress, loss, speed, GPUs
 	@$(SFT) watch
-compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; a page in OUT
+compare: $(ENV) ## put RUNS=a,b,... next to each other: scores, settings, speed; a page in OUT
 	@$(SFT) compare
-report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
+report: $(ENV) ## write report.html of RUN again; every run writes its own when it ends
 	@$(SFT) report
 eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH; COMPARE=1; TASKS=x prints lm-eval's command
 	@$(SFT) eval
-infer: $(ENV) ## answer PROMPT (beside IMAGE=x.png), each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
+infer: $(ENV) ## answer PROMPT (next to IMAGE=x.png), each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer
-chat: $(ENV) ## chat with RUN, beside its base with COMPARE=1; /help lists the commands of a chat
+chat: $(ENV) ## chat with RUN, next to its base with COMPARE=1; /help lists the commands of a chat
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
@@ -163,7 +163,7 @@ bench: $(ENV) ## measure speed of ARMS on WORKS, on a GPU (Unsloth: make install
 	@$(PY) -m benchmarks.machine
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) -m benchmarks.speed
-bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
+bench-data: $(ENV) ## measure data preparation next to TRL's, which this installs
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) benchmarks/preparation.py
@@ -202,9 +202,10 @@ test-gguf: $(ENV) ## run the tests that need llama.cpp; LLAMA_CPP, or make insta
 test-gpu: $(ENV) ## run the tests that need a GPU
 	@$(CHECK)
 	@$(PY) -m pytest -m gpu
-lint: $(ENV) ## check rules and format with ruff
+lint: $(ENV) ## check rules, format and plain English
 	@$(CHECK)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(PY) -m tools.plain_english 'sft_play/*.py' ':(glob)docs/*.md' README.md CONTRIBUTING.md
 docs: $(ENV) ## write the generated pages of docs/, and build all of them as a site in outputs/site
 	@$(CHECK)
 	@$(PY) -m sft_play.config.reference && $(PY) -m tools.docs

@@ -1,7 +1,7 @@
 """What a float8 base costs in quality, and a 4-bit base: KL at the start, loss curves, scores.
 
 Bases are float8, NF4 and the model's own weights. KL compares the base's probabilities for the
-labelled tokens of held-out rows. The curves are those of LoRA runs that differ only in the base.
+labeled tokens of held-out rows. The curves are those of LoRA runs that differ only in the base.
 Matrix multiplications are in float32 on a CPU and in bfloat16 on a GPU.
 
 python -m benchmarks.float8_quality --out benchmarks/results/float8-quality-tiny_llama.json
@@ -36,7 +36,7 @@ BASES = {
     "nf4": {"tuning.mode": "qlora", "tuning.base_dtype": "auto"},
 }
 HEAD = ["base", "KL at start", "share of NF4's", "same most likely token", "training loss"]
-HEAD += ["held-out loss", "beside the own base's"]
+HEAD += ["held-out loss", "next to the own base's"]
 CURVE_POINTS = 20
 MAX_KL_SHARE = 0.2  # of NF4's KL: the limit for a float8 base
 
@@ -76,7 +76,7 @@ def base_model(args: argparse.Namespace, base: str) -> PreTrainedModel:
 
 
 def log_probabilities(model: PreTrainedModel, samples: Sequence[Sample]) -> Iterator[Tensor]:
-    """Yield the log probabilities (labels, V) of the labelled tokens of each sample."""
+    """Yield the log probabilities (labels, V) of the labeled tokens of each sample."""
     import torch
 
     from sft_play.data.render import IGNORE_INDEX

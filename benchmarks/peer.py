@@ -99,7 +99,7 @@ def make_dataset(job: Job) -> Dataset:
 
 
 def read_image_rows(job: Job) -> list[dict[str, Any]]:
-    """Return the messages with their images opened: inside for Unsloth, beside for TRL."""
+    """Return the messages with their images opened: inside for Unsloth, next to for TRL."""
     from PIL import Image
 
     rows = []

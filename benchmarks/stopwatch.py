@@ -29,7 +29,7 @@ class Stopwatch(TrainerCallback):
     def __init__(self, first: int, last: int, device: torch.device):
         self.first = first
         self.last = last
-        # real and labelled tokens, counted on the device, so that no step waits
+        # real and labeled tokens, counted on the device, so that no step waits
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.marks: dict[int, Mark] = {}
         self.logged: list[LoggedLoss] = []

@@ -128,7 +128,7 @@ def _wait() -> None:
 
 
 def _take_peak_gib() -> float:
-    """Return the GiB of the GPU that tensors took at most, and begin anew."""
+    """Return the GiB of the GPU that tensors took at most, and begin again."""
     import torch
 
     if not torch.cuda.is_available():

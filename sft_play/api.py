@@ -94,7 +94,7 @@ def train(
 ) -> Run:
     """Fine-tune as `make train` does, and return the run once it has ended.
 
-    Its lines are printed while it goes on, unless `quiet`. An interrupt (the stop button, Ctrl-C)
+    Its lines are printed while it continues, unless `quiet`. An interrupt (the stop button, Ctrl-C)
     stops it with a checkpoint; a second one kills it.
 
     Raises: the error of the run, such as ConfigError, DataError, OutOfMemory or StoppedOnRequest.

@@ -139,7 +139,7 @@ def train(
     distributed: DistributedOption = False,
     deepspeed: DeepspeedOption = False,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Start TensorBoard beside the run.")
+        bool, typer.Option("--tensorboard", help="Start TensorBoard next to the run.")
     ] = False,
     backend: BackendOption = None,
 ) -> None:
@@ -221,7 +221,7 @@ def preview(
         ),
     ] = None,
     no_color: Annotated[
-        bool, typer.Option("--no-color", help="Mark what is trained with ⟦ ⟧ instead of a colour.")
+        bool, typer.Option("--no-color", help="Mark what is trained with ⟦ ⟧ instead of a color.")
     ] = False,
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
@@ -317,11 +317,11 @@ def compare(
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", help="Where the page goes; default compare-….html beside the runs."),
+        typer.Option("--out", help="Where the page goes; default compare-….html next to the runs."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Put runs beside each other: scores, settings that differ, speed, memory, and a page."""
+    """Put runs next to each other: scores, settings that differ, speed, memory, and a page."""
     from sft_play.commands import runs as comparing
 
     typer.echo(comparing.compare(read_call(), runs or (), out, json))
@@ -329,7 +329,7 @@ def compare(
 
 @app.command()
 def report() -> None:
-    """Write report.html of a run (RUN, default the latest) anew, also of one that was killed."""
+    """Write report.html of a run (RUN, default the latest) again, also of one that was killed."""
     from sft_play.commands import runs as comparing
 
     typer.echo(comparing.write_report_again(read_call()))

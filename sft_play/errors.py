@@ -34,7 +34,7 @@ OF_PATH = {
     errno.ENFILE: "this machine allows no more: end other programs, and start again",
     errno.EFBIG: "this shell or the disk allows no larger one: ulimit -f says how large",
     errno.EIO: "the disk does not answer: dmesg says more; resume once it does, or elsewhere",
-    errno.ESTALE: "the disk was unmounted or exported anew: mount it again, then resume",
+    errno.ESTALE: "the disk was unmounted or exported again: mount it again, then resume",
     errno.ENODEV: "the disk is gone: mount it again, then resume",
     errno.ENXIO: "the disk is gone: mount it again, then resume",
     errno.ENOLCK: "its disk keeps no locks: mount it with locks, or set TRAIN_OUTPUT_DIR elsewhere",
@@ -123,7 +123,7 @@ class OutOfMemory(SftPlayError):
 
 
 class StoppedOnRequest(SftPlayError):
-    """The user stopped a command that goes on when it is typed again."""
+    """The user stopped a command that continues when it is typed again."""
 
     exit_class = ExitClass.STOPPED
 
@@ -150,7 +150,7 @@ def of_os_error(error: OSError) -> SftPlayError | None:
         return EnvironmentFault(f"{error.strerror}: {place}; {OF_PATH[error.errno]}")
     if error.errno == errno.ENOENT and not Path(path).parent.exists():
         return EnvironmentFault(
-            f"{error.strerror}: {place}; its folder was removed meanwhile: start the run anew"
+            f"{error.strerror}: {place}; its folder was removed meanwhile: start the run again"
         )
     return None
 

@@ -101,5 +101,5 @@ class Process:
 
 @lru_cache(maxsize=1)
 def _cpu_group(world: distributed.ProcessGroup, timeout: timedelta) -> distributed.ProcessGroup:
-    """All ranks over gloo, beside the group that belongs to the GPUs; made at its first use."""
+    """All ranks over gloo, next to the group that belongs to the GPUs; made at its first use."""
     return distributed.new_group(backend="gloo", timeout=timeout)

@@ -52,7 +52,7 @@ class Stage:
         parts = []
         if self.total is not None:
             parts.append(f"{in_short(self.done)}/{in_short(self.total)} {self.unit}")
-        if self.total is None or self.done in (0, self.total):  # of a compressed file rows go on
+        if self.total is None or self.done in (0, self.total):  # of a compressed file rows continue
             parts.append(f"{duration(seconds)} so far")
         else:
             rate = self.done / max(seconds, 1e-9)
@@ -69,7 +69,7 @@ _open_stages: list[Stage] = []  # the innermost is the last
 class Output:
     """A standard stream that says its name where it refuses what is printed.
 
-    Once a run is to go on without it (`go_on_without_output`), what follows goes nowhere: the run
+    Once a run continues without it (`go_on_without_output`), what follows goes nowhere: the run
     has its log files.
     """
 
@@ -136,7 +136,7 @@ def drop_unwritten_output() -> None:
 
 
 def go_on_without_output() -> None:
-    """Let this process go on if its standard output is full or closed."""
+    """Let this process continue if its standard output is full or closed."""
     Output.goes_on = True
 
 

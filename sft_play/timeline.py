@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a run; it may lie inside another one, or beside one of another process."""
+    """A part of a run; it may lie inside another one, or next to one of another process."""
 
     name: str
     start: float  # seconds since the epoch

@@ -69,7 +69,7 @@ def documents(vocabulary: int = TINY.vocabulary) -> list[Document]:
 class Step:
     """What a step computes from the documents."""
 
-    loss: float  # mean over the labelled tokens, in nats
+    loss: float  # mean over the labeled tokens, in nats
     logits: list[Tensor]  # of each document, (T, V)
     gradients: dict[str, Tensor]  # of each trained weight
 

@@ -32,7 +32,7 @@ type below on a CPU; do not edit. Versions: {versions}.
 - **fused**: the parts that fused kernels compute, with the number of modules; then the parts that
   the model's own code computes, and why. On a GPU the norms are fused too.
 
-A type that is not here is treated the same way: each part is recognised by what its modules are and
+A type that is not here is treated the same way: each part is recognized by what its modules are and
 proves itself before the first step, and a packed run checks that its documents stay apart.
 
 Types of newer versions than `make install` brings are in
@@ -123,7 +123,7 @@ class TableWriter:
         titles = {
             "Dense": DENSE,
             "Mixture of experts": EXPERTS,
-            "Hybrid: recurrent or convolution mixers beside attention": HYBRID,
+            "Hybrid: recurrent or convolution mixers next to attention": HYBRID,
             "Types that nothing was written for": OTHERS,
         }
         groups = {title: [self.rows[name] for name in names] for title, names in titles.items()}

@@ -74,7 +74,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     import torch
     from rank_processes import begin_server
 
-    if not torch.cuda.is_available():  # a fork cannot use a driver that is initialised
+    if not torch.cuda.is_available():  # a fork cannot use a driver that is initialized
         capture = session.config.pluginmanager.getplugin("capturemanager")
         begin_server(capture.resume_global_capture)
 
@@ -280,7 +280,7 @@ def settings_of(tiny_base, rows) -> Callable[..., dict[str, object]]:
         "train.save_strategy": "no",
         "train.generation_max_rows": 4,
         "train.generation_max_new_tokens": 8,
-        "train.reopen_saved": False,  # a process that imports transformers anew takes seconds
+        "train.reopen_saved": False,  # a process that imports transformers again takes seconds
     }
     return lambda changes: {**quick, **changes}
 
@@ -462,7 +462,7 @@ def counting_run(plan_run, run_worker, taught_base):
 
 @contextlib.contextmanager
 def opening_here() -> Iterator[None]:
-    """Open saved weights in this process: one that imports transformers anew takes seconds."""
+    """Open saved weights in this process: one that imports transformers again takes seconds."""
     from sft_play.evaluation import opener, plain
 
     def run(asked: Path, answered: Path, said: Path) -> int:

@@ -228,7 +228,7 @@ def write_image_model(
 
 
 def draw_image(path: Path, size: tuple[int, int], seed: int = 0) -> Path:
-    """Write an image of coloured noise; the name's suffix says the format."""
+    """Write an image of colored noise; the name's suffix says the format."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)

@@ -33,7 +33,7 @@ RENAMED = {
     "qianfan_ocr": {"language_model.model.encoder.": "language_model.model."},
 }
 
-# Published repositories without text_config: its fields lie beside vision_config, in older words
+# Published repositories without text_config: its fields lie next to vision_config, in older words
 FLAT_CONFIG = {"qwen2_vl", "qwen2_5_vl"}
 
 # Published repositories that have their template in chat_template.json and the tokenizer's config

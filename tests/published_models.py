@@ -1,6 +1,6 @@
 """Tiny random checkpoints in the files, tensor names and classes of published repositories.
 
-They are models that read images or sound beside text. Each has the config class, the declared
+They are models that read images or sound next to text. Each has the config class, the declared
 class, the towers and the files of a folder on the hub; only its sizes are ours. The sizes are found
 by structure: every part of a type's default config is made small by the names of its fields, and as
 many of its layers are kept as show every kind of layer. `published_corrections` has what names do

@@ -52,7 +52,7 @@ def contents(path: Path, columns: Mapping[str, str] | None = None) -> list[list[
 def run_data(
     train: Path, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 64, **data: object
 ) -> RunData:
-    """Return the data of a run over a file of rows, with a cache beside it."""
+    """Return the data of a run over a file of rows, with a cache next to it."""
     settings = {"train_path": str(train), "cache_dir": str(train.parent / "cache"), **data}
     config = {"model": {"max_seq_len": max_seq_len}, "data": settings}
     return build_run_data(Config.model_validate(config), tokenizer)

@@ -59,7 +59,7 @@ DONE = RunReport(
         LoggedStep(20, eval_loss=1.25),
     ],
     checks=[Check("the saved weights are finite and equal those in memory", passed=True)],
-    data={"train": {**SPLIT, "overlap": {"test": {"exact": 0, "normalised": 0}}}, "test": SPLIT},
+    data={"train": {**SPLIT, "overlap": {"test": {"exact": 0, "normalized": 0}}}, "test": SPLIT},
     lengths={"train": LengthHistogram([0, 50, 100, 150], [4, 16, 8])},
 )
 

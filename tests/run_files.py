@@ -36,7 +36,7 @@ def write_holder(folder: Path, holder: ProcessId = GONE) -> None:
 
 @contextlib.contextmanager
 def held_by_another(folder: Path) -> Iterator[ProcessId]:
-    """Let another process have the lock of a run folder, as a run that goes on in it."""
+    """Let another process have the lock of a run folder, as a run that continues in it."""
     code = (
         "import sys; from pathlib import Path; from sft_play.runs import lock; "
         "lock.take(Path(sys.argv[1]), print); print('taken', flush=True); input()"

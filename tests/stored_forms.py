@@ -39,8 +39,8 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     save_file(change(load_file(path)), path, {"format": "pt"})
 
 
-def with_linears(folder: Path, quantise: Callable[[str, Tensor], Tensors], **declared: object):
-    """Store the linears of a copy of the shipped model as `quantise` says; return its folder."""
+def with_linears(folder: Path, quantize: Callable[[str, Tensor], Tensors], **declared: object):
+    """Store the linears of a copy of the shipped model as `quantize` says; return its folder."""
     copy_of(folder)
     change_config(folder, quantization_config=declared)
 
@@ -48,7 +48,7 @@ def with_linears(folder: Path, quantise: Callable[[str, Tensor], Tensors], **dec
         stored: Tensors = {}
         for name, tensor in tensors.items():
             is_linear = name.endswith("_proj.weight")
-            stored |= quantise(name, tensor.float()) if is_linear else {name: tensor}
+            stored |= quantize(name, tensor.float()) if is_linear else {name: tensor}
         return stored
 
     change_tensors(folder, change)
@@ -62,7 +62,7 @@ def e4m3(weight: Tensor, scale: Tensor) -> Tensor:
 def fp8_block(folder: Path) -> Path:
     """DeepSeek V3, Qwen3-FP8: blocks of 128 x 128, of which the last are parts here."""
 
-    def quantise(name: str, weight: Tensor) -> Tensors:
+    def quantize(name: str, weight: Tensor) -> Tensors:
         rows, columns = (-(-size // 128) for size in weight.shape)
         scale = torch.empty(rows, columns)
         spread = torch.empty_like(weight)
@@ -74,7 +74,7 @@ def fp8_block(folder: Path) -> Path:
         return {name: e4m3(weight, spread), f"{name}_scale_inv": scale}
 
     return with_linears(
-        folder, quantise, quant_method="fp8", activation_scheme="dynamic",
+        folder, quantize, quant_method="fp8", activation_scheme="dynamic",
         weight_block_size=[128, 128],
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def fp8_block(folder: Path) -> Path:
 def fp8_tensor(folder: Path) -> Path:
     """Ministral 3: one scale of a weight, one of its activations."""
 
-    def quantise(name: str, weight: Tensor) -> Tensors:
+    def quantize(name: str, weight: Tensor) -> Tensors:
         scale = weight.abs().max() / E4M3_MAX
         return {
             name: e4m3(weight, scale),
@@ -91,7 +91,7 @@ def fp8_tensor(folder: Path) -> Path:
         }
 
     return with_linears(
-        folder, quantise, quant_method="fp8", activation_scheme="static", weight_block_size=None,
+        folder, quantize, quant_method="fp8", activation_scheme="static", weight_block_size=None,
         modules_to_not_convert=["lm_head"],
     )  # fmt: skip
 
@@ -99,13 +99,13 @@ def fp8_tensor(folder: Path) -> Path:
 def by_row(dtype: torch.dtype, largest: float) -> Callable[[str, Tensor], Tensors]:
     """Return the function that stores a weight with one scale of each row."""
 
-    def quantise(name: str, weight: Tensor) -> Tensors:
+    def quantize(name: str, weight: Tensor) -> Tensors:
         scale = weight.abs().amax(1, keepdim=True) / largest
         numbers = weight / scale
         numbers = numbers.round() if dtype == torch.int8 else numbers
         return {name: numbers.to(dtype), f"{name}_scale": scale}
 
-    return quantise
+    return quantize
 
 
 def compressed_fp8(folder: Path) -> Path:
@@ -129,7 +129,7 @@ def fbgemm(folder: Path) -> Path:
 
 
 def bnb_8bit(folder: Path) -> Path:
-    def quantise(name: str, weight: Tensor) -> Tensors:
+    def quantize(name: str, weight: Tensor) -> Tensors:
         largest = weight.abs().amax(1)
         stem = name.removesuffix(".weight")
         return {
@@ -138,7 +138,7 @@ def bnb_8bit(folder: Path) -> Path:
             f"{stem}.weight_format": torch.tensor(0, dtype=torch.uint8),
         }
 
-    return with_linears(folder, quantise, quant_method="bitsandbytes", load_in_8bit=True)
+    return with_linears(folder, quantize, quant_method="bitsandbytes", load_in_8bit=True)
 
 
 def bnb_4bit(folder: Path, double_quant: bool = True) -> Path:

@@ -150,7 +150,7 @@ def try_to_reload(workshop: Workshop, trainer: Any, base: Path, mode: str) -> st
     trainer.save_model(str(weights))
     saved = Saved(base, weights)
     if mode == "qlora":
-        saved = Saved(dequantised(trainer.model, base, workshop.folder / "dequantised"), weights)
+        saved = Saved(dequantized(trainer.model, base, workshop.folder / "dequantized"), weights)
     if mode == "full":
         saved = Saved(weights, None)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def try_to_reload(workshop: Workshop, trainer: Any, base: Path, mode: str) -> st
 
 
 @torch.no_grad()
-def dequantised(model: torch.nn.Module, base: Path, folder: Path) -> Path:
+def dequantized(model: torch.nn.Module, base: Path, folder: Path) -> Path:
     """Write a base whose weights are those that the 4-bit ones of a model stand for."""
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for name, module in base_model_of(model).named_modules():

@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     assert (report.state, report.global_step) == ("died", 2)
     assert report.checkpoint == str(folder.checkpoints / "checkpoint-2")
     assert report.next == f"make train TRAIN_RESUME_FROM={folder.path}"
-    assert f"go on with {report.next}" in run_table(folder.path.parent)[0]
+    assert f"continue with {report.next}" in run_table(folder.path.parent)[0]
     again = plan_run(steps | {"train.resume_from": folder.path})
     assert run_worker(again) == 0
     assert again.read_report().resumed_from == str(folder.checkpoints / "checkpoint-2")

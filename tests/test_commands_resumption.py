@@ -1,4 +1,4 @@
-"""RESUME: the same command typed again goes on, and a finished run is not trained again."""
+"""RESUME: the same command typed again continues, and a finished run is not trained again."""
 
 import errno
 import json
@@ -67,7 +67,7 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
     stopped = folder.read_report()
     capsys.readouterr()
     assert typed() == folder
-    assert f"run {folder.path} goes on; another RUN starts a new run" in capsys.readouterr().out
+    assert f"run {folder.path} continues; another RUN starts a new run" in capsys.readouterr().out
     assert run_worker(folder) == ExitClass.DONE
     report = folder.read_report()
     assert report.run_id == stopped.run_id
@@ -158,7 +158,7 @@ def named(output_dir: Path, **variables: str) -> calls.Call:
 
 
 def test_two_answers_and_auto_without_a_name_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="both say where to go on from; leave one out"):
+    with pytest.raises(ConfigError, match="both say where to continue from; leave one out"):
         resumption(named(tmp_path, RESUME="auto", TRAIN_RESUME_FROM="a", RUN="b"))
     with pytest.raises(ConfigError, match="set RUN=<name>"):
         resumption(named(tmp_path, RESUME="auto"))

@@ -100,7 +100,7 @@ def test_a_tokenizer_is_given_once(unsloth):
         unsloth.UnslothTrainer(None, None, tokenizer=1, processing_class=2)
 
 
-def test_a_quantised_model_is_not_copied_to_the_gpus_of_one_process(unsloth, capsys):
+def test_a_quantized_model_is_not_copied_to_the_gpus_of_one_process(unsloth, capsys):
     arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
     unsloth._limit_data_parallel(arguments, SimpleNamespace(is_loaded_in_4bit=True))
     assert arguments._n_gpu == 1

@@ -49,7 +49,7 @@ ROPE_OPTIONS = [
     ("model.rope_scaling.low_freq_factor=2", "llama3", "linear"),
     ("model.rope_scaling.original_max_position_embeddings=512", "llama3", "dynamic"),
 ]
-# settings that break the rule, settings beside it that do not; in the order of RULES
+# settings that break the rule, settings next to it that do not; in the order of RULES
 CASES = [
     (["tuning.backend=unsloth", *NO_16_BITS], ["tuning.backend=bnb", *NO_16_BITS]),
     (

@@ -46,7 +46,7 @@ def remove(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut, huge, remove])
-def test_a_damaged_entry_is_tokenised_again(tmp_path, tokenizer, damage, caplog):
+def test_a_damaged_entry_is_tokenized_again(tmp_path, tokenizer, damage, caplog):
     rows = tmp_path / "rows.jsonl"
     questions = (f"Is {number} more than 3?" for number in range(40))
     write_rows(rows, *({"question": question, "answer": "yes"} for question in questions))
@@ -60,7 +60,7 @@ def test_a_damaged_entry_is_tokenised_again(tmp_path, tokenizer, damage, caplog)
         data = run_data(rows, tokenizer).train
         assert [sample.ids.tolist() for sample in data] == right, name
         (line,) = (record.getMessage() for record in caplog.records)
-        assert line.startswith(f"the tokenised rows in {folder} are tokenised again: {name} ")
+        assert line.startswith(f"the tokenized rows in {folder} are tokenized again: {name} ")
 
 
 def test_what_a_killed_build_left_is_removed(tmp_path):

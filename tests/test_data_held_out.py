@@ -149,7 +149,7 @@ def test_by_row_answers_of_a_question_part_and_the_ledger_counts_it(built):
     data = built(answers(20, 8), split_by="row", val_size=0.1)
     assert len(data.validation) == 16
     ledger = data.ledger.splits["train"]
-    assert ledger.overlap["validation"].normalised == 0
+    assert ledger.overlap["validation"].normalized == 0
     count = ledger.overlap["validation"].questions
     assert 0 < count < 144
     assert any(

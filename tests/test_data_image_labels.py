@@ -63,7 +63,7 @@ CONVERSATIONS = {
         turn("tool", "Taken: ", 1),
         turn("assistant", "It shows noise."),
     ],
-    "beside a system prompt": [
+    "next to a system prompt": [
         turn("system", "Be brief. \ufffd"),
         turn("user", "What is ", 0, "?"),
         turn("assistant", "Noise."),
@@ -110,7 +110,7 @@ def samples_of(
 
 
 def answers_in(sample: Sample, tokenizer: Any) -> list[str]:
-    """The texts of labelled stretches, each decoded by itself."""
+    """The texts of labeled stretches, each decoded by itself."""
     texts: list[list[int]] = []
     before = IGNORE_INDEX
     for label in sample.labels.tolist():

@@ -140,7 +140,7 @@ def test_the_settings_of_the_processor_are_a_part_of_the_key(folder, base, own, 
     assert build_run_data(configured(folder, changed), own).train.lengths.sum() > before
 
 
-def test_rows_that_name_images_are_tokenised_on_all_cores(folder, base, own, monkeypatch):
+def test_rows_that_name_images_are_tokenized_on_all_cores(folder, base, own, monkeypatch):
     pair = {"answer": "No.", "image": "0.png"}
     write_rows(folder / "rows.jsonl", *({"question": f"{n}?", **pair} for n in range(100)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -157,7 +157,7 @@ def test_rows_that_name_images_are_tokenised_on_all_cores(folder, base, own, mon
     assert data.train.records["number"].tolist() == sorted(data.train.records["number"])
 
 
-def test_images_are_not_decoded_before_their_rows_are_tokenised(folder, base):
+def test_images_are_not_decoded_before_their_rows_are_tokenized(folder, base):
     draw_image(folder / "0.jpg", (64, 32))
     (folder / "0.jpg").write_bytes((folder / "0.jpg").read_bytes()[:-100])
     pair = {"question": "q", "answer": "x", "image": "0.jpg"}

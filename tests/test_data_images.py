@@ -75,7 +75,7 @@ PARTS = {
     "responses": {"type": "input_image", "image_url": "a.png"},
     "Qwen": {"image": "a.png"},
     "Anthropic": {"type": "image", "source": {"type": "url", "url": "a.png"}},
-    "null beside it": {"type": "image", "image": "a.png", "text": None, "image_url": None},
+    "null next to it": {"type": "image", "image": "a.png", "text": None, "image_url": None},
 }
 
 
@@ -197,7 +197,7 @@ def drawn(mode: str, kind: str, **options: Any) -> bytes:
 FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (5, 7), "red")]}
 HUGE = b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + (20_000).to_bytes(4, "little") * 2
 BROKEN = {
-    "empty": (b"", "is empty; fetch or write it anew"),
+    "empty": (b"", "is empty; fetch or write it again"),
     "cut png": (encoded((64, 64))[:-400], "is damaged, or breaks off (Truncated File Read)"),
     "overwritten png": (
         encoded((64, 64))[:-100] + bytes(100),

@@ -62,7 +62,7 @@ def test_the_numbers_that_are_printed_are_those_of_the_ledger(mixed_ledger):
             100 * facts["trained_tokens"] / facts["tokens"], abs=0.005
         )
         assert printed["longest, of model.max_seq_len=64"] == facts["lengths"]["max"] <= 64
-        assert printed["repeated rows, in the same words"] == facts["duplicates"]["normalised"]
+        assert printed["repeated rows, in the same words"] == facts["duplicates"]["normalized"]
 
 
 def test_several_sources_have_a_line_each_with_their_share_of_an_epoch(mixed_ledger):

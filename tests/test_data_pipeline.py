@@ -128,8 +128,8 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(built):
     assert facts["rows_in"] == len(train)
     assert facts["dropped"] == {"bad_row": 7, "unproven": 1, "too_long": 1, "evaluated_on": 2}
     assert facts["rows_used"] == 42
-    assert facts["duplicates"] == {"exact": 1, "normalised": 2, "questions": 2}
-    assert facts["overlap"] == {"validation": {"exact": 1, "normalised": 2, "questions": 2}}
+    assert facts["duplicates"] == {"exact": 1, "normalized": 2, "questions": 2}
+    assert facts["overlap"] == {"validation": {"exact": 1, "normalized": 2, "questions": 2}}
     lost, kept = facts["lost_trained_tokens"], facts["sources"][0]["trained_tokens"]
     assert lost > 0 and facts["lost_fraction"] == pytest.approx(lost / (lost + kept), abs=1e-6)
     assert_adds_up(data)
@@ -201,7 +201,7 @@ def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(built, tmp_pat
     assert "DATA_ON_OVERLAP=drop" in last
     allowed = built(**rows, on_overlap="allow")
     assert len(allowed.train) == 10
-    assert facts_of(allowed)["overlap"]["validation"]["normalised"] == 1
+    assert facts_of(allowed)["overlap"]["validation"]["normalized"] == 1
     with pytest.raises(DataError, match=r"test.jsonl:1 of the test rows"):
         built(numbered(10), val=numbered(4, 50), test=[again])
 
@@ -273,7 +273,7 @@ def test_train_on_last_leaves_earlier_answers_as_context(built, tokenizer):
     assert last.answer_start == both.answer_start == np.flatnonzero(last.labels >= 0)[0]
 
 
-# What was tokenised is found again
+# What was tokenized is found again
 
 
 def folders(data: RunData) -> list[str]:
@@ -285,7 +285,7 @@ def test_a_moved_file_finds_its_samples_and_names_its_new_place(built, tmp_path,
     settings = {"on_bad_row": "quarantine", "special_tokens_in_text": "allow"}
     first = built(train, **settings)
     moved = shutil.move(tmp_path / "train.jsonl", tmp_path / "moved.jsonl")
-    monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenized again"))
     again = built(None, train_path=str(moved), **settings)
     assert folders(again) == folders(first)
     assert again.train.origin(0) == f"{moved}:{again.train.records['number'][0]}"
@@ -305,7 +305,7 @@ def test_a_moved_file_finds_its_samples_and_names_its_new_place(built, tmp_path,
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_whatever_changes_a_sample_is_tokenised_anew(
+def test_whatever_changes_a_sample_is_tokenized_anew(
     changed, built, config_of, tokenizer, monkeypatch
 ):
     rows, settings = numbered(9), dict(changed)
@@ -324,7 +324,7 @@ def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, m
     config = config_of(numbered(30))
     data = build_run_data(config, tokenizer)
     facts = json.loads(json.dumps(DataFacts(data.sources, PaddedTokens(3, 5, 4)).to_json()))
-    monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenized again"))
     read = DataFacts.from_json(facts)
     assert read == DataFacts(data.sources, PaddedTokens(3, 5, 4))
     opened = assemble(config, read.sources)
@@ -335,7 +335,7 @@ def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, m
         for one, two in zip(opened.train, data.train, strict=True)
     )
     shutil.rmtree(folders(data)[0])
-    with pytest.raises(DataError, match="are gone; start the run anew"):
+    with pytest.raises(DataError, match="are gone; start the run again"):
         DataFacts.from_json(facts)
 
 

@@ -167,7 +167,7 @@ def test_the_first_and_the_instructive_are_chosen(tmp_path):
         2: ["longest"],
         3: ["shortest"],
         4: ["shortened"],
-        6: ["goes on with a row"],
+        6: ["continues with a row"],
         7: ["several answers"],
     }
 

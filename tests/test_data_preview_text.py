@@ -1,4 +1,4 @@
-"""sft_play.data.preview: sequences in a terminal, with and without colours."""
+"""sft_play.data.preview: sequences in a terminal, with and without colors."""
 
 import pytest
 from html_pages import Page

@@ -145,7 +145,7 @@ def test_of_a_conversation_such_an_answer_is_a_sample_of_its_own(joining):
 
 
 QUOTES = [
-    "End it with `</think>` and go on.",
+    "End it with `</think>` and continue.",
     "```\n<think>\nA rose?\n</think>\n\n```\nThat is a block.",
     "The tag </think>\n\nends a thought, and <think> begins one.",
 ]
@@ -258,7 +258,7 @@ def test_reasoning_within_an_answer_stays_where_the_template_writes_its_marks():
 
 
 def test_an_error_names_drop_only_where_the_row_trains_without_its_reasoning():
-    """As Llama 3.1, which writes no words beside a call."""
+    """As Llama 3.1, which writes no words next to a call."""
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     written = "(m['tool_calls'] | tojson if m['tool_calls'] else m['content'])"
     template = family("chatml").chat_template.replace("message['content']", written)

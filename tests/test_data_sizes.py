@@ -1,4 +1,4 @@
-"""Sizes: what small files may become, and the large ones that are read all the same."""
+"""Sizes: what small files may become, and the large ones that are read anyway."""
 
 import gzip
 import json

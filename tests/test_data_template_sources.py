@@ -95,7 +95,7 @@ def write_named(folder: Path, form: str) -> None:
         set_config(folder, chat_template=CHATML)
 
 
-@pytest.mark.parametrize("form", ["list", "files", "files beside a config"])
+@pytest.mark.parametrize("form", ["list", "files", "files next to a config"])
 def test_of_several_templates_the_default_one_is_used_and_name_takes_another(folder, form):
     write_named(folder, form)
     plain, rag = load(folder), load(folder, "name:rag")

@@ -1,6 +1,6 @@
 """Templates of published models: each trains ordinary rows and rows with reasoning, or says how.
 
-`docs/evidence/templates.md` is what these tests find: SFT_PLAY_WRITE_TABLE=1 writes it anew, with llama.cpp
+`docs/evidence/templates.md` is what these tests find: SFT_PLAY_WRITE_TABLE=1 writes it again, with llama.cpp
 (`make install-gguf`, or LLAMA_CPP) all of it.
 """
 

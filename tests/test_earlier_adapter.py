@@ -1,4 +1,4 @@
-"""model.adapter: training goes on from an adapter, with other rows and in a run of its own."""
+"""model.adapter: training continues from an adapter, with other rows and in a run of its own."""
 
 import json
 import re

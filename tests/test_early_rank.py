@@ -89,7 +89,7 @@ def test_a_run_has_its_rank_before_its_rows(settings_of, tmp_path) -> None:
     report = json.loads((tmp_path / "run" / "run.json").read_text())
     assert report["launcher_pid"] == run.pid != report["pid"]
     parts = {span["name"]: span for span in report["timeline"]}
-    assert parts["imports"]["start"] < parts["rows are tokenised"]["end"]
+    assert parts["imports"]["start"] < parts["rows are tokenized"]["end"]
     assert parts["config and plan"]["start"] <= min(span["start"] for span in parts.values())
     (check,) = [check for check in report["checks"] if check["name"] == REOPENED]
     assert check["passed"] and "reopened by plain transformers" in parts

@@ -32,7 +32,7 @@ from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 WIDE = Sizes(hidden=128, head=32, intermediate=256, vocabulary=512)
-# Bytes of a layer's weight, beside the 16 bits that it had: of 8 or 4 bits, and of its scales
+# Bytes of a layer's weight, next to the 16 bits that it had: of 8 or 4 bits, and of its scales
 BYTES = {"fp8": 0.5, "int4": 0.25 + 1 / 128, "nvfp4": 0.25 + 1 / 32}
 
 
@@ -43,7 +43,7 @@ def copied(finished, tmp_path_factory) -> RunFolder:
 
 @pytest.mark.usefixtures("opens_here")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_quantised_held_to_the_run_and_sealed(copied, kind, monkeypatch):
+def test_an_export_is_quantized_held_to_the_run_and_sealed(copied, kind, monkeypatch):
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     lines = export_run(copied, ExportAsked(kind, least_gain=0.5), "cpu")
     folder = copied.path / "export" / kind

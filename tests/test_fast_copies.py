@@ -66,7 +66,7 @@ def test_linears_that_share_an_input_read_the_copies(monkeypatch):
     x = torch.randn(5, 32, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         copies(decoder)
-        monkeypatch.setattr(torch, "_foreach_copy_", None)  # nothing is cast anew
+        monkeypatch.setattr(torch, "_foreach_copy_", None)  # nothing is cast again
         group.fused(x)
     a = [module.lora_A["default"].weight for module in linears]
     assert torch.equal(group.copies.a, torch.cat(a).bfloat16())

@@ -151,7 +151,7 @@ def test_a_choice_of_an_expert_of_another_rank_adds_nothing():
 @pytest.mark.parametrize(
     "model_type, gate", [("qwen3_moe", FusedGlu("silu")), ("gpt_oss", ClampedGlu(1.702, 7.0))]
 )
-def test_a_known_gate_is_recognised(model_type, gate):
+def test_a_known_gate_is_recognized(model_type, gate):
     experts = some_experts(model_type, "none")
     assert fused_forward(experts).__self__.fused_gate == gate
 
@@ -184,7 +184,7 @@ class Dequantized(nn.Module):
 @pytest.mark.parametrize(
     "model_type, quant_type", [("qwen3_moe", "nf4"), ("gpt_oss", "nf4"), ("gpt_oss", "mxfp4")]
 )
-def test_packed_experts_compute_what_their_dequantised_weights_compute(model_type, quant_type):
+def test_packed_experts_compute_what_their_dequantized_weights_compute(model_type, quant_type):
     experts = some_experts(model_type, sizes=WHOLE_BLOCKS)
     base = unwrap(experts)[1]
     packed: dict[str, Params4bit] = {}
@@ -195,8 +195,8 @@ def test_packed_experts_compute_what_their_dequantised_weights_compute(model_typ
         else:
             numbers = numbers_of_mxfp4(*weight.shape, is_turned=True).to(weight) / 64
             packed[name] = mxfp4.pack(numbers, is_turned=True)
-        dequantised = unpack(packed[name])
-        setattr(base, name, nn.Parameter(dequantised, requires_grad=False))
+        dequantized = unpack(packed[name])
+        setattr(base, name, nn.Parameter(dequantized, requires_grad=False))
     choices = random_choices()
     expected = own(experts, choices)
     for name, weight in packed.items():
@@ -340,7 +340,7 @@ def test_a_mistake_shows(mutant, monkeypatch):
     expected = own(experts, choices)
     assert largest_difference(expected, fused(experts, choices)) < EXACT
     module, name, mutate = MUTANTS[mutant]
-    fused_forward(experts)  # the gate is recognised before
+    fused_forward(experts)  # the gate is recognized before
     monkeypatch.setattr(module, name, mutate(getattr(module, name)))
     assert largest_difference(expected, run(experts, _installed(experts), choices)) > FAR
 

@@ -1,4 +1,4 @@
-"""Replayed layers compute what the layers compute. Here a replay launches anew what was recorded.
+"""Replayed layers compute what the layers compute. Here a replay launches again what was recorded.
 
 On a GPU it is a CUDA graph: test_gpu_graphs.py.
 """
@@ -177,7 +177,7 @@ def test_recordings_give_their_memory_back_where_layers_run_by_themselves():
     trained(model, [other])
     assert (len(decoder.recorded), len(pools)) == (0, 1)
     trained(model, [one, other, one, other])
-    assert (len(decoder.recorded), len(pools)) == (2, 2), "one is recorded anew without the layers"
+    assert (len(decoder.recorded), len(pools)) == (2, 2), "one is recorded again without the layers"
     assert (decoder.counts.launched, decoder.counts.replayed) == (2, 6)
     with torch.no_grad():
         model.eval()(**{name: one[name] for name in INPUTS if name in one})

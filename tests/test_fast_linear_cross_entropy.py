@@ -45,7 +45,7 @@ def inputs(
 def plain_nll(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """Return the loss from all logits by `losses.summed_nll`, for one row of labelled tokens."""
+    """Return the loss from all logits by `losses.summed_nll`, for one row of labeled tokens."""
     logits = hidden @ weight.t()
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     padded = torch.cat([logits, logits[:1]])[None]

@@ -22,7 +22,7 @@ from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import mlp as linear_install
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.proof import Trial, own_code, prove
-from sft_play.models.fast.recognise import (
+from sft_play.models.fast.recognize import (
     AttentionKind,
     attention_kind_of,
     gated_mlp_of,
@@ -236,7 +236,7 @@ def test_a_norm_is_known_by_its_numbers(model_type, casting, offset):
         ("phi3", [True, True]),
         ("smollm3", [True, False]),
         ("ministral3", [None, None]),  # it scales queries by their position
-        ("glm4", [None, None]),  # it rotates pairs of neighbours
+        ("glm4", [None, None]),  # it rotates pairs of neighbors
     ],
 )
 def test_rotary_is_known_by_its_numbers(model_type, expected):
@@ -247,7 +247,7 @@ def test_rotary_is_known_by_its_numbers(model_type, expected):
 
 
 def test_attention_is_known_among_fake_kernels():
-    """What recognises it computes numbers, while a trace has fake kernels and no numbers."""
+    """What recognizes it computes numbers, while a trace has fake kernels and no numbers."""
     model = tiny_model("qwen3")
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(True):
         kinds = [attention_kind_of(layer.self_attn) for layer in model.model.layers]

@@ -204,7 +204,7 @@ def test_a_forged_or_damaged_record_is_not_taken_and_the_log_says_why(
     assert start(folder) == (ALL, kernels)
     (line,) = [line for line in caplog.messages if "not taken" in line]
     assert str(path) in line and reason in line
-    if path.is_file():  # and is written anew
+    if path.is_file():  # and is written again
         assert start(folder)[0] == set()
 
 
@@ -259,7 +259,7 @@ def test_a_kernel_that_is_changed_in_memory_is_found_by_its_outputs(proved, monk
     classes, kernels = start(folder)
     assert classes == {"LlamaMLP", "LlamaDecoderLayer"}  # nothing after it is believed
     assert "LlamaMLP computes something else (output by" in kernels.off["mlp"]
-    assert [line for line in caplog.messages if "proved anew" in line and "LlamaMLP" in line]
+    assert [line for line in caplog.messages if "proved again" in line and "LlamaMLP" in line]
     monkeypatch.undo()
     assert start(folder)[1] == right
 

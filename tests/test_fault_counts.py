@@ -34,7 +34,9 @@ from sft_play.data import cache
 from sft_play.runs import seal
 from sft_play.runs.resumed import QUANTISATION
 
-AS_UNINTERRUPTED = "the run goes on, and ends with the same losses and weights as one that was not"
+AS_UNINTERRUPTED = (
+    "the run continues, and ends with the same losses and weights as one that was not"
+)
 pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +70,7 @@ def test_cache_flips_are_found(tmp_path):
         entry = cache.get_or_build(tmp_path, KEY, content)
         found += {path.name: path.read_bytes() for path in entry.iterdir()} == whole
     total = len(up_to(40))
-    words = "flipped bits of tokenised rows found, and the rows made again"
+    words = "flipped bits of tokenized rows found, and the rows made again"
     noted("cache-flips", words, "40 of 40", f"{found} of {total}")
     assert found == total
 
@@ -166,7 +168,7 @@ def bench_of(plan_run, run_worker, finished, settings_of, uninterrupted, tmp_pat
         (
             "kill-a-rank-and-go-on",
             20,
-            "kills of one of two ranks: the other ends in 10 s with class 17; both go on, and end "
+            "kills of one of two ranks: the other ends in 10 s with class 17; both continue, and end "
             "with the same losses and weights as two that were not killed",
         ),
         ("sigterm", 20, "SIGTERM: no step is lost"),
@@ -302,7 +304,7 @@ def test_must_match_or_it_is_refused(bench_of, plan_run, run_worker):
     saved = plan_run({**EVERY_STEP, **COSINE})
     assert run_worker(saved) == 0
     config = saved.read_config()
-    # max_steps overrides the epochs; how qlora quantises is nothing to lora
+    # max_steps overrides the epochs; how qlora quantizes is nothing to lora
     paths = sorted({*MUST_MATCH} - {"train.epochs"} - QUANTISATION)[:MOST]
     refused, wrong = 0, []
     for number, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""Float8 bases: what quantising does to numbers, which layers are quantised, and what they compute."""
+"""Float8 bases: what quantizing does to numbers, which layers are quantized, and what they compute."""
 
 import logging
 
@@ -10,11 +10,11 @@ from torch import nn
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.fast.linears import products as linear_products
-from sft_play.models.float8 import quantise as products
+from sft_play.models.float8 import quantize as products
 from sft_play.models.float8.format import FLOAT8, LARGEST
 from sft_play.models.float8.linear import Float8Linear, hand_over, is_float8, take
 from sft_play.models.float8.loading import float8_config
-from sft_play.models.float8.quantise import quantise, quantise_weight, why_not_quantised
+from sft_play.models.float8.quantize import quantize, quantize_weight, why_not_quantized
 from sft_play.models.load import load_base, load_model
 from sft_play.models.unpacked import in_float32
 from sft_play.process import Process
@@ -48,16 +48,16 @@ def float8_linear(out_features: int = 48, in_features: int = 32) -> tuple[Float8
     linear = nn.Linear(in_features, out_features)
     with torch.no_grad():
         linear.weight.copy_(numbers(out_features, in_features))
-    layer = Float8Linear.of(linear, quantise(linear.weight.detach()))
+    layer = Float8Linear.of(linear, quantize(linear.weight.detach()))
     return layer, in_float32(nn.ModuleList([layer]))[0]
 
 
-# The quantiser
+# The quantizer
 
 
 def test_the_largest_number_of_a_row_becomes_the_largest_of_e4m3():
     x = numbers(5, 64) * torch.tensor([[1e-6], [1.0], [300.0], [1e8], [1e-30]])
-    values, scales = quantise(x)
+    values, scales = quantize(x)
     assert values.dtype == FLOAT8 and scales.dtype == torch.float32
     torch.testing.assert_close(scales, x.abs().amax(1) / LARGEST)
     assert (values.float().abs().amax(1) == LARGEST).all()
@@ -65,25 +65,25 @@ def test_the_largest_number_of_a_row_becomes_the_largest_of_e4m3():
 
 def test_no_number_is_off_by_more_than_a_17th_of_itself():
     x = numbers(64, 512)
-    error = (quantise(x).dequantised(torch.float32) - x).abs() / x.abs()
+    error = (quantize(x).dequantized(torch.float32) - x).abs() / x.abs()
     within_normal_range = x.abs() > x.abs().amax(1, keepdim=True) / 28_672
     assert error[within_normal_range].max() <= 1 / 17 + 1e-6
     assert error[within_normal_range].max() > 0.05, "the bound is that of e4m3"
 
 
 def test_a_row_of_zeros_stays_zero_with_scale_1():
-    found = quantise(torch.stack([torch.zeros(16), torch.ones(16)]))
+    found = quantize(torch.stack([torch.zeros(16), torch.ones(16)]))
     assert found.scales[0] == 1 and not found.values[0].float().any()
-    assert found.dequantised(torch.float32)[1].eq(1).all()
+    assert found.dequantized(torch.float32)[1].eq(1).all()
 
 
 def test_the_scale_of_a_weight_is_the_best_of_an_octave():
     weight = torch.cat([numbers(32, 256), torch.zeros(1, 256)])
-    found = quantise_weight(weight)
-    plain = quantise(weight)
+    found = quantize_weight(weight)
+    plain = quantize(weight)
     ratio = found.scales / plain.scales
     assert ratio.min() == 1 and 1 < ratio.max() < 2 and found.scales[-1] == 1
-    errors = [(q.dequantised(torch.float32) - weight).square().sum(1) for q in (found, plain)]
+    errors = [(q.dequantized(torch.float32) - weight).square().sum(1) for q in (found, plain)]
     assert (errors[0] <= errors[1]).all()
     assert errors[0].sum() < 0.92 * errors[1].sum()
 
@@ -92,43 +92,43 @@ def test_the_scale_of_a_weight_is_the_best_of_an_octave():
 
 
 @pytest.mark.parametrize("outlier, is_kept", [(1e3, False), (1e6, True)])
-def test_a_row_whose_outlier_pushes_the_others_below_the_range_of_e4m3_is_not_quantised(
+def test_a_row_whose_outlier_pushes_the_others_below_the_range_of_e4m3_is_not_quantized(
     outlier, is_kept
 ):
     weight = numbers(8, 64)
     weight[1] = 0
-    assert why_not_quantised(weight, quantise(weight)) is None
+    assert why_not_quantized(weight, quantize(weight)) is None
     weight[3, 5] = outlier
-    reason = why_not_quantised(weight, quantise(weight))
+    reason = why_not_quantized(weight, quantize(weight))
     assert bool(reason) == is_kept
     assert not is_kept or reason.startswith("outliers: half of a row would be off by ")
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_weight_that_is_not_finite_is_not_quantised(bad):
+def test_a_weight_that_is_not_finite_is_not_quantized(bad):
     weight = numbers(4, 16)
     weight[1, 2] = bad
-    assert why_not_quantised(weight, quantise(weight)) == "its weight is not finite"
+    assert why_not_quantized(weight, quantize(weight)) == "its weight is not finite"
 
 
 # The layer
 
 
-def test_a_float8_layer_multiplies_what_quantising_left_of_input_and_weight():
+def test_a_float8_layer_multiplies_what_quantizing_left_of_input_and_weight():
     layer, plain = float8_linear()
     x = numbers(7, 32, seed=1)
-    expected = plain(quantise(x).dequantised(torch.float32))
+    expected = plain(quantize(x).dequantized(torch.float32))
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
     assert (layer(x) - plain(x)).norm() / plain(x).norm() < 0.05
 
 
-def test_its_gradient_is_that_of_the_output_quantised_with_the_scales_of_the_weight():
+def test_its_gradient_is_that_of_the_output_quantized_with_the_scales_of_the_weight():
     layer, plain = float8_linear()
     x = numbers(2, 5, 32).requires_grad_()
     dy = numbers(2, 5, 48, seed=1)
     layer(x).backward(dy)
     scales = layer.weight_scale
-    rounded = quantise(dy.view(10, 48), scales).dequantised(torch.float32) / scales
+    rounded = quantize(dy.view(10, 48), scales).dequantized(torch.float32) / scales
     torch.testing.assert_close(x.grad.view(10, 32), rounded @ plain.weight, rtol=1e-5, atol=1e-5)
     exact = dy.view(10, 48) @ plain.weight
     assert (x.grad.view(10, 32) - exact).norm() / exact.norm() < 0.05
@@ -141,18 +141,18 @@ def test_autocast_gives_the_type_of_the_output_and_no_other_sums():
         y = layer(x)
     assert y.dtype == torch.bfloat16
     rounded = x.bfloat16()
-    expected = products.product(quantise(rounded), layer.weight, layer.weight_scale, torch.float32)
+    expected = products.product(quantize(rounded), layer.weight, layer.weight_scale, torch.float32)
     torch.testing.assert_close(y, expected.bfloat16() + layer.bias.bfloat16())
 
 
 @pytest.mark.parametrize("convert", ["half", "float", "bfloat16"])
 def test_a_float8_weight_and_its_scales_keep_their_types(convert):
     layer, _ = float8_linear()
-    before = layer.dequantised_weight(torch.float32)
+    before = layer.dequantized_weight(torch.float32)
     getattr(layer, convert)()
     assert (layer.weight.dtype, layer.weight_scale.dtype) == (FLOAT8, torch.float32)
     assert layer.bias.dtype == getattr(torch, convert if convert != "float" else "float32")
-    assert torch.equal(layer.dequantised_weight(torch.float32), before)
+    assert torch.equal(layer.dequantized_weight(torch.float32), before)
 
 
 # Models
@@ -161,9 +161,9 @@ def test_a_float8_weight_and_its_scales_keep_their_types(convert):
 def test_the_linears_of_the_layers_are_in_float8_and_nothing_else(config_of, caplog):
     with caplog.at_level(logging.INFO):
         model = load_base(config_of(), CPU)
-    quantised = {name for name, weight in model.named_parameters() if weight.dtype == FLOAT8}
-    assert len(quantised) == 14 and all(name.startswith("model.layers.") for name in quantised)
-    others = {weight.dtype for name, weight in model.named_parameters() if name not in quantised}
+    quantized = {name for name, weight in model.named_parameters() if weight.dtype == FLOAT8}
+    assert len(quantized) == 14 and all(name.startswith("model.layers.") for name in quantized)
+    others = {weight.dtype for name, weight in model.named_parameters() if name not in quantized}
     assert others == {torch.float32}
     assert "float8: 14 of 14 linears of the layers" in caplog.text
     assert model.config.to_dict().get("quantization_config") is None
@@ -203,8 +203,8 @@ def test_a_layer_with_outliers_stays_as_it_was_and_the_log_says_so(
 def test_experts_and_routers_stay_as_they_were(config_of, base_of, caplog):
     with caplog.at_level(logging.INFO):
         model = load_base(config_of(base_of("mixtral")), CPU)
-    quantised = {name for name, weight in model.named_parameters() if weight.dtype == FLOAT8}
-    assert quantised and all("self_attn" in name for name in quantised)
+    quantized = {name for name, weight in model.named_parameters() if weight.dtype == FLOAT8}
+    assert quantized and all("self_attn" in name for name in quantized)
     assert "not: experts in one parameter" in caplog.text
 
 
@@ -262,30 +262,30 @@ def test_a_fused_step_over_float8_is_that_of_the_own_code(steps, dtype, allowed)
     (fused_loss, fused, on), (loss, own, off) = steps[dtype]
     assert {"attention", "linears", "mlp"} <= on.keys() and not off
     assert fused_loss.item() == pytest.approx(loss.item(), rel=allowed / 10)
-    # a number beside a border of e4m3 falls on another side: an eighth of it
+    # a number next to a border of e4m3 falls on another side: an eighth of it
     assert (fused - own).norm() / own.norm() < allowed
 
 
 def test_rows_that_are_handed_over_leave_the_tensor_with_whoever_takes_them():
     x = numbers(2, 3, 16)
     assert take(x) is None
-    rows = quantise(x.view(6, 16))
+    rows = quantize(x.view(6, 16))
     hand_over(x, rows)
     assert take(x) is rows
     assert take(x) is None, "autograd keeps x, and would keep them"
 
 
-def test_only_what_no_kernel_of_ours_computes_is_quantised_by_itself(config_of, monkeypatch):
+def test_only_what_no_kernel_of_ours_computes_is_quantized_by_itself(config_of, monkeypatch):
     model = load_model(config_of(train={"fast_path": True}), CPU).train()
     shapes = []
 
     def counted(x, *scales):
         shapes.append((tuple(x.shape), bool(scales)))
-        return quantise(x, *scales)
+        return quantize(x, *scales)
 
-    monkeypatch.setattr(linear_products, "quantise", counted)
+    monkeypatch.setattr(linear_products, "quantize", counted)
     model(input_ids=torch.arange(3, 13)[None]).logits.sum().backward()
-    # of each of two layers: forward the output of attention, as norms and the MLP quantise what
+    # of each of two layers: forward the output of attention, as norms and the MLP quantize what
     # they compute; backward the gradients of all linears but gate and up. The first layer's q, k
     # and v have none to give
     assert sum(not scaled for _, scaled in shapes) == 2

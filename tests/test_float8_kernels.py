@@ -35,7 +35,7 @@ from sft_play.models.fast.norms import residual, residual_kernels
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 from sft_play.models.float8 import kernels
 from sft_play.models.float8.format import FLOAT8
-from sft_play.models.float8.quantise import quantise_reference
+from sft_play.models.float8.quantize import quantize_reference
 
 kernels.BLOCK, kernels.TILE = 64, 16  # several a row, the last one not full
 torch.manual_seed(0)
@@ -54,7 +54,7 @@ rows[1, 3] = 1e5
 strided = torch.randn(6, 128)[:, :64]
 for x in (rows, rows.bfloat16(), rows[:, :48].contiguous(), strided, strided.t()):
     for columns in (None, torch.rand(x.shape[1]) + 0.1):
-        found, expected = kernels.quantise(x, columns), quantise_reference(x, columns)
+        found, expected = kernels.quantize(x, columns), quantize_reference(x, columns)
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(bits(found.values), bits(expected.values))
 
@@ -64,8 +64,8 @@ glu_float8_kernels.BLOCK = 64
 def agree(found, expected):
     torch.testing.assert_close(found.scales, expected.scales, rtol=2e-2, atol=0)
     found = found._replace(values=found.values.to(FLOAT8))
-    off = found.dequantised(torch.float32) - expected.dequantised(torch.float32)
-    assert off.norm() <= 0.02 * expected.dequantised(torch.float32).norm()
+    off = found.dequantized(torch.float32) - expected.dequantized(torch.float32)
+    assert off.norm() <= 0.02 * expected.dequantized(torch.float32).norm()
 
 
 for activation in ("silu",):  # the interpreter does not multiply gelu's constants
@@ -105,6 +105,6 @@ for kind in (LLAMA, GEMMA):
 
 x = torch.randn(3, 64)
 x[1, 5], x[2, 7] = float("nan"), float("inf")
-found = kernels.quantise(x).values
+found = kernels.quantize(x).values
 assert found.isnan().any(1).tolist() == [False, True, True]
 """

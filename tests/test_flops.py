@@ -1,4 +1,4 @@
-"""Operations of a step: counted by hand, and beside what torch counts."""
+"""Operations of a step: counted by hand, and next to what torch counts."""
 
 import doctest
 

@@ -205,7 +205,7 @@ BAD_ROWS = {
 
 
 def test_control_characters_of_names_are_made_visible(sft_play, tmp_path):
-    """A terminal would obey them: colours, a bell, a line written over."""
+    """A terminal would obey them: colors, a bell, a line written over."""
     config = tmp_path / "a.yaml"
     config.write_text('"tra\\e[31min\\a\\u202e": 3\n')
     done = sft_play("config", CONFIG=str(config))

@@ -159,7 +159,7 @@ def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(base_of, tmp_
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
 
 
-def compare_quantised(folder: Path, seen: Path, mode: str) -> None:
+def compare_quantized(folder: Path, seen: Path, mode: str) -> None:
     """Be a rank that loads a quantized model divided and whole; write down the tensors that differ.
 
     And the bytes of layers that were there before the model was divided, and those that were read.
@@ -173,7 +173,7 @@ def compare_quantised(folder: Path, seen: Path, mode: str) -> None:
     config = Config.model_validate({"model": {"name": str(folder)}, "tuning": tuning})
     process = Process(rank, rank, 2, torch.device("cpu"), torch.bfloat16)
     whole = load.load_model(config, process, load.WeightPlaces())
-    divide, held = sharding.divide_quantised, []
+    divide, held = sharding.divide_quantized, []
 
     def note(base, *args):
         weights = [w for layer in sharding.outermost_layers(base) for w in layer.parameters()]
@@ -182,7 +182,7 @@ def compare_quantised(folder: Path, seen: Path, mode: str) -> None:
         held.append(sum(w.nbytes for w in frozen if w.nbytes >= sharding.MIN_BYTES))
         divide(base, *args)
 
-    sharding.divide_quantised = note
+    sharding.divide_quantized = note
     divided = load.load_model(config, process, load.WeightPlaces(is_fsdp=True))
     differing = []
     for name, tensor in divided.named_parameters():
@@ -203,7 +203,7 @@ def compare_quantised(folder: Path, seen: Path, mode: str) -> None:
 def test_a_quantized_base_is_divided_as_it_is_read(base_of, tmp_path, model_type, mode):
     output = tmp_path / "output.txt"
     base = base_of(model_type, "qlora")
-    exits = run_two(compare_quantised, base, tmp_path, mode, output=output)
+    exits = run_two(compare_quantized, base, tmp_path, mode, output=output)
     assert exits == [0, 0], output.read_text()[-3000:]
     for rank in (0, 1):
         differing, held, total = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -5,10 +5,10 @@ import torch
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.linears import glu
-from sft_play.models.float8 import quantise as products
-from sft_play.models.float8.format import FLOAT8, Quantised
+from sft_play.models.float8 import quantize as products
+from sft_play.models.float8.format import FLOAT8, Quantized
 from sft_play.models.float8.linear import Float8Linear
-from sft_play.models.float8.quantise import quantise, quantise_reference, quantise_weight
+from sft_play.models.float8.quantize import quantize, quantize_reference, quantize_weight
 from sft_play.models.load import load_model
 from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.process import Process
@@ -47,10 +47,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("features", [16, 1008, 4096, 14336])
 @pytest.mark.parametrize("has_columns", [False, True])
-def test_the_quantiser_equals_its_reference(dtype, features, has_columns):
+def test_the_quantizer_equals_its_reference(dtype, features, has_columns):
     x = numbers(65, features, dtype=torch.float32).clamp(-6e4, 6e4).to(dtype)
     columns = torch.rand(features, device=GPU) + 0.1 if has_columns else None
-    found, expected = quantise(x, columns), quantise_reference(x, columns)
+    found, expected = quantize(x, columns), quantize_reference(x, columns)
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
 
@@ -59,7 +59,7 @@ def test_the_quantiser_equals_its_reference(dtype, features, has_columns):
 def test_what_is_not_finite_shows(bad):
     x = numbers(8, 256)
     x[5, 7] = bad
-    assert quantise(x).dequantised(torch.float32).isnan().any(1).tolist() == [
+    assert quantize(x).dequantized(torch.float32).isnan().any(1).tolist() == [
         row == 5 for row in range(8)
     ]
 
@@ -78,14 +78,14 @@ def test_a_transpose_moves_every_weight(shape):
     [(8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 1024), (37, 576, 1536), (1, 64, 128)],
 )
 def test_both_products_are_those_of_the_reference(tokens, inputs, outputs):
-    weight = quantise_weight(0.02 * torch.randn(outputs, inputs, device=GPU))
-    x = quantise(numbers(max(3, tokens), inputs)[:tokens])
+    weight = quantize_weight(0.02 * torch.randn(outputs, inputs, device=GPU))
+    x = quantize(numbers(max(3, tokens), inputs)[:tokens])
     found = products.product(x, weight.values, weight.scales, torch.bfloat16)
     expected = products._reference(x, weight.values.t(), weight.scales)
     assert found.dtype == torch.bfloat16 and found.isfinite().all()
     assert relative_error(found, expected) < CLOSE
 
-    dy = quantise(numbers(max(3, tokens), outputs)[:tokens], weight.scales)
+    dy = quantize(numbers(max(3, tokens), outputs)[:tokens], weight.scales)
     found = products.input_product(dy, weight.values, torch.bfloat16)
     ones = torch.ones(inputs, device=GPU)
     expected = products._reference(dy, weight.values, ones)
@@ -94,7 +94,7 @@ def test_both_products_are_those_of_the_reference(tokens, inputs, outputs):
 
 def test_a_layer_computes_nothing_that_is_not_finite_for_zero_rows_and_outliers():
     linear = torch.nn.Linear(256, 512, bias=True, device=GPU, dtype=torch.bfloat16)
-    layer = Float8Linear.of(linear, quantise_weight(linear.weight.detach()))
+    layer = Float8Linear.of(linear, quantize_weight(linear.weight.detach()))
     layer.bias.requires_grad_(False)
     x = numbers(64, 256).requires_grad_()
     y = layer(x)
@@ -103,22 +103,22 @@ def test_a_layer_computes_nothing_that_is_not_finite_for_zero_rows_and_outliers(
     assert torch.equal(y[1], layer.bias) and not x.grad[1].any()
 
 
-def near(found: Quantised, expected: Quantised) -> bool:
-    """Return whether rows agree but for numbers beside a border of e4m3."""
-    one, other = (rows.dequantised(torch.float32) for rows in (found, expected))
+def near(found: Quantized, expected: Quantized) -> bool:
+    """Return whether rows agree but for numbers next to a border of e4m3."""
+    one, other = (rows.dequantized(torch.float32) for rows in (found, expected))
     return bool((one - other).norm() <= 0.02 * other.norm())
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("features", [1500, 14336])
-def test_the_mlps_kernels_quantise_what_their_references_do(activation, features):
+def test_the_mlps_kernels_quantize_what_their_references_do(activation, features):
     torch.manual_seed(0)
     gate, up = torch.randn(33, 2 * features, device=GPU, dtype=torch.bfloat16).chunk(2, -1)
     gate[3], up[4] = 0, 1e4
     h, in_float8 = glu.glu_forward_float8(gate, up, activation)
     expected = glu.glu_forward(gate.cpu(), up.cpu(), activation).to(GPU)
     torch.testing.assert_close(h, expected, rtol=2**-7, atol=1e-5)
-    assert near(in_float8, quantise_reference(h))
+    assert near(in_float8, quantize_reference(h))
     assert not in_float8.values[3].float().any() and in_float8.scales[3] == 1
 
     dh = torch.randn(33, features, device=GPU, dtype=torch.bfloat16)
@@ -129,19 +129,19 @@ def test_the_mlps_kernels_quantise_what_their_references_do(activation, features
     found = glu.glu_backward_float8(dh, gate, up, activation, dgate, dup, *columns)
     for one, other in ((dh, product), (dgate, plain_gate), (dup, plain_up)):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
-    assert near(found[0], quantise_reference(dgate, columns[0]))
-    assert near(found[1], quantise_reference(dup, columns[1]))
+    assert near(found[0], quantize_reference(dgate, columns[0]))
+    assert near(found[1], quantize_reference(dup, columns[1]))
 
 
 @pytest.mark.parametrize("features", [100, 4096, 8192])
-def test_a_norm_quantises_what_it_computes(features):
+def test_a_norm_quantizes_what_it_computes(features):
     from sft_play.models.fast.norms import residual_kernels
     from sft_play.models.fast.norms.rms import LLAMA
 
     x, stream = (numbers(33, features) for _ in range(2))
     weight = torch.rand(features, device=GPU, dtype=torch.bfloat16)
     y, _, _, in_float8 = residual_kernels.forward(x, stream, weight, 1e-6, LLAMA, True)
-    expected = quantise_reference(y)
+    expected = quantize_reference(y)
     assert torch.equal(in_float8.scales, expected.scales)
     assert torch.equal(in_float8.values.view(torch.uint8), expected.values.view(torch.uint8))
 
@@ -177,7 +177,7 @@ def steps(tiny_base):
     return {
         "fused": step(True, "float8"),
         "own": step(False, "float8"),
-        "unquantised": step(False, "auto"),
+        "unquantized": step(False, "auto"),
     }
 
 
@@ -189,15 +189,15 @@ def test_a_fused_step_is_that_of_the_own_code(steps):
 
 
 def test_a_float8_step_is_near_that_in_16_bits(steps):
-    (fused_loss, fused, _), (loss, unquantised, _) = steps["fused"], steps["unquantised"]
+    (fused_loss, fused, _), (loss, unquantized, _) = steps["fused"], steps["unquantized"]
     assert fused_loss == pytest.approx(loss, rel=0.02)
-    assert (fused - unquantised).norm() / unquantised.norm() < 0.25
+    assert (fused - unquantized).norm() / unquantized.norm() < 0.25
 
 
 def test_a_part_of_the_tokens_has_the_products_of_the_whole():
-    weight = quantise_weight(torch.randn(64, 128, device=GPU))
-    x = quantise(numbers(48, 128))
-    half = Quantised(x.values[:32], x.scales[:32])
+    weight = quantize_weight(torch.randn(64, 128, device=GPU))
+    x = quantize(numbers(48, 128))
+    half = Quantized(x.values[:32], x.scales[:32])
     found = products.product(half, weight.values, weight.scales, torch.float32)
     whole = products.product(x, weight.values, weight.scales, torch.float32)
     assert torch.equal(found, whole[:32])

@@ -1,7 +1,7 @@
-"""Runs on GPUs that are stopped and killed, and go on: `make test-gpu`, with the figures printed.
+"""Runs on GPUs that are stopped and killed, and continue: `make test-gpu`, with the figures printed.
 
 A run of 4-bit LoRA is stopped by Ctrl-C, and killed while it writes a checkpoint. The same command
-again goes on, and its losses are those of a run that was left alone.
+again continues, and its losses are those of a run that was left alone.
 """
 
 import json
@@ -70,7 +70,7 @@ class Started:
             )
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for something that happens while the run goes on."""
+        """Wait for something that happens while the run continues."""
         deadline = time.monotonic() + SECONDS
         while not is_so():
             assert self.process.poll() is None, self.output.read_text()[-3000:]
@@ -121,7 +121,7 @@ def staged(folder: RunFolder) -> list[Path]:
 def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_been(
     tmp_path, target, variables
 ):
-    """One run, four starts of make: the same command three times, beside one that is left alone."""
+    """One run, four starts of make: the same command three times, next to one that is left alone."""
     alone = Started(target, variables, tmp_path / "alone")
     outputs = tmp_path / "outputs"
     started = Started(target, variables, outputs)

@@ -1,4 +1,4 @@
-"""Weighted rows, and a run that goes on from an adapter, on a GPU by the command that a user types."""
+"""Weighted rows, and a run that continues from an adapter, on a GPU by the command that a user types."""
 
 import json
 from pathlib import Path

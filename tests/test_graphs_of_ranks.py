@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def replay_on_cpu() -> None:
-    """Let a rank on a CPU record its layers: a replay launches them anew."""
+    """Let a rank on a CPU record its layers: a replay launches them again."""
     from sft_play.models.fast.graphs import decoder
 
     setup = decoder.graph_setup

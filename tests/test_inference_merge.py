@@ -150,7 +150,7 @@ def why_not(folder: RunFolder) -> list[str]:
 
 
 def change(path: Path, **values) -> None:
-    """Change a JSON file of an adapter, and seal it anew: what the seal does not tell is planted."""
+    """Change a JSON file of an adapter, and seal it again: what the seal does not tell is planted."""
     path.write_text(json.dumps({**read_json(path), **values}))
     if is_sealed(path.parent):
         seal(path.parent)
@@ -243,7 +243,7 @@ def test_an_adapter_that_improves_less_than_rounding_costs_is_offered_itself(cop
     small = {name: tensor * (1e-6 if "lora_B" in name else 1) for name, tensor in tensors.items()}
     save_file(small, file, metadata={"format": "pt"})
     seal(file.parent)
-    (copied.evaluation / "reference.safetensors").unlink()  # made anew, by this adapter
+    (copied.evaluation / "reference.safetensors").unlink()  # made again, by this adapter
     said = refused_rounding(copied, monkeypatch)
     assert "Rounding to bfloat16 costs " in said and "training improved these rows by " in said
     assert f"make export RUN={copied.name} FORMAT=adapter exports the adapter itself" in said

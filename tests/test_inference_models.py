@@ -117,7 +117,7 @@ def test_what_transformers_warns_of_while_it_answers_is_not_printed(
 ):
     folder = shutil.copytree(taught_base, tmp_path / "model")
     path = folder / "generation_config.json"
-    path.write_text(json.dumps({**read_json(path), "max_length": 20}))  # beside max_new_tokens
+    path.write_text(json.dumps({**read_json(path), "max_length": 20}))  # next to max_new_tokens
     hf_logging.set_verbosity_warning()
     hf_logging.add_handler(caplog.handler)
     try:

@@ -98,7 +98,7 @@ def test_what_eval_cannot_take_is_an_error(call, variables, words, message):
 def test_infer_takes_the_generation_settings_and_says_what_was_cut(call):
     result = call("infer", PROMPT="Count to 6.", TRAIN_GENERATION_MAX_NEW_TOKENS="3")
     assert result.exit_code == 0 and "1 2 3 4 5 6".startswith(result.stdout.strip())
-    assert "cut at 3 tokens; TRAIN_GENERATION_MAX_NEW_TOKENS=6 lets it go on" in result.stderr
+    assert "cut at 3 tokens; TRAIN_GENERATION_MAX_NEW_TOKENS=6 lets it continue" in result.stderr
     assert call("infer", PROMPT="Count to 6.").stdout == "1 2 3 4 5 6\n"
 
 

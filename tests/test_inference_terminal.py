@@ -147,7 +147,7 @@ def test_a_call_that_was_stopped_goes_on_and_drops_half_a_line(infer, tmp_path, 
     monkeypatch.setattr(Generator, "generate", generate)
     stopped = infer(asked(*NUMBERS), TRAIN_GENERATION_BATCH_SIZE="1")
     assert isinstance(stopped.exception, StoppedOnRequest)
-    assert "2 of 5 prompts are answered; the same command goes on" in str(stopped.exception)
+    assert "2 of 5 prompts are answered; the same command continues" in str(stopped.exception)
     file = AnswerFile(tmp_path / "out.jsonl")
     (part,) = file.parts.glob("*.jsonl")
     with part.open("ab") as broken:

@@ -73,7 +73,7 @@ def project(tmp_path) -> Path:
 
 
 def make(project: Path, target: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run make in the project, with the two indexes beside it as the only ones."""
+    """Run make in the project, with the two indexes next to it as the only ones."""
     folder = project.parent
     environ = {
         "PATH": "/usr/bin:/bin",
@@ -112,7 +112,7 @@ def test_an_install_takes_torch_from_its_own_index_and_goes_on_where_one_was_cut
     done = make(project, ".venv/.installed", TORCH="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tiny-1.0 was half installed: once more" in done.stdout
-    assert "made anew" not in done.stdout
+    assert "made again" not in done.stdout
     assert script(project, "tiny") == "1.0\n"
 
 

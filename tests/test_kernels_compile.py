@@ -53,8 +53,8 @@ def glu(dtype: torch.dtype) -> None:
 def float8(dtype: torch.dtype) -> None:
     columns = torch.ones(FEATURES)
     weight = torch.zeros(FEATURES, FEATURES).to(torch.float8_e4m3fn)
-    float8_kernels.quantise(rows(dtype))
-    float8_kernels.quantise(rows(dtype), columns)
+    float8_kernels.quantize(rows(dtype))
+    float8_kernels.quantize(rows(dtype), columns)
     float8_kernels.transposed(weight)
     gate, up, dh = (rows(dtype) for _ in range(3))
     for activation in ("silu", "gelu_tanh"):

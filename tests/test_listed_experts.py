@@ -93,7 +93,7 @@ def test_each_expert_has_what_was_trained_by_the_names_that_vllm_packs(
 
 
 # PEFT 0.21 knows the lists of these types, and joins gate and up with twice the rank; it takes the
-# names of a dense layer beside them for those of experts
+# names of a dense layer next to them for those of experts
 @pytest.mark.parametrize(
     ("model_type", "changes"), [("qwen3_moe", {"mlp_only_layers": []}), ("mixtral", {})]
 )

@@ -133,12 +133,12 @@ def test_base_weights_take_the_type_that_was_set_or_that_mode_and_device_call_fo
 
 def test_qlora_holds_blocks_in_4_bits_and_leaves_norms_and_embeddings_as_they_are(config_of):
     model = load_model(config_of("qlora"), CPU_BF16)
-    quantised = {
+    quantized = {
         name
         for name, module in model.named_modules()
         if isinstance(module, bitsandbytes.nn.Linear4bit)
     }
-    assert len(quantised) == 2 * len(LINEARS)
+    assert len(quantized) == 2 * len(LINEARS)
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
             assert parameter.dtype == torch.bfloat16, f"{name} was copied to {parameter.dtype}"

@@ -1,4 +1,4 @@
-"""What adapters train beside A and B: counted, fused where exact, trained, saved and merged."""
+"""What adapters train next to A and B: counted, fused where exact, trained, saved and merged."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

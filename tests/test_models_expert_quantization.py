@@ -22,7 +22,7 @@ from sft_play.models.experts import expert_weights, packed_weight, routing_linea
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.load import load_base
-from sft_play.models.merging import Merge, quantised_names
+from sft_play.models.merging import Merge, quantized_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
 from sft_play.models.unpacked import in_float32
 from sft_play.process import Process
@@ -70,7 +70,7 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
     return adapted
 
 
-# (experts, out, in), (experts, in, out), without a gate and beside a linear router
+# (experts, out, in), (experts, in, out), without a gate and next to a linear router
 @pytest.mark.parametrize(
     "model_type, experts", [("qwen2_moe", "auto"), ("gpt_oss", "auto"), ("gpt_oss", "shared")]
 )
@@ -175,11 +175,11 @@ def test_the_model_without_memory_is_packed_alike(tmp_path):
     assert {name: (p.shape, p.dtype) for name, p in on_meta.named_parameters()} == expected
 
 
-def test_mxfp4_experts_are_dequantised_for_lora_and_stay_as_they_are_for_qlora(tmp_path, caplog):
+def test_mxfp4_experts_are_dequantized_for_lora_and_stay_as_they_are_for_qlora(tmp_path, caplog):
     base = mxfp4(tmp_path)
     with caplog.at_level(logging.INFO, "sft_play"):
         plain = load_base(config_of(base, "lora"), CPU)
-    assert "stored as MXFP4, dequantised" in caplog.text
+    assert "stored as MXFP4, dequantized" in caplog.text
     packed = load_base(config_of(base), CPU)
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
     assert isinstance(packed.model.layers[0].self_attn.q_proj, Linear4bit)
@@ -200,6 +200,6 @@ def test_a_merge_rounds_attention_to_4_bits_and_leaves_mxfp4_experts(tmp_path):
     config = config_of(mxfp4(tmp_path))
     base = load_base(config_of(config.model.name, "lora"), CPU)
     quantization = bnb.quantization_config(config, torch.float32)
-    rounded = quantised_names(base, Merge(config, tmp_path, quantization=quantization))
+    rounded = quantized_names(base, Merge(config, tmp_path, quantization=quantization))
     assert {weight.name for weight in expert_weights(base)}.isdisjoint(rounded)
     assert any(name.endswith("q_proj.weight") for name in rounded)

@@ -48,7 +48,7 @@ def adapted_names(model: nn.Module) -> set[str]:
     return names
 
 
-# Experts beside shared experts and dense layers, whose names PEFT takes for the experts' in some of
+# Experts next to shared experts and dense layers, whose names PEFT takes for the experts' in some of
 # these types and not in others; experts stored (experts, in, out); experts without a gate; a router
 # that is a linear layer, and layers that PEFT refuses.
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe", "gpt_oss", "nemotron_h"])

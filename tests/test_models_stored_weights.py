@@ -23,12 +23,12 @@ from sft_play.errors import ConfigError
 from sft_play.inference.merge import merge_run
 from sft_play.models import stored_weights
 from sft_play.models.load import load_base
-from sft_play.models.stored_weights import dequantised
+from sft_play.models.stored_weights import dequantized
 from sft_play.process import Process
 from sft_play.runs.files import read_json
 
 CPU = Process.alone(torch.device("cpu"))
-DEQUANTISED = (
+DEQUANTIZED = (
     "fp8_block", "fp8_tensor", "fbgemm", "compressed_fp8", "compressed_int8", "bnb_8bit",
 )  # fmt: skip
 ZERO3 = str(TINY_LLAMA.parents[1] / "configs" / "deepspeed_zero3.json")
@@ -99,7 +99,7 @@ def plain():
 
 
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
-@pytest.mark.parametrize("form", DEQUANTISED)
+@pytest.mark.parametrize("form", DEQUANTIZED)
 def test_each_form_is_read_as_the_numbers_that_it_stores(twin, plain, form, mode):
     model = load_base(config_of(twin(form), mode), CPU)
     assert largest(model) == pytest.approx(plain.largest, rel=0.02)
@@ -113,7 +113,7 @@ def test_weights_in_4_bits_train_as_they_are_under_qlora_alone(twin, plain):
     model = load_base(config_of(base, "qlora"), CPU)
     stored = load_file(base / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(model.get_parameter(name).data, stored[name]), "packed anew"
+    assert torch.equal(model.get_parameter(name).data, stored[name]), "packed again"
     assert largest(model) == pytest.approx(plain.largest, rel=0.02)
     for mode in ("lora", "full"):
         with pytest.raises(ConfigError, match=r"in 4 bits.*set TUNING_MODE=qlora, or MODEL_NAME"):
@@ -164,16 +164,16 @@ def test_the_last_block_of_a_weight_may_be_a_part_of_one():
     stored = torch.ones(5, 3, dtype=torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     expected = torch.tensor([[1.0, 1.0, 2.0]] * 2 + [[3.0, 3.0, 4.0]] * 2 + [[5.0, 5.0, 6.0]])
-    assert torch.equal(dequantised(stored, scale, block=(2, 2)), expected)
+    assert torch.equal(dequantized(stored, scale, block=(2, 2)), expected)
     with pytest.raises(ValueError, match="do not fit"):
-        dequantised(stored, scale, block=None)
+        dequantized(stored, scale, block=None)
 
 
 def test_scales_may_be_exponents_zero_points_and_of_each_expert():
     stored = torch.full((2, 4, 4), 3, dtype=torch.int8)
-    assert (dequantised(stored, torch.tensor([1.0, 2.0]))[1] == 6).all()
-    assert (dequantised(stored[0], torch.tensor([[129]], dtype=torch.uint8)) == 12).all()
-    assert (dequantised(stored[0], torch.tensor(2.0), torch.tensor([1])) == 4).all()
+    assert (dequantized(stored, torch.tensor([1.0, 2.0]))[1] == 6).all()
+    assert (dequantized(stored[0], torch.tensor([[129]], dtype=torch.uint8)) == 12).all()
+    assert (dequantized(stored[0], torch.tensor(2.0), torch.tensor([1])) == 4).all()
 
 
 def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
@@ -187,7 +187,7 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
         return convert_moe_packed_tensors(few, scales)
 
     monkeypatch.setattr(stored_weights, "convert_moe_packed_tensors", convert)
-    assert torch.equal(dequantised(codes, exponents=exponents), expected)
+    assert torch.equal(dequantized(codes, exponents=exponents), expected)
     assert read == [2, 2, 1]
 
 

@@ -341,7 +341,7 @@ def test_a_matrix_is_read_row_by_row_and_never_as_a_whole(base, tokenizer):
     assert f"embeds {rows} tokens" in refused(base, ids=(WORD, rows))
 
 
-def test_quantised_embeddings_are_left_alone(base, tokenizer):
+def test_quantized_embeddings_are_left_alone(base, tokenizer):
     save_file(
         {EMBEDDING: torch.zeros(len(tokenizer), 8, dtype=torch.int8)}, base / "model.safetensors"
     )

@@ -10,7 +10,7 @@ from notebook_files import FOLDER, GOLDEN, converted, converted_cell, sources, w
 
 from sft_play.notebooks import code as codes
 from sft_play.notebooks import document as documents
-from sft_play.notebooks.recognise import Kind, Notebook
+from sft_play.notebooks.recognize import Kind, Notebook
 
 LOAD = "model, tokenizer = FastLanguageModel.from_pretrained(\n    'x',\n)\n"
 

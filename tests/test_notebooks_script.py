@@ -11,7 +11,7 @@ from sft_play.notebooks.script import export
 
 LOAD = "m, t = FastModel.from_pretrained('x')"
 TRAIN = "trainer = SFTTrainer(m, args=SFTConfig(max_steps=1))\nstats = trainer.train()"
-ALONE = "# %% all processes have trained: the first goes on alone"
+ALONE = "# %% all processes have trained: the first continues alone"
 
 
 def script(path: Path) -> tuple[str, str]:

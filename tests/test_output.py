@@ -1,4 +1,4 @@
-"""Standard streams that are full or closed: an answer says so, a run goes on and has its log."""
+"""Standard streams that are full or closed: an answer says so, a run continues and has its log."""
 
 import os
 import shlex

@@ -20,7 +20,7 @@ PUBLISHED_FLOOR = 8192
 
 
 def llama4(chunk: int, floor: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a tiny Llama 4 of chunks of tokens, which scales queries anew at each floor."""
+    """Return a tiny Llama 4 of chunks of tokens, which scales queries again at each floor."""
 
     def fields(sizes):
         own = {"attention_chunk_size": chunk, "floor_scale": floor, "attn_scale": 2.0}

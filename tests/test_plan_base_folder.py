@@ -72,7 +72,7 @@ OTHER_FILES = {
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}},
         "an adapter of org/base; set MODEL_NAME=org/base",
     ),
-    "adapter beside a config": (
+    "adapter next to a config": (
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "config.json": SIZES},
         "an adapter of org/base; set MODEL_NAME=org/base",
     ),
@@ -154,7 +154,7 @@ CONFIGS = {
     ),
     "own code": (
         {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
-        "its model_type own is Python code beside its weights (configuration_own.OwnConfig); read "
+        "its model_type own is Python code next to its weights (configuration_own.OwnConfig); read "
         "it, then set MODEL_TRUST_REMOTE_CODE=true, or type make install TRANSFORMERS=newest",
     ),
 }

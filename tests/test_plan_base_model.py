@@ -68,12 +68,12 @@ def test_mlx_is_named_and_nested_sections_are_found():
 @pytest.mark.parametrize(
     "dtypes, name, way",
     [
-        ({"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"}, "FP8", "dequantised"),
+        ({"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"}, "FP8", "dequantized"),
         ({"a.weight": "U8", "a.weight_scale": "F8_E4M3", "a.weight_scale_2": "F32"}, "NVFP4", 0),
         ({"a.weight": "U8", "a.weight.absmax": "F32"}, "4 bits of bitsandbytes", "packed"),
         ({"a.weight": "U32", "a.scales": "F16", "a.biases": "F16"}, "packed integers", 0),
         ({"a.qweight": "I32"}, "packed integers (GPTQ or AWQ)", 0),
-        ({"a.weight": "I8", "a.SCB": "F32"}, "8 bits of bitsandbytes", "dequantised"),
+        ({"a.weight": "I8", "a.SCB": "F32"}, "8 bits of bitsandbytes", "dequantized"),
         ({"h.0.attn.bias": "U8", "a.weight": "F16"}, None, None),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_float8_weight_takes_a_byte_and_each_output_a_float32():
         (MatrixKind("q_proj", 4096, 1000, 32), False),
         (MatrixKind("q_proj", 4100, 1024, 32), False),
         (MatrixKind("experts.down_proj", 1024, 1024, 4, experts=8, is_stacked=True), False),
-        (MatrixKind("gate", 1024, 16, 4, is_quantised=False), False),
+        (MatrixKind("gate", 1024, 16, 4, is_quantized=False), False),
     ],
 )
 def test_what_is_counted_as_float8_is_what_loading_makes_float8(kind, fits):

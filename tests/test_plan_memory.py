@@ -1,4 +1,4 @@
-"""sft_play.plan.memory: bytes of a step by hand, how they grow, and beside what was measured."""
+"""sft_play.plan.memory: bytes of a step by hand, how they grow, and next to what was measured."""
 
 from dataclasses import replace
 from itertools import product
@@ -59,10 +59,10 @@ def test_the_bytes_of_a_lora_step_by_hand():
     assert example.changed(grad_accum=1).memory.phases["forward"].gradients == 0
 
 
-def test_quantised_weights_by_hand():
-    quantised = [held(mode="qlora", double_quant=double).weights for double in (True, False)]
+def test_quantized_weights_by_hand():
+    quantized = [held(mode="qlora", double_quant=double).weights for double in (True, False)]
     other = 2 * (2 * 128256 * 4096 + 65 * 4096)  # embedding, head and norms stay in 16 bits
-    assert quantised == [int(size * 6_979_321_856) + other for size in (0.516, 0.5625)]
+    assert quantized == [int(size * 6_979_321_856) + other for size in (0.516, 0.5625)]
 
 
 def test_offloaded_inputs_are_on_the_host_but_for_two():
@@ -175,7 +175,7 @@ def test_fused_kernels_need_less(mode):
     assert held(mode=mode, is_fast=True).total < held(mode=mode).total
 
 
-def test_quantising_needs_less():
+def test_quantizing_needs_less():
     plain_constants = peak(mode="qlora", double_quant=False)
     assert peak(mode="qlora") < plain_constants < peak(mode="lora") < peak(mode="full")
     # whose copies outweigh 1,024 tokens

@@ -1,4 +1,4 @@
-"""sft_play.plan.model_shape: sizes from a config.json, beside real models and published counts."""
+"""sft_play.plan.model_shape: sizes from a config.json, next to real models and published counts."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""sft_play.plan.speed and cards: the seconds of a step, beside what was measured."""
+"""sft_play.plan.speed and cards: the seconds of a step, next to what was measured."""
 
 import doctest
 import sys
@@ -54,7 +54,7 @@ def speed(
     return found
 
 
-# Beside what was measured
+# Next to what was measured
 
 
 def measured_arms() -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Counts of matrices, experts and kinds of layers: beside real modules, and as the plan uses them."""
+"""Counts of matrices, experts and kinds of layers: next to real modules, and as the plan uses them."""
 
 import json
 import math
@@ -42,7 +42,7 @@ ONE_LAYER = Structure(
     matrices=(
         MatrixKind("layers.*.q", 4, 4, count=2),
         MatrixKind("layers.*.experts.up", 4, 8, count=2, experts=4, active=1),
-        MatrixKind("layers.*.gate", 4, 4, count=2, is_adapted=False, is_quantised=False),
+        MatrixKind("layers.*.gate", 4, 4, count=2, is_adapted=False, is_quantized=False),
     ),
     layers=(LayerKind(1, query_features=4, window=2), LayerKind(1, is_recurrent=True)),
 )
@@ -59,7 +59,7 @@ def on_meta(model_type: str) -> Any:
         return AutoModelForCausalLM.from_config(tiny_config(model_type))
 
 
-# Beside real modules
+# Next to real modules
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -98,7 +98,7 @@ def test_weights_in_4_bits_are_those_that_loading_packs(model_type, tmp_path):
     for parameter in build_on_meta(Config.model_validate(settings), torch.bfloat16).parameters():
         state = getattr(parameter, "quant_state", None)
         packed += math.prod(state.shape) if state is not None else 0
-    assert counter.structure_of(on_meta(model_type)).quantised_weights == packed > 0
+    assert counter.structure_of(on_meta(model_type)).quantized_weights == packed > 0
 
 
 def test_experts_that_a_token_does_not_meet_are_not_active():
@@ -235,7 +235,7 @@ def test_a_damaged_count_is_made_anew(tmp_path, counted_here, caplog):
     (kept,) = (tmp_path / "cache" / "structures").iterdir()
     kept.write_text("{")
     assert load_counted_shape(config, {}) == shape
-    assert "counting anew" in caplog.text
+    assert "counting again" in caplog.text
     assert len(counted_here) == 2
 
 

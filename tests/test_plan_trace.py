@@ -146,7 +146,7 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
     model = build_on_meta(step.config, step.compute_dtype)
     with tracing(model, step):
         assert saved_bytes(model.train()) == real
-    # beside what is saved there live the ids, the positions and the head's input, which lora does not save
+    # next to what is saved there live the ids, the positions and the head's input, which lora does not save
     width, tokens = 64 * 4, 3 * 24
     assert 0 <= traced_point(step).kept - real <= tokens * width + 4 * tokens * 8
 

@@ -1,4 +1,4 @@
-"""Bytes of any layout from a few traced steps: by hand, beside whole traces, and in a plan."""
+"""Bytes of any layout from a few traced steps: by hand, next to whole traces, and in a plan."""
 
 import itertools
 import json
@@ -119,7 +119,7 @@ def test_a_deep_model_is_cut_to_whole_periods(layers, depths):
     assert trace.cut_depths(layers) == depths
 
 
-# Beside whole traces and real steps
+# Next to whole traces and real steps
 
 
 def setup_of(folder: Path) -> StepSetup:
@@ -257,7 +257,7 @@ def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, ans
 
 
 def test_a_folder_with_the_sizes_of_a_well_known_model_needs_no_trace(answers, tmp_path):
-    """As downloaded, with what config.json has beside sizes; nested parts count, too."""
+    """As downloaded, with what config.json has next to sizes; nested parts count, too."""
     config = known_model("openai/gpt-oss-20b").config
     packing = {**config["quantization_config"], "modules_to_not_convert": ["lm_head"]}
     published = {**config, "quantization_config": packing, "torch_dtype": "bfloat16"}

@@ -272,7 +272,7 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(plan_run, run_
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_a_step_that_is_tried_as_planned_corrects_the_plan(plan_run, strategy):
-    """The ranks divide the weights: rank 1 takes 2 GiB more beside its step, which both count."""
+    """The ranks divide the weights: rank 1 takes 2 GiB more next to its step, which both count."""
     settings = {**FREE, "train.strategy": strategy, "train.batch_size": 2, "tuning.mode": "lora"}
     folder = plan_run(settings, num_gpus=2)
     layout = read_plan(folder).layout

@@ -70,13 +70,13 @@ def test_a_stage_inside_another_speaks_in_its_place(monkeypatch, caplog):
 def test_a_short_stage_says_nothing_and_a_long_one_every_eight_seconds(caplog):
     caplog.set_level(logging.INFO, progress.logger.name)
     clock = Clock()
-    pace = Pace(Stage("tokenising rows", 40_000_000, "bytes", clock=clock))
+    pace = Pace(Stage("tokenizing rows", 40_000_000, "bytes", clock=clock))
     for _ in range(10):
         clock.seconds += 2.0
         pace.advance(1_000_000)
     assert caplog.messages == [
-        "tokenising rows: 4.0M/40.0M bytes, 500.0k bytes/s, 1 min 12 s left",
-        "tokenising rows: 8.0M/40.0M bytes, 500.0k bytes/s, 1 min 4 s left",
+        "tokenizing rows: 4.0M/40.0M bytes, 500.0k bytes/s, 1 min 12 s left",
+        "tokenizing rows: 8.0M/40.0M bytes, 500.0k bytes/s, 1 min 4 s left",
     ]
 
 

@@ -121,7 +121,7 @@ RUN_CHANGED = {
     "make doctor": "make doctor || [ $? = 2 ]",  # make's code where doctor found something
     "make tensorboard": "make tensorboard TB_PORT=16006 && make tb-stop",
 }
-# beside a small server of the run's export, whose address takes the place of this one
+# next to a small server of the run's export, whose address takes the place of this one
 ADDRESS = "http://127.0.0.1:8000"
 WITH_SERVER = (f"make check-server RUN=name URL={ADDRESS}",)
 # or where llama-cpp-python is installed
@@ -291,7 +291,7 @@ def problem_with_variables(command: Command) -> str:
 
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch) -> Path:
-    """The working directory of a user who has written a config.yaml beside configs/."""
+    """The working directory of a user who has written a config.yaml next to configs/."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "config.yaml").write_text("train:\n  epochs: 1\n")
     (tmp_path / "own.py").write_text(OWN_METRIC)

@@ -93,7 +93,7 @@ def test_a_run_that_never_began_and_one_of_another_version_do_not_count(add):
     output = add("begun", 1.0)
     folder = new_folder(output / "planned", H200)
     assert of_runs(output, "cuda", H200).runs == 1
-    cause = "stopped on request while rows were tokenised; nothing was trained"
+    cause = "stopped on request while rows were tokenized; nothing was trained"
     folder.write_report(RunReport(status="stopped", cause=cause))
     write_json(
         new_folder(output / "then", H200).path / "plan.json", {"device": "cuda", "gpu": H200}

@@ -35,7 +35,7 @@ def filled(output: Path, name: str, settings: Config | None = None) -> RunFolder
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
-    """Path.glob does so from Python 3.12 on: a run would begin anew beside its checkpoints."""
+    """Path.glob does so from Python 3.12 on: a run would begin again next to its checkpoints."""
     (tmp_path / "checkpoint-1").mkdir()
     assert [path.name for path in entries(tmp_path)] == ["checkpoint-1"]
     assert entries(tmp_path / "none") == entries(tmp_path / "checkpoint-1") == []
@@ -286,7 +286,7 @@ def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(name, tmp_path
 @pytest.mark.parametrize(
     "section", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}]
 )
-def test_another_quantisation_is_a_difference_under_qlora_alone(section):
+def test_another_quantization_is_a_difference_under_qlora_alone(section):
     assert stamp.differences(
         facts(config(tuning={"mode": "qlora"})),
         stamp.wanted(config(tuning={"mode": "qlora", **section})),

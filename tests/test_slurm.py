@@ -1,4 +1,4 @@
-"""The batch script for Slurm: what it asks for, and a job that is stopped, queued again and goes on."""
+"""The batch script for Slurm: what it asks for, and a job that is stopped, queued again and continues."""
 
 import os
 import re

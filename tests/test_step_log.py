@@ -22,7 +22,7 @@ SAMPLE = GpuSample(0, 90.0, 20.0, 300.0, 60.0)
 
 
 def test_losses_weighted_by_token_shares_add_up_to_the_logged_loss():
-    # two steps of 4 and 2 labelled tokens; nats of rank 0: 3 of 1 token, then 2 of 1
+    # two steps of 4 and 2 labeled tokens; nats of rank 0: 3 of 1 token, then 2 of 1
     ranks = [replace(RANK, loss=3 / 4 + 2 / 2, token_share=1 / 4 + 1 / 2)]
     ranks.append(replace(RANK, loss=6 / 4 + 1 / 2, token_share=3 / 4 + 1 / 2))
     values = losses_by_rank(ranks, steps=2)

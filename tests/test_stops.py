@@ -150,14 +150,14 @@ def sleeping_chunks(task: int) -> None:
     time.sleep(60)
 
 
-def tokenise() -> None:
+def tokenize_rows() -> None:
     with StopSignals():
         list(tokenize.tokenize_tasks(iter(range(8)), sleeping_chunks, 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_processes_that_tokenise_end_with_the_front_end(number):
-    front_end = in_child(tokenise)
+def test_the_processes_that_tokenize_end_with_the_front_end(number):
+    front_end = in_child(tokenize_rows)
     pool = children_of(front_end, 2)
     time.sleep(0.2)  # they have begun
     for process in pool:
@@ -175,11 +175,11 @@ def refuse_nohup() -> None:
 
 
 @pytest.mark.faults
-def test_a_signal_at_any_moment_of_the_tokenisers_start_ends_it():
+def test_a_signal_at_any_moment_of_the_tokenizers_start_ends_it():
     """An interrupt between a fork and its entry in the pool would wait for that process for ever."""
     refuse_nohup()
     for moment in range(40):
-        front_end = in_child(tokenise)
+        front_end = in_child(tokenize_rows)
         time.sleep(moment / 1000)
         os.kill(front_end.pid, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[moment % 3])
         front_end.join(SECONDS)
@@ -215,7 +215,7 @@ def test_a_process_ends_with_the_one_that_started_it_where_the_system_does_not_s
         (signal.SIGHUP, "group"),
     ],
 )
-def test_a_signal_while_rows_are_tokenised_ends_all_processes(tmp_path, number, target):
+def test_a_signal_while_rows_are_tokenized_ends_all_processes(tmp_path, number, target):
     from sft_play.runs.folder import RunFolder
 
     refuse_nohup()

@@ -1,4 +1,4 @@
-"""What must hold before a run goes on, and of its weights before it calls itself done."""
+"""What must hold before a run continues, and of its weights before it calls itself done."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(
     with pytest.raises(DivergedError, match=f"1 tensors hold NaN or infinity, {name} first"):
         checked(tmp_path, trained)
     with pytest.raises(DivergedError):
-        checked(tmp_path, None)  # shards in memory: the file is looked at all the same
+        checked(tmp_path, None)  # shards in memory: the file is looked at anyway
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="cannot be read back"):
         checked(tmp_path, trained)
@@ -71,7 +71,7 @@ def test_an_adapter_that_never_moved_is_refused_unless_the_run_was_stopped(
     trainer.save_model(str(tmp_path))
     trained = saved_weights.trained_tensors(trainer.model, 0)
     saved_weights.check_saved_adapter(tmp_path, trained, is_complete=False)
-    with pytest.raises(DivergedError, match="as it was initialised, so nothing was learned"):
+    with pytest.raises(DivergedError, match="as it was initialized, so nothing was learned"):
         saved_weights.check_saved_adapter(tmp_path, trained)
 
 

@@ -65,7 +65,7 @@ def test_its_checkpoint_is_refused_by_a_run_over_another_base_dtype(float8_run):
     config = float8_run.read_config()
     tuning = config.tuning.model_copy(update={"base_dtype": "auto"})
     other = stamp.wanted(config.model_copy(update={"tuning": tuning}))
-    with pytest.raises(CheckpointError, match="quantisation: the checkpoint has float8 e4m3"):
+    with pytest.raises(CheckpointError, match="quantization: the checkpoint has float8 e4m3"):
         stamp.refuse_mismatch(float8_run.checkpoints / "checkpoint-2", other)
 
 
@@ -80,5 +80,5 @@ def test_a_float8_adapter_is_merged_into_both_bases_and_the_better_is_kept(float
     name = "model.layers.0.self_attn.q_proj"
     a, b = (changes[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     layer = load_run(float8_run, "cpu").model.get_submodule(f"base_model.model.{name}.base_layer")
-    expected = layer.dequantised_weight(torch.float32) + 2 * (b @ a)
+    expected = layer.dequantized_weight(torch.float32) + 2 * (b @ a)
     torch.testing.assert_close(merged[f"{name}.weight"], expected)

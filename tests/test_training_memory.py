@@ -138,14 +138,14 @@ def test_components_are_counted_to_the_byte(tiny_base, mode):
     ), "tied weights are one"
 
 
-def test_quantised_weights_count_packed_with_their_constants(tiny_base):
+def test_quantized_weights_count_packed_with_their_constants(tiny_base):
     model = model_of(tiny_base, "qlora")
     blocks = [p for p in model.parameters() if hasattr(p, "quant_state")]
     weights = sum(p.quant_state.shape.numel() for p in blocks)
     rest = sizes(
         p for p in model.parameters() if not p.requires_grad and not hasattr(p, "quant_state")
     ) + sum(b.nbytes for b in model.buffers())
-    quantised = components(model, None, CPU)["weights"] - rest
+    quantized = components(model, None, CPU)["weights"] - rest
     # half a byte per weight, one byte for each 64 of them; the tables of codes are small, and only
     # matter on a tiny model
     tables = sum(
@@ -154,7 +154,7 @@ def test_quantised_weights_count_packed_with_their_constants(tiny_base):
     )
     assert (
         len(blocks) == 14
-        and weights / 2 + weights / 64 <= quantised <= weights / 2 + weights / 64 + tables
+        and weights / 2 + weights / 64 <= quantized <= weights / 2 + weights / 64 + tables
     )
 
 
@@ -247,5 +247,5 @@ def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_r
                 "of the optimizer Adam's two moments, and the copy that ZeRO steps"
             )
         assert 0.99 * gradients <= held["gradients"] <= 4 * gradients, (
-            "beside a rank's share lie buckets, and the copy that is stepped"
+            "next to a rank's share lie buckets, and the copy that is stepped"
         )

@@ -71,7 +71,7 @@ def test_a_rank_that_was_stopped_ends_the_other_and_both_say_where_they_were(sta
     assert wait_for(ranks[0]) == 17 and time.monotonic() - began < HANG_SECONDS + 3
     cause = (tmp_path / "0.cause").read_text()
     assert cause.startswith(f"rank 1 (process {ranks[1].pid} on ") and "TRAIN_HANG_TIMEOUT" in cause
-    assert wait_for(ranks[1]) == 17  # it goes on, and finds the other one gone
+    assert wait_for(ranks[1]) == 17  # it continues, and finds the other one gone
     for rank in (0, 1):
         assert "in be_watched" in (tmp_path / f"rank-{rank}.stacks").read_text()
 

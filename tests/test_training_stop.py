@@ -183,7 +183,7 @@ def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy
     assert (report["status"], report["exit_class"]) == ("stopped", 75) and 2 <= step < 300
     assert (
         report["cause"]
-        == f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}"
+        == f"stopped on request at step {step}; continue with TRAIN_RESUME_FROM={folder.path}"
     )
     assert "after" not in report["metrics"] and [entry["step"] for entry in report["loss"]] == list(
         range(1, step + 1)
@@ -202,7 +202,7 @@ def test_a_run_that_stops_after_a_fraction_is_scored_and_goes_on_as_if_it_had_no
     first = plan_run({**schedule, "train.stop_after": 0.5})
     assert run_worker(first) == ExitClass.STOPPED
     report = first.read_report()
-    assert report.cause.startswith("stopped by train.stop_after at step 2; go on with")
+    assert report.cause.startswith("stopped by train.stop_after at step 2; continue with")
     assert report.metrics["after"]["eval_loss"] != report.metrics["before"]["eval_loss"]
     second = plan_run({**schedule, "train.resume_from": first.path})
     assert run_worker(second) == ExitClass.DONE
@@ -317,7 +317,7 @@ def test_what_is_removed_behind_the_plan_is_named(plan_run, run_worker, tiny_bas
         assert str(gone) in report["cause"]
 
 
-def test_a_run_trains_on_the_rows_that_were_tokenised_and_not_on_what_became_of_the_file(
+def test_a_run_trains_on_the_rows_that_were_tokenized_and_not_on_what_became_of_the_file(
     plan_run, run_worker, rows, tmp_path
 ):
     copy = shutil.copy(rows["train"], tmp_path / "train.jsonl")
@@ -441,7 +441,7 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):
     with main_rank:
         with other:
             raise DataError("rank 1 read a bad row")
-        main_rank.update(data={})  # it goes on until it misses the other
+        main_rank.update(data={})  # it continues until it misses the other
         seen.append(run_json(folder)["status"])
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     report = run_json(folder)
@@ -475,7 +475,7 @@ def test_what_would_happen_again_is_not_to_be_typed_again(recorders, caplog):
     main_rank.note(next="make train TRAIN_RESUME_FROM=a")
     with main_rank:
         raise DivergedError("the loss is no number")
-    assert "exit class 14" in caplog.text and "go on with" not in caplog.text
+    assert "exit class 14" in caplog.text and "continue with" not in caplog.text
 
 
 def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(recorders):

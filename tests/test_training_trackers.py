@@ -104,7 +104,9 @@ class Launch:
         trackers.on_train_end(arguments, state, control)
         trackers.close()
         if "wandb" in sys.modules:
-            sys.modules["wandb"].teardown()  # a launch is a process, which reads the variables anew
+            sys.modules[
+                "wandb"
+            ].teardown()  # a launch is a process, which reads the variables again
         return read_json(self.folder.path / IDS)[self.tracker]
 
 

@@ -1,4 +1,4 @@
-"""`make watch`: what it shows of a run that goes on, has ended, or was killed, and how it is left."""
+"""`make watch`: what it shows of a run that continues, has ended, or was killed, and how it is left."""
 
 import json
 import os
@@ -247,7 +247,7 @@ def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
     terminal.wait_for("GPU 1 NVIDIA H200: 96 % busy")
     assert "\x1b[?1049h" in terminal.shown  # the terminal's other screen
     terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for(f"not watched any more; the run goes on: make watch RUN={folder.path}")
+    terminal.wait_for(f"not watched any more; the run continues: make watch RUN={folder.path}")
     assert terminal.process.wait(30) == 0
     assert "\x1b[?1049l" in terminal.shown and "\x1b[?25h" in terminal.shown
     assert "Traceback" not in terminal.shown

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
-from sft_play.models.fake_model import build_architecture, quantise_and_adapt
+from sft_play.models.fake_model import build_architecture, quantize_and_adapt
 from sft_play.models.load import load_model
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.trace import tracing
@@ -18,9 +18,9 @@ SIZE = TracedSize(3, 24)
 
 
 def build_on_meta(config: Config, compute_dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model that a run would load, on the meta device, quantised and with adapters."""
+    """Return the model that a run would load, on the meta device, quantized and with adapters."""
     model = build_architecture(config, compute_dtype)
-    return quantise_and_adapt(model, config, compute_dtype, zero_stage=0)
+    return quantize_and_adapt(model, config, compute_dtype, zero_stage=0)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Count and trace the well-known models anew: the two files that the planner ships.
+"""Count and trace the well-known models again: the two files that the planner ships.
 
 python -m tools.known_models structures    # sft_play/plan/known_models.json
 python -m tools.known_models traces        # sft_play/plan/known_traces.json
@@ -25,7 +25,7 @@ from sft_play.runs.files import write_text
 
 
 def write_structures() -> None:
-    """Count the well-known models that are not like Llama, and write their file anew."""
+    """Count the well-known models that are not like Llama, and write their file again."""
     models = json.loads(KNOWN.read_text(encoding="utf-8"))
     lines = []
     for name, facts in models.items():
@@ -44,7 +44,7 @@ def known_trace(name: str, word: str) -> dict[str, Any]:
 
 
 def write_traces() -> None:
-    """Trace the well-known models that the closed form does not fit, and write their file anew.
+    """Trace the well-known models that the closed form does not fit, and write their file again.
 
     Those with recurrent layers are left out: which kernels compute them depends on the machine.
     """

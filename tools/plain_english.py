@@ -18,9 +18,9 @@ WORDS = {
     r"\ball the same\b": "anyway",
     r"\bis (?:told|said)\b": "is passed, is reported",
     r"\b(?:is|are) held to\b": "is compared with",
-    r"\b(?:quant|token|initial|recogn|serial|normal)is(?:e|ed|es|ing|ation)\b": "-ize",
-    r"\b(?:colour|behaviour|labelled|labelling)": "American spelling",
-    r"\b(?:None|Raises?:? \w+|empty|refused|auto|on|off) where\b": "if",
+    r"\b(?:quant|token|initial|recogn|serial|normal)is(?:e|ed|es|ing)\b": "-ize",
+    r"\b(?:colour|behaviour)": "American spelling",
+    r"\b(?:None|Raises?:? \w+|refused|auto) where\b": "if",
 }
 PATTERN = re.compile("|".join(f"({word})" for word in WORDS), re.IGNORECASE)
 PARTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}

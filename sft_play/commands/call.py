@@ -69,7 +69,7 @@ def read_call(
 def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     """Return the merged config of a call; `backend` is what a target such as train-unsloth sets.
 
-    Where `train.resume_from` names a run, that run's settings are the layer below those given.
+    If `train.resume_from` names a run, that run's settings are the layer below those given.
     """
     path = call.invocation.config
     target = None
@@ -94,7 +94,7 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
 def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFacts:
     """Return what the recipe follows from, after a look at model and rows.
 
-    Raises: EnvironmentFault where the model is nowhere. `may_fetch` is what `look_at_rows` says.
+    Raises: EnvironmentFault if the model is nowhere. `may_fetch` is what `look_at_rows` says.
     """
     sources.require(loaded)
     model = loaded.config.model
@@ -160,7 +160,7 @@ def as_text(value: Any) -> str:
 
 
 def write_out(path: Path, text: str, option: str = "OUT=") -> None:
-    """Write what a command was asked for. Raises: EnvironmentFault where it cannot be written."""
+    """Write what a command was asked for. Raises: EnvironmentFault if it cannot be written."""
     try:
         write_text(path, text)
     except OSError as error:

@@ -47,7 +47,7 @@ class Choice(BaseModel):
 
     @property
     def answer(self) -> str:
-        """The text, "" where there is none."""
+        """The text, "" if there is none."""
         return (self.message.content if self.message else self.text) or ""
 
 
@@ -159,7 +159,7 @@ class Tally:
         if choice.finish_reason == row.finish_reason:
             self.stops += 1
             return
-        about = "it stops where the model goes on"
+        about = "it stops if the model continues"
         if row.has_ended:
             about = "it runs on behind the trained stop"
         self._differs(
@@ -168,7 +168,7 @@ class Tally:
         )
 
     def _count_prompt(self, row: ParityRow, found: int | None) -> None:
-        """Compare the server's count of prompt tokens, where it gives one."""
+        """Compare the server's count of prompt tokens, if it gives one."""
         expected = len(row.prompt_ids)
         if found is None:
             return
@@ -211,7 +211,7 @@ class Tally:
 
 
 def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
-    """Return the lines to print. Raises: CheckpointError where the server answers otherwise."""
+    """Return the lines to print. Raises: CheckpointError if the server answers otherwise."""
     with_messages = [row for row in rows if row.messages is not None]
     tallies = []
     for path, asked in {CHAT: with_messages, COMPLETIONS: rows}.items():
@@ -234,7 +234,7 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
 
 
 def only_model(base: str, key: str | None) -> str:
-    """Return the model that a server lists. Raises: ConfigError where it lists several."""
+    """Return the model that a server lists. Raises: ConfigError if it lists several."""
     try:
         names = [model.id for model in request(f"{base}/models", ModelList, key).data]
     except NotServed:

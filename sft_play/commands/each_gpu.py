@@ -120,7 +120,7 @@ class FileCall:
 def answer_file(asked: FileCall) -> list[str]:
     """Answer the prompts of a file, on every GPU; return the lines to print.
 
-    The same call goes on if an earlier one stopped. Raises: StoppedOnRequest on Ctrl-C.
+    The same call continues if an earlier one stopped. Raises: StoppedOnRequest on Ctrl-C.
     """
     prompts = asked.prompts()
     file = AnswerFile(asked.out)
@@ -156,7 +156,7 @@ def _answer_rest(asked: FileCall, prompts: Sequence[Prompt], file: AnswerFile) -
     except (KeyboardInterrupt, StoppedOnRequest):
         done = len(file.answered())
         raise StoppedOnRequest(
-            f"stopped: {done} of {len(prompts)} prompts are answered; the same command goes on"
+            f"stopped: {done} of {len(prompts)} prompts are answered; the same command continues"
         ) from None
     file.finish(len(prompts))
 

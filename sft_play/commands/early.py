@@ -1,6 +1,6 @@
 """The only rank of a run, started while its rows are read. Loads no torch.
 
-What a rank imports takes seconds, and so do planning and tokenising: they go on beside each other.
+What a rank imports takes seconds, and so do planning and tokenizing: they run at the same time.
 """
 
 import contextlib

@@ -79,7 +79,7 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
 def chosen_export(call: Call, run: RunFolder, formats: tuple[str, ...] = FORMATS) -> Path:
     """Return the export that FORMAT names, or the latest of these formats.
 
-    Raises: ConfigError where there is none.
+    Raises: ConfigError if there is none.
     """
     given = call.words
     wanted = given.choice("FORMAT", formats)
@@ -126,7 +126,7 @@ class Address:
         return f"http://{host}:{self.port}"
 
     def refuse_taken(self) -> None:
-        """Raise EnvironmentFault where nobody can listen: a server says so after it has loaded."""
+        """Raise EnvironmentFault if nobody can listen: a server says so after it has loaded."""
         try:
             family, *_, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family) as probe:
@@ -190,7 +190,7 @@ def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
 
 
 def require(packages: Sequence[str], to_install: str, by: str = "the server") -> None:
-    """Raise EnvironmentFault where a package is missing."""
+    """Raise EnvironmentFault if a package is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise EnvironmentFault(
@@ -202,7 +202,7 @@ def require(packages: Sequence[str], to_install: str, by: str = "the server") ->
 def push(call: Call) -> list[str]:
     """Upload an export to the hub, private unless PUBLIC=1; typed again, it resumes.
 
-    With SIGN its signature is beside it, as model.sig.
+    With SIGN its signature is next to it, as model.sig.
 
     Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
     """
@@ -224,7 +224,7 @@ def _push(call: Call, folder: Path) -> list[str]:
     refuse(words.problems)
     damage = seal.find_damage(folder, allows_more=False)
     if damage is not None:
-        raise CheckpointError(f"{folder}: {damage}; make export writes it anew")
+        raise CheckpointError(f"{folder}: {damage}; make export writes it again")
     import httpx
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -246,8 +246,8 @@ def _push(call: Call, folder: Path) -> list[str]:
         raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
     except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
         raise EnvironmentFault(
-            f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command goes "
-            "on where it was cut off"
+            f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command "
+            "resumes the upload"
         ) from None
     kind = "public" if is_public else "private"
     return [f"pushed {folder} to {found} ({kind}, commit {done.oid[:12]})"]

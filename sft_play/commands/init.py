@@ -65,7 +65,7 @@ def init(call: Call) -> list[str]:
     gpus = f"{plan.ranks.world_size} x {plan.gpu}" if plan.gpu else "a CPU"
     header = [
         " ".join(next_command.start_command(plan, {"CONFIG": str(path)}, {})),
-        f"Written by make init for {gpus}. Any number may be changed; auto chooses it anew when a",
+        f"Written by make init for {gpus}. Any number may be changed; auto chooses it again when a",
         "run is planned. docs/configuration.md lists all settings.",
     ]
     text = commented_yaml(header, _lines(fit, facts))
@@ -117,7 +117,7 @@ def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
     settled, lora = planned("lora")
     on_host = lora.plan.step.offloaded_weight_layers
     if lora.plan.fits and not on_host:
-        return Fit(settled, lora, f"adapters over unquantised weights fit: {_memory(lora.plan)}")
+        return Fit(settled, lora, f"adapters over unquantized weights fit: {_memory(lora.plan)}")
     needed = f"need {lora.plan.memory.predicted_peak / GIB:.1f} GiB"
     if on_host:
         needed = f"have {on_host} layers in host memory"

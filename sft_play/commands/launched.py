@@ -89,7 +89,7 @@ def named_json(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def follow(launched: Launched) -> NoReturn:
     """Wait for the first process of this machine, and become a worker of its run.
 
-    Exits as that process does where it has no run. Raises: EnvironmentFault when it does not come.
+    Exits as that process does if it has no run. Raises: EnvironmentFault when it does not come.
     """
     answer = _wait_for_answer(launched.place)
     if answer is None:
@@ -111,7 +111,7 @@ def tell_launcher(cause: str) -> None:
 def lead(launched: Launched, meeting: "Meeting") -> Launched:
     """Return the first process of a machine, with the environment in which make starts the run.
 
-    Raises: ConfigError where NUM_GPUS says otherwise than the launcher did.
+    Raises: ConfigError if NUM_GPUS says otherwise than the launcher did.
     """
     environ = places.as_for_make(launched.environ, launched.place)
     if devices.detect(_device(environ), environ).kind == "cpu":
@@ -147,7 +147,7 @@ class Meeting:
     """Where the other processes of this machine wait for the first one."""
 
     def __init__(self, place: Place) -> None:
-        """Open it. Raises: EnvironmentFault where another launch meets here."""
+        """Open it. Raises: EnvironmentFault if another launch meets here."""
         self.expected = place.local_world_size - 1
         self.socket = socket.socket(socket.AF_UNIX)
         try:
@@ -170,7 +170,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Tell the others how this process ended, where it did not become a worker."""
+        """Tell the others how this process ended, if it did not become a worker."""
         try:
             yield
         except BaseException as end:
@@ -210,7 +210,7 @@ def _address(place: Place) -> str:
 
 
 def _wait_for_answer(place: Place) -> dict[str, str | int] | None:
-    """Return what the first process says, None where it ends without a word."""
+    """Return what the first process says, None if it ends without a word."""
     deadline = time.monotonic() + ARRIVAL_SECONDS
     with socket.socket(socket.AF_UNIX) as connection:
         while connection.connect_ex(_address(place)) != 0:

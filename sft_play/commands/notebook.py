@@ -12,7 +12,7 @@ from sft_play.notebooks import document as documents
 from sft_play.notebooks import script as scripts
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.document import Document
-from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.recognize import Notebook
 
 FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script, OUT=config.yaml a config"
 
@@ -20,7 +20,7 @@ FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script, OUT=config.ya
 def convert_notebook(call: Call) -> list[str]:
     """Convert NB and write OUT; return the report. Without OUT nothing is written.
 
-    Raises: ConfigError for what is no notebook, and where OUT is there and OVERWRITE is not 1.
+    Raises: ConfigError for what is no notebook, and if OUT is there and OVERWRITE is not 1.
     """
     document = _document(call)
     named = call.words.text("OUT")

@@ -33,16 +33,16 @@ ELASTIC = "train.elastic"
 class Resumption(NamedTuple):
     """How a command begins."""
 
-    call: Call  # with train.resume_from, where it goes on
+    call: Call  # with train.resume_from, if it continues
     finished: str | None = None  # why there is nothing to do
 
 
 def resumption(call: Call) -> Resumption:
     """Return the call as RESUME means it.
 
-    auto, the default, goes on with the run of the same name where it has a checkpoint; never does
+    auto, the default, continues with the run of the same name where it has a checkpoint; never does
     not; anything else is what train.resume_from would be.
-    Raises: ConfigError for two answers; EnvironmentFault where the run goes on elsewhere.
+    Raises: ConfigError for two answers; EnvironmentFault if the run continues elsewhere.
     """
     if call.invocation.elastic:
         call = _with(call, ELASTIC, "true")
@@ -50,7 +50,7 @@ def resumption(call: Call) -> Resumption:
     given = _given(call, RESUME_FROM)
     if asked is not None and given is not None:
         raise ConfigError(
-            f"RESUME={asked} and {env_name(RESUME_FROM)}={given} both say where to go on from; "
+            f"RESUME={asked} and {env_name(RESUME_FROM)}={given} both say where to continue from; "
             "leave one out"
         )
     if asked not in (None, "auto", "never"):
@@ -58,7 +58,7 @@ def resumption(call: Call) -> Resumption:
     folder = run_of_name(call)
     if folder is None and asked == "auto":
         raise ConfigError(
-            "RESUME=auto goes on with the run of a name: set RUN=<name>, or RESUME=outputs/<run>"
+            "RESUME=auto continues with the run of a name: set RUN=<name>, or RESUME=outputs/<run>"
         )
     if asked == "never" or given is not None or folder is None:
         return Resumption(call)
@@ -75,7 +75,7 @@ def run_of_name(call: Call) -> RunFolder | None:
 
 
 def is_in_place(folder: Path, resume_from: str | None) -> bool:
-    """Return whether a run goes on in the folder that it had, rather than in a new one."""
+    """Return whether a run continues in the folder that it had, rather than in a new one."""
     run = resumed_run(resume_from) if resume_from else None
     return run is not None and run.path.resolve() == folder.resolve()
 
@@ -83,7 +83,7 @@ def is_in_place(folder: Path, resume_from: str | None) -> bool:
 def _going_on(call: Call, folder: RunFolder) -> Resumption:
     if not (folder.path / "plan.json").exists():
         return Resumption(call)
-    if call.invocation.node_rank == 0:  # another machine has a folder of its own beside
+    if call.invocation.node_rank == 0:  # another machine has a folder of its own next to
         lock.refuse_if_held(folder.path)
     report = folder.read_report()
     if report.state == "done" and folder.lacks_weights() is None:
@@ -96,7 +96,7 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
         )
     if not has_checkpoint(folder.path):
         return Resumption(call)
-    print(f"run {folder.path} goes on; another RUN starts a new run")
+    print(f"run {folder.path} continues; another RUN starts a new run")
     return Resumption(_resuming(call, folder.path))
 
 
@@ -162,7 +162,7 @@ def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
 
 
 def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
-    """Refuse a checkpoint that a run may not go on from, before its folder is made.
+    """Refuse a checkpoint that a run may not continue from, before its folder is made.
 
     Raises: CheckpointError.
     """
@@ -195,7 +195,7 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
 
 
 def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
-    """Refuse to resume on other rows, once they are tokenised. Raises CheckpointError."""
+    """Refuse to resume on other rows, once they are tokenized. Raises CheckpointError."""
     from sft_play.data.assemble import DataFacts
 
     if planned.config.train.resume_from is None:

@@ -53,7 +53,7 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
 
 
 def write_report_again(call: Call) -> str:
-    """Write the report of RUN anew, or of the latest run; return the path of the page."""
+    """Write the report of RUN again, or of the latest run; return the path of the page."""
     from sft_play.reporting.page import write_report
 
     return str(write_report(run_folders.find(call.output_dir, call.invocation.run)))
@@ -108,7 +108,7 @@ def watch(call: Call, output: TextIO = sys.stdout) -> None:
         else:
             print("\n".join(frame(run)), file=output)
     except KeyboardInterrupt:
-        print(f"not watched any more; the run goes on: make watch RUN={run.folder.path}")
+        print(f"not watched any more; the run continues: make watch RUN={run.folder.path}")
         return
     print("\n".join(["", *verdict_lines(run)]), file=output)
 
@@ -127,7 +127,7 @@ def chosen_run(call: Call) -> RunFolder:
 
 
 def follow(run: RunFacts, output: TextIO) -> RunFacts:
-    """Show a run that goes on until it has ended; return what its folder says then."""
+    """Show a run that continues until it has ended; return what its folder says then."""
     from rich.console import Console
 
     console = Console(file=output, highlight=False)

@@ -38,7 +38,7 @@ TEMPLATE = """#!/bin/bash
 # {job.limit_reason}
 #SBATCH --time={job.limit}
 # Before the time limit every process gets USR1: the run saves a checkpoint and ends with exit class
-# 75, and the job is queued again to go on from it.
+# 75, and the job is queued again to continue from it.
 #SBATCH --signal=USR1@{notice}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -81,7 +81,7 @@ if [ -f "$report" ]; then
   [ -n "$class" ] && status=$class
 fi
 if [ "$status" = 75 ]; then
-  echo "stopped with a checkpoint; queued again to go on from it"
+  echo "stopped with a checkpoint; queued again to continue from it"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,4 +1,4 @@
-"""`make sweep`: a run for each combination of settings, side by side where there are GPUs.
+"""`make sweep`: a run for each combination of settings, side by side if there are GPUs.
 
 Every run is a `python -m sft_play train` of its own. Its name follows from its settings, so the
 same command resumes what was stopped. Loads no torch.
@@ -148,7 +148,7 @@ def sweep(call: Call, over: str) -> list[str]:
     with Sweep(call, slots) as running:
         train_all(running, [trial for trial in trials if trial not in done])
     if running.requested:
-        goes_on = "stopped on request; the same command goes on from the checkpoints"
+        goes_on = "stopped on request; the same command continues from the checkpoints"
         raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
     best = best_of(trials)
     if best is None:
@@ -280,7 +280,7 @@ def table(trials: Sequence[Trial]) -> list[str]:
 
 
 def as_cell(number: float | None, width: int, digits: int) -> str:
-    """Return a number of the table, right-aligned; a dash where there is none."""
+    """Return a number of the table, right-aligned; a dash if there is none."""
     return f"{'-':>{width}}" if number is None else f"{number:>{width}.{digits}f}"
 
 

@@ -79,7 +79,7 @@ def train(
 ) -> None:
     """Plan a run, write its folder and hand the process over to its launcher.
 
-    Where a launcher has started this process already, as one of several, it becomes a worker.
+    If a launcher has started this process already, as one of several, it becomes a worker.
     Returns only by raising. Raises: StoppedOnRequest after a signal.
     """
     stops.end_with_make()
@@ -117,7 +117,7 @@ def hand_over(
 ) -> NoReturn:
     """Become the launcher of a run, or its only rank, once all its machines have come.
 
-    Where its only rank has been started, this process becomes what passes signals on to it.
+    If its only rank has been started, this process becomes what passes signals on to it.
     """
     command = planned.plan.launch
     ranks = planned.plan.ranks
@@ -143,7 +143,7 @@ def prepare_run(
     with_tensorboard: bool = False,
     is_rank: bool = False,
 ) -> tuple[RunFolder, PlannedRun, EarlyRank | None]:
-    """Do all that comes before the launch: plan, make the run's folder, tokenise its rows.
+    """Do all that comes before the launch: plan, make the run's folder, tokenize its rows.
 
     `is_rank` says that the ranks are started already, and that this process is one of them.
     """
@@ -177,12 +177,12 @@ def prepare_run(
     print(report.plan_line(planned))
     print(f"run {folder.path}")
     print(f"watch it from another terminal: make watch RUN={folder.path}")
-    with failure_recorded(folder), timeline.span("rows are tokenised"):
+    with failure_recorded(folder), timeline.span("rows are tokenized"):
         return folder, with_rows(folder, planned, earlier), early
 
 
 def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -> PlannedRun:
-    """Tokenise the rows of a run, and write into its folder what its ranks read.
+    """Tokenize the rows of a run, and write into its folder what its ranks read.
 
     `earlier` is the plan of the run that is resumed, None for a new one.
     """
@@ -202,7 +202,7 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
 
 def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
-    earlier = folder.read_report()  # of the launch that this one goes on from
+    earlier = folder.read_report()  # of the launch that this one continues from
     before = earlier.scores("before")
     return RunReport(
         run=folder.name,
@@ -285,7 +285,7 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
 
 
 def check_trackers(config: Config, with_tensorboard: bool) -> None:
-    """Refuse trackers that cannot be used, before anything is tokenised or loaded."""
+    """Refuse trackers that cannot be used, before anything is tokenized or loaded."""
     names = config.train.report_to
     packages.check_trackers(names)
     if with_tensorboard and "tensorboard" not in names:
@@ -349,7 +349,7 @@ def setup_accelerate(call: Call) -> list[str]:
 
 
 def start_tensorboard(call: Call, logdir: Path) -> str:
-    """Start TensorBoard beside a run; return the line that says where it is."""
+    """Start TensorBoard next to a run; return the line that says where it is."""
     from sft_play.monitor import tensorboard
 
     _, message = tensorboard.start(

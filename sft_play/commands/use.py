@@ -52,7 +52,7 @@ def base_now(call: Call) -> str | None:
 def chosen_weights(call: Call) -> RunFolder:
     """Return the run that RUN names, or the model folder or adapter; without RUN, the latest run.
 
-    Raises: EnvironmentFault where it is none of them.
+    Raises: EnvironmentFault if it is none of them.
     """
     named = call.invocation.run
     model = None
@@ -157,9 +157,9 @@ def used_alone(run: RunFolder) -> AbstractContextManager[None]:
 
 
 def compares(call: Call, run: RunFolder) -> bool:
-    """Return whether COMPARE asks for the base beside the trained model.
+    """Return whether COMPARE asks for the base next to the trained model.
 
-    Raises: ConfigError where a folder names no base.
+    Raises: ConfigError if a folder names no base.
     """
     words = call.words
     answer = words.choice("COMPARE", ("0", "1")) == "1"

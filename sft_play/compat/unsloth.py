@@ -106,7 +106,7 @@ class UnslothTrainingArguments(BaseArguments):
         if processes > 1:  # one process has no group, whatever its backend
             arguments.setdefault("ddp_backend", distributed_backend)
             if not has_gpus:
-                # accelerate would make a group, and every process would train alone all the same
+                # accelerate would make a group, and every process would train alone anyway
                 arguments.setdefault("use_cpu", True)
         super().__init__(*positional, **_with_precision(arguments))
 
@@ -254,6 +254,6 @@ def _limit_data_parallel(arguments: Any, model: Any) -> None:
     elif getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         arguments._n_gpu = 1
         print_main(
-            f"a quantised model cannot be copied to the {arguments.n_gpu} GPUs of one process: "
+            f"a quantized model cannot be copied to the {arguments.n_gpu} GPUs of one process: "
             f"training on {arguments.device}; start with torchrun to use all"
         )

@@ -6,7 +6,7 @@ from sft_play.config.schema import Config
 
 # Architectures that do not keep the documents of a packed sequence apart, or do not count each
 # document's positions from its beginning. Measured on every causal architecture of transformers
-# 5.17 that can be made tiny: the others do, recurrent mixers included, which start anew at each
+# 5.17 that can be made tiny: the others do, recurrent mixers included, which start again at each
 # document. Every packed run checks its own model before the first step.
 BNB_NEVER_PACKED = frozenset(
     """

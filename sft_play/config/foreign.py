@@ -116,6 +116,6 @@ def _meant(name: str, value: Any) -> tuple[str, Any] | str:
 
 
 def _source(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a data set; how its rows are read is recognised by their columns."""
+    """Return a data set; how its rows are read is recognized by their columns."""
     renamed = {SOURCE_NAMES.get(name, name): value for name, value in given.items()}
     return {name: renamed[name] for name in renamed if name in SourceSection.model_fields}

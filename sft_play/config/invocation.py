@@ -33,11 +33,11 @@ class Invocation:
     )
     resume: str | None = _variable(
         None,
-        "Training: auto goes on with the run of the name in RUN, never does not, and a run or a "
-        "checkpoint is where a new run goes on from; unset is auto if RUN is set.",
+        "Training: auto continues with the run of the name in RUN, never does not, and a run or a "
+        "checkpoint is where a new run continues from; unset is auto if RUN is set.",
     )
     elastic: bool = _variable(
-        False, "1: a run that goes on may have another number of processes (train.elastic)."
+        False, "1: a run that continues may have another number of processes (train.elastic)."
     )
     num_gpus: int | None = _variable(
         None,
@@ -63,7 +63,7 @@ class Invocation:
         "1x24GiB.",
     )
     exact: bool = _variable(
-        False, "1: make plan traces the real model, without its weights, beside the closed form."
+        False, "1: make plan traces the real model, without its weights, next to the closed form."
     )
 
 

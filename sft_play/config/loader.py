@@ -108,7 +108,7 @@ def load(
     `config_path` is a file, the name of one in configs/ ("tiny"), or None: for the model that ships
     its own config, for any other configs/base.yaml.
     `overrides` are words such as `train.batch_size=4`; `target` is what the make target itself
-    sets (train-unsloth: the backend). `resumed` are the settings of the run that goes on: they
+    sets (train-unsloth: the backend). `resumed` are the settings of the run that continues: they
     take the place of configs/base.yaml, and without a `config_path` of the embedded default;
     `adapter` are those that follow from the adapter of model.adapter.
 
@@ -258,7 +258,7 @@ def _validate(merged: Layer, problems: list[str]) -> Config:
 
 
 def _with_adapter(merged: Layer, adapter: Layer, problems: list[str]) -> Layer:
-    """Return the settings with those of an adapter that training goes on from.
+    """Return the settings with those of an adapter that training continues from.
 
     Its base may be elsewhere now, and rows may be written by another template.
     """

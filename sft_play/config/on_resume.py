@@ -1,4 +1,4 @@
-"""What each setting means to a run that goes on from a checkpoint. Pure.
+"""What each setting means to a run that continues from a checkpoint. Pure.
 
 A setting that is not given is taken from the run that is resumed, whatever its class.
 """
@@ -13,7 +13,7 @@ class OnResume(StrEnum):
 
     MUST_MATCH = "must match"  # it is part of what is trained: another value is refused
     CONTENT = "its content must match"  # a path; the digest of the rows behind it decides
-    PLANNED = "planned anew"  # for this machine; the steps train the same rows
+    PLANNED = "planned again"  # for this machine; the steps train the same rows
     FREE = "free"  # logging, evaluation, output, speed
     OF_LAUNCH = "of one launch"  # never taken over
 

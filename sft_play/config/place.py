@@ -17,7 +17,7 @@ DEFAULT_PORT = 12355
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 # What launchers set, and what they read as if it were typed behind them: the plan decides all of it
-# anew. Left to the ranks, accelerate's number type would win, and torchrun would wait for nodes.
+# again. Left to the ranks, accelerate's number type would win, and torchrun would wait for nodes.
 OF_LAUNCHERS = frozenset(
     """
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE GROUP_RANK

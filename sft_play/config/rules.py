@@ -357,13 +357,13 @@ RULES = (
     Rule(
         ("model.adapter", "tuning.mode"),
         lambda c: bool(c.model.adapter) and c.tuning.mode == "full",
-        "every weight is trained, and an adapter is beside them; set TUNING_MODE=lora, or merge it "
+        "every weight is trained, together with an adapter; set TUNING_MODE=lora, or merge it "
         "(make merge) and set MODEL_NAME to the merged model",
     ),
     Rule(
         ("model.adapter", "tuning.backend"),
         lambda c: bool(c.model.adapter) and backend_of(c).has_own_kernels,
-        "Unsloth makes its adapters anew; set TUNING_BACKEND=bnb",
+        "Unsloth makes its adapters again; set TUNING_BACKEND=bnb",
     ),
 )
 

@@ -1,6 +1,6 @@
 """What to write in place of a name that is no setting. Pure.
 
-What is known is said as a fact: the same name in another section, or what another program calls it
+Known names are given as facts: the same name in another section, or what another program calls it
 (transformers' TrainingArguments, PEFT's LoraConfig, TRL, Axolotl, LLaMA-Factory, Unsloth). A name
 that is only spelled alike is offered as a guess, and only where it is very much alike.
 """
@@ -200,7 +200,7 @@ ADVICE = names_by_meaning(
         "give all of them in data.train_path, with weights such as {a.jsonl: 3, b.jsonl: 1}": (
             "dataset_mixer interleave_probs mix_strategy"
         ),
-        "the format of rows is recognised by their keys; data.columns names other columns": (
+        "the format of rows is recognized by their keys; data.columns names other columns": (
             "data.format data.type dataset_format dataset_type"
         ),
         "write data.columns: {text: <the column>}": "dataset_text_field text_column text_field",

@@ -30,7 +30,7 @@ YamlValue = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 class Scalar(NamedTuple):
-    """How one type of scalar is recognised."""
+    """How one type of scalar is recognized."""
 
     tag: str
     pattern: str
@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
         self.values_of: dict[int, int] = {}  # by id(node)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """Return the next node. Raises: RecursionError where it lies too deep, MarkedYAMLError."""
+        """Return the next node. Raises: RecursionError if nested too deep, MarkedYAMLError."""
         self.depth += 1
         if self.depth > MOST_DEPTH:  # a scanner takes ever longer, the deeper it is
             raise RecursionError

@@ -194,7 +194,7 @@ def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
         f"{rows} of {tally.rows_in} rows are too long, and {tally.lost_fraction:.1%} "
         f"of the trained tokens are lost (data.too_long={config.data.too_long}); "
         f"set MODEL_MAX_SEQ_LEN={longest}, {split}or raise DATA_MAX_LOST, "
-        f"which is {config.data.max_lost}, to go on without them"
+        f"which is {config.data.max_lost}, to continue without them"
     )
     raise DataError("\n".join(lines))
 
@@ -250,10 +250,10 @@ def _without_overlap(
         f"{train.samples.origin(one)} is {evaluated.samples.origin(other)} of the {split} rows"
         for one, other in pairs[:MAX_LISTED_ROWS]
     ]
-    if equal.normalised > MAX_LISTED_ROWS:
-        lines.append(f"... and {equal.normalised - MAX_LISTED_ROWS} more")
+    if equal.normalized > MAX_LISTED_ROWS:
+        lines.append(f"... and {equal.normalized - MAX_LISTED_ROWS} more")
     lines.append(
-        f"{equal.normalised} training rows are {split} rows, too ({equal.exact} to the letter), "
+        f"{equal.normalized} training rows are {split} rows, too ({equal.exact} to the letter), "
         "so the scores would be too good; "
         "set DATA_ON_OVERLAP=drop to train without them, or allow"
     )

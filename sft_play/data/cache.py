@@ -88,7 +88,7 @@ def get_or_build(
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFault(
-            f"{root}, for tokenised rows: {error.strerror}; "
+            f"{root}, for tokenized rows: {error.strerror}; "
             "set DATA_CACHE_DIR to a folder that can be written"
         ) from None
     with _locked(root / f".{key}.lock"):
@@ -96,7 +96,7 @@ def get_or_build(
             damage = seal.find_damage(folder)
             if damage is None:
                 return folder
-            logger.warning("the tokenised rows in %s are tokenised again: %s", folder, damage)
+            logger.warning("the tokenized rows in %s are tokenized again: %s", folder, damage)
         for leftover in root.glob(f".{key}.*/"):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished = root / f".{key}.{secrets.token_hex(4)}"
@@ -119,7 +119,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("another run tokenises the same rows; waiting for it")
+            logger.warning("another run tokenizes the same rows; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -186,8 +186,8 @@ class TokenizedSource:
         source = cls(**{**facts, "files": tuple(facts["files"])})
         if not (Path(source.folder) / RECORDS).is_file():
             raise DataError(
-                f"{source.folder}: the tokenised rows of {source.name} are gone; "
-                "start the run anew, which makes them again"
+                f"{source.folder}: the tokenized rows of {source.name} are gone; "
+                "start the run again, which makes them again"
             )
         return source
 

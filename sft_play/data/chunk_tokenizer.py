@@ -151,7 +151,7 @@ class ChunkTokenizer:
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config, decodes)
         self.processor = Processor(config, tokenizer)
-        self.processor.find_limits()  # what is wrong with them is said before a row is read
+        self.processor.find_limits()  # errors in them come before a row is read
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""

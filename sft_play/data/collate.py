@@ -6,7 +6,7 @@ runs once. Images are opened here, in the processes that load batches.
 
 If several ranks share each row, the batch is collated whole, and cut: part r of c has tokens
 r T / c to (r + 1) T / c of every row. Boundaries of documents stay those of whole rows. Every
-labelled token belongs to one part: that of the token which predicts it, so a document's labels may
+labeled token belongs to one part: that of the token which predicts it, so a document's labels may
 be on other ranks than its tokens.
 Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I images, c parts.
 """
@@ -35,7 +35,7 @@ WEIGHTS = "loss_weights"  # (B, T) float32 of labels, if some weigh other than 1
 TYPES = ("mm_token_type_ids", "token_type_ids")  # how models call the types of tokens
 IMAGE_BLOCKS = "image_blocks"  # no argument of the model
 CUT = ("input_ids", "position_ids")  # (B, T) each
-UNUSED = ("attention_mask", "labels")  # boundaries and labelled tokens stand for them
+UNUSED = ("attention_mask", "labels")  # boundaries and labeled tokens stand for them
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
@@ -321,7 +321,7 @@ def labelled(labels: Tensor) -> LabelledPositions:
 
     Computed here, on the CPU: a GPU that counts them makes its CPU wait for the number.
 
-    >>> [found.tolist() for found in labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
+    >>> [found.tolist() for found in labeled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
     [[0, 1, 4], [6, 7, 9]]
     """
     next_labels = labels[:, 1:]

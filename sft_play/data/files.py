@@ -58,7 +58,7 @@ MOST = 0.5  # of the rows, if the cause is the chat template
 VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
 PLACE = re.compile(r"(:\d+|\[\d+\])$")
 GO_ON_WITHOUT = (
-    "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
+    "correct them, or continue without: DATA_ON_BAD_ROW=quarantine moves them to the run's folder"
 )
 TEMPLATE_CAUSE = "the chat template"
 NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
@@ -192,12 +192,12 @@ def _errors_naming(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: no such data file") from None
     except gzip.BadGzipFile as error:
         raise DataError(
-            f"{path}: no gzip file, or a damaged one ({error}); compress it anew"
+            f"{path}: no gzip file, or a damaged one ({error}); compress it again"
         ) from None
     except (EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: the compressed text breaks off or is damaged ({error}); "
-            "fetch or compress it anew"
+            "fetch or compress it again"
         ) from None
     except OSError as error:  # Arrow raises it, too, for damaged pages
         reason = error.strerror or str(error).partition("\n")[0]
@@ -205,7 +205,7 @@ def _errors_naming(path: Path) -> Iterator[None]:
 
 
 class _Decompressed(io.RawIOBase):
-    """What a compressed stream gives. Raises OSError where that is a bomb."""
+    """The bytes of a compressed stream. Raises OSError if that is a bomb."""
 
     def __init__(self, raw: io.BufferedReader, stream: Any):
         self._raw, self._stream = raw, stream

@@ -25,8 +25,8 @@ TEXT_MARK = "<image>"  # of LLaMA-Factory, ms-swift and LLaVA
 MARKS = re.compile(f"{IMAGE_MARK}|{TEXT_MARK}")
 NEXT_IMAGE = ImageFile("", b"", 0, 0)  # of a mark or a part alone: the next of the row's images
 MEDIA = (  # of one that is no video, and of one
-    "sound; texts and images alone are read: write what is said as a text",
-    "a video; texts and images alone are read: write its frames as images",
+    "sound; only texts and images are read: write the spoken words as text",
+    "a video; only texts and images are read: write its frames as images",
 )
 NO_ANSWER = "no model here writes images; put it into a question"
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of parts
@@ -149,7 +149,7 @@ def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> tuple[Mes
         said = f"{message.reasoning}{message.tool_calls}"
         if message.content.count(IMAGE_MARK) != len(message.images) or IMAGE_MARK in said:
             raise InvalidRowError(
-                "a text beside images holds U+FFFC, which stands for an image here; leave it out"
+                "a text next to images holds U+FFFC, which stands for an image here; leave it out"
             )
         found = []
         for mark in MARKS.findall(message.content):

@@ -172,7 +172,7 @@ def decode(image: ImageFile) -> "Image.Image":
         was = f"{image.width} x {image.height}"
         raise DataError(
             f"{name}: {shown.width} x {shown.height} pixels, and {was} when the rows were read; "
-            "start again, which reads them anew"
+            "start again, which reads them again"
         )
     return shown
 
@@ -291,13 +291,13 @@ def _explain(image: ImageFile, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     if not isinstance(error, UnidentifiedImageError):
-        return f"is damaged, or breaks off ({first_line(error)}); fetch or write it anew"
+        return f"is damaged, or breaks off ({first_line(error)}); fetch or write it again"
     begins = image.data[:BEGINNING_BYTES]
     if not begins:
         with path.open("rb") as file:
             begins = file.read(BEGINNING_BYTES)
     if not begins:
-        return "is empty; fetch or write it anew"
+        return "is empty; fetch or write it again"
     text = begins.lstrip().lower()
     for beginning, meaning in BEGINNINGS.items():
         if beginning in text:

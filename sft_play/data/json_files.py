@@ -103,7 +103,7 @@ class JsonText:
                     continue
                 raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
             value = self.text[self.position : end]
-            if end < len(self.text) or not self.grow():  # the digits of a number may go on
+            if end < len(self.text) or not self.grow():  # the digits of a number may continue
                 self.position += len(value)
                 return value
 

@@ -108,7 +108,7 @@ class EqualRows:
     """Rows that equal other rows: exactly, by their words, and by what is asked in them."""
 
     exact: int
-    normalised: int
+    normalized: int
     questions: int  # words before the last trained answer
 
 
@@ -162,7 +162,7 @@ class SplitLedger:
             counts = ", ".join(f"{rows:,} {words}" for words, rows in doubtful.items())
             notes.append(f"of {self.tally.rows_in:,} rows {counts}")
         for split, equal in (self.overlap or {}).items():
-            asked = equal.questions - equal.normalised
+            asked = equal.questions - equal.normalized
             if asked and not self.tally.dropped["question_evaluated_on"]:
                 notes.append(
                     f"{asked:,} training rows ask what {split} rows ask, and answer otherwise; "
@@ -252,7 +252,7 @@ UNTRAINED = {
     "greeting_left_out": "as the chat template refuses it",
 }
 # The ways of EqualRows
-EQUAL = {"exact": "to the letter", "normalised": "in the same words", "questions": "by question"}
+EQUAL = {"exact": "to the letter", "normalized": "in the same words", "questions": "by question"}
 
 Line = tuple[str, ...]  # its first cell names it
 

@@ -82,7 +82,7 @@ def parse_conversation(lists: Mapping[str, Any], turn_keys: set[str]) -> tuple[M
     answers: list[list[Message]] = []  # of one message each, but for answers in parts
     names: list[str] = []
     before: Json = {}  # the last record
-    has_calls_in_text = False  # ShareGPT's, which cannot be recognised
+    has_calls_in_text = False  # ShareGPT's, which cannot be recognized
     for name, value in lists.items():
         for number, record in enumerate(parse_message_list(value, name)):
             where = f"{name}[{number}]"
@@ -233,7 +233,7 @@ def _add_reasoning(messages: tuple[Message, ...], value: Any, name: str) -> tupl
     if reasoning.strip() in own:
         return messages
     if own:
-        raise InvalidRowError(f"{name} beside an answer with other reasoning; keep one of them")
+        raise InvalidRowError(f"{name} next to an answer with other reasoning; keep one of them")
     return (*asked, replace(answer, reasoning=reasoning))
 
 

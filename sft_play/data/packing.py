@@ -64,7 +64,7 @@ def padded_width(longest: int, max_seq_len: int | None = None) -> int:
     They are no more than `max_seq_len`, if that is given.
 
     There are few widths, 8 between one power of two and the next, because a GPU plans its kernels
-    and its memory anew for each.
+    and its memory again for each.
 
     >>> [padded_width(longest, 2048) for longest in (1, 8, 100, 130, 1025, 2047)]
     [8, 8, 104, 144, 1152, 2048]

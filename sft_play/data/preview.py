@@ -113,7 +113,7 @@ def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
         "longest": split.lengths == split.lengths.max(),
         "shortest": split.lengths == split.lengths.min(),
         "shortened": split.records["cut"] > 0,
-        "goes on with a row": _continues_row(split),
+        "continues with a row": _continues_row(split),
         "weighed": split.records["weights"] >= 0,
         "has images": split.image_counts > 0,
     }
@@ -242,7 +242,7 @@ class SpanFinder:
 
 
 def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> None:
-    """Print sequences in colour, or with marks if the terminal shows none."""
+    """Print sequences in color, or with marks if the terminal shows none."""
     from rich.console import Console
     from rich.text import Text
 
@@ -257,7 +257,7 @@ def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> Non
 
 
 def in_marks(sequence: PreviewSequence) -> str:
-    """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
+    """Return a sequence as text without colors: trained tokens are between ⟦ and ⟧."""
     return "".join(f"⟦{text}⟧" if style == TRAINED else text for text, style in fragments(sequence))
 
 

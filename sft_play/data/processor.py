@@ -61,8 +61,8 @@ class Processor:
     def write(self, row: Row) -> Row:
         """Return a row whose images have the text that stands for them.
 
-        Raises: InvalidRowError for an image that the processor does not take, and where the model
-        reads none; EnvironmentFault where its processor cannot be loaded.
+        Raises: InvalidRowError for an image that the processor does not take, and if the model
+        reads none; EnvironmentFault if its processor cannot be loaded.
         """
         if not any(map(get_images, row.messages)):
             return row
@@ -142,7 +142,7 @@ class Processor:
     def find_limits(self) -> dict[str, int]:
         """Return the bounds of pixels that are set; one that is null is the processor's own.
 
-        Alone, one would not count. Raises: ConfigError where the processor has no bounds.
+        Alone, one would not count. Raises: ConfigError if the processor has no bounds.
         """
         if not self._given or not self.reads_images:
             return {}
@@ -219,9 +219,9 @@ def digest_settings(model: ModelSection) -> str:
 
 
 def load_processor(model: Any, tokenizer: Any) -> Any | None:
-    """Return transformers' processor of a base, None where it reads no images.
+    """Return transformers' processor of a base, None if it reads no images.
 
-    Raises: EnvironmentFault where its files cannot be read.
+    Raises: EnvironmentFault if its files cannot be read.
     """
     from transformers import AutoConfig, ProcessorMixin
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -266,7 +266,7 @@ def load_processor(model: Any, tokenizer: Any) -> Any | None:
 
 
 def _processor_class(name: str) -> type:
-    """Return a processor's class, also where transformers asks for a package that it can miss."""
+    """Return a processor's class, also if transformers asks for a package that it can miss."""
     import transformers
 
     found = getattr(transformers, name)

@@ -45,7 +45,7 @@ SYSTEM_MARKS = re.compile(r"<<SYS>>(.*?)<</SYS>>", re.DOTALL)
 BEGINNINGS = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|<BOS_TOKEN>|\[gMASK\]<sop>)*\s*"
 )
-# Of a text that is read from its end: a search for it would begin anew at each mark
+# Of a text that is read from its end: a search for it would begin again at each mark
 REVERSED_ENDS = "|".join(re.escape(mark[::-1]) for mark in MARKS["ends"])
 ENDS = re.compile(rf"(?:\s|{REVERSED_ENDS})*+")
 ALPACA_HINT = "### Response:"

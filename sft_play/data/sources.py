@@ -58,7 +58,7 @@ def is_dataset_id(name: str) -> bool:
 def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
     """Return the Arrow files in which the datasets library keeps a split; `where` begins errors.
 
-    Raises: DataError where the hub has no such rows, EnvironmentFault where it cannot be reached.
+    Raises: DataError if the hub has no such rows, EnvironmentFault if it cannot be reached.
     """
     go_offline_without_network()
     import datasets
@@ -167,17 +167,17 @@ class Source:
         try:
             found = [file.stat() for file in self.files]
         except FileNotFoundError as error:
-            words = f"{error.filename}: removed meanwhile; put it back, and begin anew"
+            words = f"{error.filename}: removed meanwhile; put it back, and begin again"
             raise DataError(words) from None
         return [(each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns) for each in found]
 
     def refuse_change(self, before: list[tuple[int, ...]]) -> None:
-        """Raise DataError where a file is not what it was when `before` was its state."""
+        """Raise DataError if a file is not what it was when `before` was its state."""
         for file, then, now in zip(self.files, before, self.states(), strict=True):
             if now != then:
                 raise DataError(
-                    f"{file}: written to while it was tokenised ({then[0]:,} bytes, now "
-                    f"{now[0]:,}); nothing is kept: begin anew once it is complete"
+                    f"{file}: written to while it was tokenized ({then[0]:,} bytes, now "
+                    f"{now[0]:,}); nothing is kept: begin again once it is complete"
                 )
 
 
@@ -191,7 +191,7 @@ def _bound(text: str, rows: int) -> int:
 def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
     """Return the sources of each split that has rows of its own; fetches hub data sets once.
 
-    Raises DataError, and EnvironmentFault where the hub cannot be reached.
+    Raises DataError, and EnvironmentFault if the hub cannot be reached.
     """
     found: dict[str, tuple[Source, ...]] = {}
     for split, name in SETTINGS.items():
@@ -222,7 +222,7 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
 def find_source(section: SourceSection, setting: str, data: DataSection | None = None) -> Source:
     """Return the files of a source; `data` has the columns if the section names none.
 
-    Raises: DataError where nothing of that name exists, EnvironmentFault where the hub cannot be
+    Raises: DataError if nothing of that name exists, EnvironmentFault if the hub cannot be
     reached.
     """
     data = data or DataSection()
@@ -278,7 +278,7 @@ def _choose_split(
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Return the data files of a folder, or of its wanted split, and the splits that are left.
 
-    Raises: DataError where files are of splits, and others of none.
+    Raises: DataError if files are of splits, and others of none.
     """
     files = _list_folder(folder, where, read_as)
     by_split: dict[str | None, list[Path]] = {}
@@ -316,7 +316,7 @@ def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
     texts = [path for path in files if base_format(path) in TEXTS]
     if texts and len(texts) < len(files):  # perhaps a README.txt
         raise DataError(
-            f"{where}: holds {texts[0]} beside files of rows; "
+            f"{where}: holds {texts[0]} next to files of rows; "
             "move it away, or begin its name with _"
         )
     if not files and notes:
@@ -352,8 +352,8 @@ def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
     """Return in what the sources are not those of a run's data.json (`facts`), by setting.
 
     Files are compared by their bytes, and read only where their size is that of the run's. A source
-    of the same name is the run's where it is of the hub, or where its files are gone.
-    Raises: DataError where a setting names nothing that can be read.
+    of the same name is the run's where it is of the hub, or if its files are gone.
+    Raises: DataError if a setting names nothing that can be read.
     """
     changed: dict[str, list[str]] = {}
     for split, name in SETTINGS.items():

@@ -162,7 +162,7 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
     characters = 0
     for number, cells in enumerate(_read_cells(path, file_bytes), 1):
         if number > MAX_SHEET_ROWS:
-            raise DataError(f"{path}:{number}: no sheet has so many rows; save it anew")
+            raise DataError(f"{path}:{number}: no sheet has so many rows; save it again")
         if all(cell is None for cell in cells):
             continue
         if not header:

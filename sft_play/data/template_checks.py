@@ -27,7 +27,7 @@ QUESTION = Message("user", "Zq1Question")
 ANSWER = Message("assistant", "Zq1Answer")
 SYSTEM = Message("system", "Zq1System")
 GREETING = Message("assistant", "Zq1Greeting")
-BESIDE = "Zq1Beside"  # words beside a call
+BESIDE = "Zq1Beside"  # words next to a call
 THOUGHT = "Zq1Thought"
 RESULTS = ("Zq1Result", "Zq2Result")
 CALL_IDS = ("Zq1Call00", "Zq2Call00")  # of nine letters and digits, as Mistral wants them
@@ -286,7 +286,7 @@ def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
         return ()
     lost = list(_lost_calls(kind, text))
     if kind.has_content and BESIDE not in text:
-        lost.append("words beside them")
+        lost.append("words next to them")
     if kind.has_reasoning and THOUGHT not in text:
         lost.append("reasoning")
     if any(word not in text for word in RESULTS[: kind.results]):

@@ -143,7 +143,7 @@ def _get_store(
             return folder
         key = entry_key(key, changed, {})
         if not (root / key).is_dir():
-            words = "%s: its images have changed or moved, so its rows are tokenised again"
+            words = "%s: its images have changed or moved, so its rows are tokenized again"
             logger.warning(words, source.name)
 
 
@@ -170,7 +170,7 @@ def build_store(
     refuses = config.data.on_bad_row == "fail"
     files = tuple(map(str, source.files))
     stage = Stage(
-        f"tokenising {source.name}",
+        f"tokenizing {source.name}",
         source.file_bytes,  # known before its rows are
         "bytes",
         measure=lambda: f"{tally.rows_in} rows so far",
@@ -306,7 +306,7 @@ def tokenize_tasks(
             for task, _ in in_flight:
                 chunk_tokenizer.refuse_endless_rows(task)
             raise OutOfMemory(
-                "a process that tokenised rows was killed, most likely for memory; "
+                "a process that tokenized rows was killed, most likely for memory; "
                 "free some, or split the file"
             ) from None
         except BaseException:  # a task may take long, and the user does not wait for it

@@ -1,6 +1,6 @@
 """The tokenizer of a run; if none can be loaded, what is wrong with its files.
 
-Separate from the weights, so that reading data imports no model class, adapters or quantisation.
+Separate from the weights, so that reading data imports no model class, adapters or quantization.
 transformers' AutoTokenizer itself imports torch.
 """
 

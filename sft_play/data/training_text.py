@@ -39,8 +39,8 @@ from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, Reasoning, ThoughtP
 
 TrainOn = Literal["all", "last"]  # data.train_on
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
-# Longest conversation, in messages, that `_check_places` renders a second time: longer ones go on
-# as they began, and are costly to render
+# Longest conversation, in messages, that `_check_places` renders a second time: longer ones
+# continue as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
 get_role = attrgetter("role")

@@ -62,7 +62,7 @@ class LossBatch(NamedTuple):
     """Padded rows with their labels, on the CPU; a filler has a negative index and no label."""
 
     indices: list[int]  # of the rows in the split
-    tokens: list[int]  # labelled, of each row
+    tokens: list[int]  # labeled, of each row
     own_tokens: list[int]  # those that this rank predicts, if ranks share rows
     tensors: dict[str, torch.Tensor]
     images: list[tuple[ImageFile, ...]]  # of each row; their pixels would be gigabytes
@@ -250,7 +250,7 @@ class Evaluator:
     def _question(self, index: int) -> Question:
         sample = self.split[index]
         prompt = self._prompt_text(sample.prompt)
-        # the answer of a row: its labelled ids, decoded as generated ids are
+        # the answer of a row: its labeled ids, decoded as generated ids are
         labels = sample.labels[sample.answer_start :]
         ids = labels[labels != IGNORE_INDEX].tolist()
         return Question(
@@ -334,7 +334,7 @@ class Evaluator:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Return nats per labelled token; the order of the rows does not matter.
+    """Return nats per labeled token; the order of the rows does not matter.
 
     Raises: DivergedError when it is NaN or infinite.
     """
@@ -343,6 +343,6 @@ def mean_loss(rows: Sequence[RowLoss]) -> float:
     if not math.isfinite(nats):
         raise DivergedError(
             f"eval_loss={nats} over {tokens} tokens: the weights give no finite loss; "
-            "train anew with a lower TRAIN_LEARNING_RATE"
+            "train again with a lower TRAIN_LEARNING_RATE"
         )
     return nats / tokens

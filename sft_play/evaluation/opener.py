@@ -1,7 +1,7 @@
 """A process that will open saved weights, forked while nothing of a run is imported yet.
 
 It has imported transformers, and of this project nothing that computes. So saved weights need not
-wait for imports, and are opened as a stranger does all the same. It touches no GPU before that.
+wait for imports, and are opened as a stranger does anyway. It touches no GPU before that.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ def run(asked: Path, answered: Path, said: Path) -> int:
     # -P: the folder of the script holds modules of ours
     words = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
     with said.open("wb") as file:
-        # a session of its own: Ctrl-C stops the run, whose weights are checked all the same
+        # a session of its own: Ctrl-C stops the run, whose weights are checked anyway
         process = subprocess.Popen(
             words, env=environ, stdout=file, stderr=file, start_new_session=True
         )
@@ -114,7 +114,7 @@ def _serve(reading: int) -> NoReturn:
     """Answer one request, and end."""
     code = 1
     try:
-        stops.leave_to_parent()  # Ctrl-C stops the run, whose weights are checked all the same
+        stops.leave_to_parent()  # Ctrl-C stops the run, whose weights are checked anyway
         os.setsid()
         with os.fdopen(reading, encoding="utf-8") as pipe:
             # not to the end: processes that prepare batches hold the other side, too

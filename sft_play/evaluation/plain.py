@@ -3,7 +3,7 @@
 A script, run by its path in a process of its own, so that nothing of this project is imported
 there: `reopened` starts it, or `opener` has done so before. It reads a request and rows, and writes
 what the weights say of these rows.
-Legend: N labelled positions, V vocabulary, K tokens of a position.
+Legend: N labeled positions, V vocabulary, K tokens of a position.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
 def reading(stored: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are read as a run read them.
 
-    Of this project it is the one file that says which numbers quantised weights are.
+    Of this project it is the one file that says which numbers quantized weights are.
     """
     if stored is None:
         return contextlib.nullcontext()
@@ -179,7 +179,7 @@ def with_soft_caps(model: Any) -> Any:
 
 @torch.no_grad()
 def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None = None) -> Said:
-    """Return what a model says of the labelled positions of rows, which go to `device`.
+    """Return what a model says of the labeled positions of rows, which go to `device`.
 
     None is the one of the model's embedding. Without `tokens` it says its most likely ones.
     """
@@ -202,7 +202,7 @@ def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None =
 def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:
     """Return the same of a model whose weights are read from the disk at each forward pass.
 
-    All rows are one batch, and the head is given the labelled positions alone.
+    All rows are one batch, and the head is given the labeled positions alone.
     """
     each = list(each_row(rows))
     padded = torch.nn.utils.rnn.pad_sequence([ids for ids, _, _ in each], batch_first=True)
@@ -233,7 +233,7 @@ def pictures(rows: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
 
 
 def each_row(rows: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """Yield ids (T,) and labelled positions of each row, and where those stand among all N."""
+    """Yield ids (T,) and labeled positions of each row, and where those stand among all N."""
     start = position = 0
     for end, last in zip(rows["ends"].tolist(), rows["position_ends"].tolist(), strict=True):
         here = slice(position, last)

@@ -1,7 +1,7 @@
 """What the evaluated model says of a few held-out rows: saved weights must say the same.
 
 The reference is written once at the end of a run, in eval/reference.safetensors; a merge or an
-export then needs no second copy of the trained model. Legend: N labelled positions of all rows.
+export then needs no second copy of the trained model. Legend: N labeled positions of all rows.
 """
 
 import json
@@ -93,7 +93,7 @@ def make_reference(
     system_prompt: str | None,
     images: ImageInputs | None = None,
 ) -> Reference | None:
-    """Return what a model in evaluation mode says of rows of a split; None if none is labelled.
+    """Return what a model in evaluation mode says of rows of a split; None if none is labeled.
 
     `images` makes the inputs of a split that has some. Every rank of divided weights must call it.
     """

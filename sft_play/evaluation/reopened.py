@@ -1,6 +1,6 @@
 """Saved weights that are opened again, and compared with what the evaluated model said.
 
-Only transformers and PEFT open them. Legend: N labelled positions of all rows.
+Only transformers and PEFT open them. Legend: N labeled positions of all rows.
 """
 
 import json
@@ -30,7 +30,7 @@ TOKENS_FROM_DISK = 256  # a CPU without instructions for 16 bits takes seconds f
 class Bound(NamedTuple):
     """How far saved weights may be from the evaluated model."""
 
-    kl: float  # nats, mean over the labelled positions
+    kl: float  # nats, mean over the labeled positions
     loss: float  # nats a token, either way
 
 
@@ -57,7 +57,7 @@ class Folder:
     revision: str | None = None
     trust_remote_code: bool = False
     offload_folder: Path | None = None
-    stored: Mapping[str, Any] | None = None  # how the base's quantised weights are read as plain
+    stored: Mapping[str, Any] | None = None  # how the base's quantized weights are read as plain
 
     @classmethod
     def of_run(
@@ -81,7 +81,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Reopened:
-    """What the opened folder says, beside what the evaluated model said."""
+    """What the opened folder says, next to what the evaluated model said."""
 
     rows: int  # of the reference: a few of the scored ones
     eval_loss: float  # nats a token, on these rows
@@ -152,7 +152,7 @@ class Reopened:
 def reopen(folder: Folder, reference: Reference) -> Reopened:
     """Score a folder in a fresh process without this project, against the evaluated model.
 
-    Raises: CheckpointError where the folder cannot be opened.
+    Raises: CheckpointError if the folder cannot be opened.
     """
     if folder.offload_folder is not None:
         fitting = int((reference.rows["ends"] <= TOKENS_FROM_DISK).sum())
@@ -176,7 +176,7 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
 
 
 def choose_bound(folder: Folder, reference: Reference) -> Bound:
-    """Return the bound: that of float32 where both sides computed in it on the CPU."""
+    """Return the bound: that of float32 if both sides computed in it on the CPU."""
     if reference.compute_dtype == FLOAT8:
         return FROM_FLOAT8
     on_cpu = set(folder.device_map.values()) <= {"cpu", "disk"} and reference.device == "cpu"

@@ -18,11 +18,11 @@ from sft_play.evaluation.generate import Answer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
 from sft_play.runs.files import json_line
 
-CORPUS_RESAMPLES = 200  # each scores all answers anew
+CORPUS_RESAMPLES = 200  # each scores all answers again
 
 
 class Answered(NamedTuple):
-    """A generated answer beside what it should say."""
+    """A generated answer next to what it should say."""
 
     prompt: str
     answer: str
@@ -45,7 +45,7 @@ def score_answers(
 
     ROUGE gets `batch_rows` answers at a time; None: all.
 
-    Raises: ConfigError where a function of the user's fails, or returns no number.
+    Raises: ConfigError if a function of the user's fails, or returns no number.
     """
     return tuple(_score(metric, rows, batch_rows) for metric in metrics)
 
@@ -91,7 +91,7 @@ def _plain(text: str) -> str:
 
 
 def _parsed(text: str) -> tuple[Any] | None:
-    """Return the value of a JSON text, None where it is none; NaN is no JSON."""
+    """Return the value of a JSON text, None if it is none; NaN is no JSON."""
 
     def refuse(name: str) -> None:
         raise ValueError(name)
@@ -134,7 +134,7 @@ def _sacrebleu(name: str, rows: Sequence[Answered]) -> MetricScore:
 def _by_function(metric: str, rows: Sequence[Answered]) -> list[float]:
     """Return what the user's function says of each answer.
 
-    It is given the answer and what it should say, and the prompt where it takes three.
+    It is given the answer and what it should say, and the prompt if it takes three.
     """
     function = load_function(metric)
     takes_prompt = len(inspect.signature(function).parameters) >= 3
@@ -188,8 +188,8 @@ class Question:
 class RowLoss:
     """The loss of one row."""
 
-    nats: float  # of all its labelled tokens
-    tokens: int  # that are labelled
+    nats: float  # of all its labeled tokens
+    tokens: int  # that are labeled
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class GenerationScores:
 class Scores:
     """The result of one evaluation."""
 
-    eval_loss: float  # nats per labelled token
+    eval_loss: float  # nats per labeled token
     loss_seconds: float
     generation: GenerationScores | None = None  # None if no answers were generated
     row_losses: tuple[RowLoss, ...] = ()  # of all rows of the set, in order
@@ -266,7 +266,7 @@ class Scores:
 
 
 def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
-    """Return a JSON line for each answer; an empty text where nothing was generated."""
+    """Return a JSON line for each answer; an empty text if nothing was generated."""
     if scores.generation is None:
         return ""
     answers = scores.generation.answers

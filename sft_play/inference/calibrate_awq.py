@@ -1,4 +1,4 @@
-"""The script that quantises a folder with llm-compressor, by AWQ (arXiv:2306.00978).
+"""The script that quantizes a folder with llm-compressor, by AWQ (arXiv:2306.00978).
 
 It runs in a process of its own, with packages of .venv/quantize, and imports nothing of this
 project. Its one argument is a JSON file: model_class, source, target, rows (a file of safetensors
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 
 def main() -> None:
-    """Quantise what is asked for."""
+    """Quantize what is asked for."""
     with open(sys.argv[1], encoding="utf-8") as file:
         asked = json.load(file)
     dtype = torch.bfloat16

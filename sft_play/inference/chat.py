@@ -237,7 +237,7 @@ class Chat:
         self.images = []
 
     def _add_image(self, path: str) -> str:
-        """Keep an image for the next question where it can be read."""
+        """Keep an image for the next question if it can be read."""
         if not path:
             return f"/image needs a path; images of the next question: {len(self.images)}"
         trained = self.speakers[-1].trained
@@ -298,11 +298,11 @@ class Chat:
 
 
 def cut_note(trained: TrainedModel) -> str:
-    """Return why an answer was cut, and what lets it go on."""
+    """Return why an answer was cut, and what lets it continue."""
     limit = trained.config.train.generation_max_new_tokens
     if limit == "auto":
         return "the answer was cut: the model wrote no stop token"
     return (
         f"the answer was cut at {limit} tokens; "
-        f"TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} lets it go on"
+        f"TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} lets it continue"
     )

@@ -1,4 +1,4 @@
-"""Run llama.cpp's own converter of Hugging Face folders, with a pre-tokenizer that it is told.
+"""Run llama.cpp's own converter of Hugging Face folders, with a given pre-tokenizer.
 
 A script: `gguf_tools` starts it by its path, in a process of its own, so that nothing of this
 project is imported there. The converter knows a tokenizer by a hash over its vocabulary, so every

@@ -51,7 +51,7 @@ TAKEN_NAMES = (OWN_ROWS, "before", "after")
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """The rows to score, what is said of them, and the name of their files in eval/."""
+    """The rows to score, notes about them, and the name of their files in eval/."""
 
     split: Split
     name: str
@@ -91,9 +91,9 @@ def evaluate_run(
 
 
 def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -> ScoredRows:
-    """Return the rows of data.test_path where that is given, else the run's test rows.
+    """Return the rows of data.test_path if that is given, else the run's test rows.
 
-    Raises: ConfigError where the columns of no file are named.
+    Raises: ConfigError if the columns of no file are named.
     """
     tokenizer = tokenizer_of(folder, config)
     if asked is not None and asked.is_set("data.test_path"):
@@ -112,7 +112,7 @@ def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -
 
 
 def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
-    """Return the model with a number for train.eval_batch_size where no plan has resolved it.
+    """Return the model with a number for train.eval_batch_size if no plan has resolved it.
 
     So many rows of the longest one's length fit into half of the free memory, of every process.
     """
@@ -129,7 +129,7 @@ def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
 
 
 def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> list[str]:
-    """Return what was taken from a folder, its base and its tokenizer, where a run knows it."""
+    """Return what was taken from a folder, its base and its tokenizer, if a run knows it."""
     tokenizer, stops = trained.tokenizer, trained.stops
     dtype = dtype_name(trained.model.dtype)
     over = f" over {folder.base}" if folder.base is not None else ""
@@ -223,7 +223,7 @@ def prepared_data(folder: RunFolder, config: Config, tokenizer: PreTrainedTokeni
 
 
 def with_answer_limit(config: Config, rows: Split) -> Config:
-    """Return the config with a number for train.generation_max_new_tokens where that is auto."""
+    """Return the config with a number for train.generation_max_new_tokens if that is auto."""
     train = config.train
     if train.generation_max_new_tokens != "auto":
         return config

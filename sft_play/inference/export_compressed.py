@@ -1,6 +1,6 @@
 """`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors, as vLLM serves them.
 
-The linear layers of the decoder are quantised, shard by shard. For awq llm-compressor does it, by
+The linear layers of the decoder are quantized, shard by shard. For awq llm-compressor does it, by
 rows of training and in a separate process (`calibrate_awq`): it needs another compressed-tensors.
 Embeddings, head, norms and routers stay as they are. The folder is opened by transformers and
 compressed-tensors alone and scored on test rows: what keeps too little of the run's gain is not
@@ -46,7 +46,7 @@ from sft_play.inference.exported import Export, Written, link_files, write_plain
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
 from sft_play.models.architecture import auto_class_of, empty_model
-from sft_play.models.compressed import KINDS, quantised_linears, scales_of, scheme_of
+from sft_play.models.compressed import KINDS, quantized_linears, scales_of, scheme_of
 from sft_play.models.experts import ExpertWeight, expert_weights
 from sft_play.models.shards import ShardWriter, files_in, tensors_in
 from sft_play.runs.files import read_json, write_json
@@ -62,10 +62,10 @@ BLOCK_TOKENS = 2048  # that are computed at once, of several rows
 
 
 def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
-    """Write a folder of quantised weights.
+    """Write a folder of quantized weights.
 
-    Raises: ConfigError for a model that is not quantised here; CheckpointError where the files do
-    not keep enough of the run's gain; EnvironmentFault without llm-compressor, or where it fails.
+    Raises: ConfigError for a model that is not quantized here; CheckpointError if the files do
+    not keep enough of the run's gain; EnvironmentFault without llm-compressor, or if it fails.
     """
     kind = export.asked.format
     if kind == "awq":
@@ -121,7 +121,7 @@ def require_llm_compressor() -> None:
 
 
 def calibrate(export: Export, source: Path, target: Path) -> None:
-    """Write a folder of plain weights as llm-compressor quantises it, by rows of training.
+    """Write a folder of plain weights as llm-compressor quantizes it, by rows of training.
 
     Raises: EnvironmentFault if llm-compressor fails; ConfigError for experts.
     """
@@ -132,9 +132,9 @@ def calibrate(export: Export, source: Path, target: Path) -> None:
     if expert_weights(model):
         raise ConfigError(
             f"FORMAT=awq: llm-compressor does not see the experts of {type(model).__name__}; "
-            "FORMAT=int4 and fp8 quantise them"
+            "FORMAT=int4 and fp8 quantize them"
         )
-    linears, others = quantised_linears(model)
+    linears, others = quantized_linears(model)
     inputs = (linear.in_features for linear in linears.values())
     ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
     ends = torch.arange(BLOCK_TOKENS, len(ids) + BLOCK_TOKENS, BLOCK_TOKENS)  # few long batches
@@ -167,7 +167,7 @@ def calibrate(export: Export, source: Path, target: Path) -> None:
 def compress_folder(
     source: Path, target: Path, kind: str, trust_remote_code: bool = False
 ) -> dict[str, float]:
-    """Write a folder of plain weights as a quantised one; return the error of each layer.
+    """Write a folder of plain weights as a quantized one; return the error of each layer.
 
     That is the norm of what rounding changes over that of the weights. One shard is in memory. What
     stays of a folder in float32 is written in bfloat16, in which servers compute.
@@ -175,7 +175,7 @@ def compress_folder(
     """
     described = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     model = empty_model(described, torch.bfloat16, trust_remote_code)
-    linears, others = quantised_linears(model)
+    linears, others = quantized_linears(model)
     tensors = tensors_in(files_in(source))
     shapes = {name.removesuffix(".weight"): tensor.get_shape() for name, tensor in tensors.items()}
     chosen = _names_in_files(list(linears), shapes, source)
@@ -209,15 +209,15 @@ def compress_folder(
         ignore=kept,
     )
     saved["dtype"] = "bfloat16" if is_wide else saved["dtype"]
-    quantised = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
-    write_json(target / "config.json", {**saved, "quantization_config": quantised})
+    quantized = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
+    write_json(target / "config.json", {**saved, "quantization_config": quantized})
     return errors
 
 
 def compress(
     weight: Tensor, scheme: QuantizationScheme, kind: str
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the tensors of a quantised weight (O, I) by their names, and its relative error."""
+    """Return the tensors of a quantized weight (O, I) by their names, and its relative error."""
     scale, zero, whole = scales_of(weight, scheme)
     tensors = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero}
     if whole is not None:
@@ -234,7 +234,7 @@ def _names_in_files(
 ) -> set[str]:
     """Return what the files call the linear layers, which may begin otherwise than in the class.
 
-    Raises: ConfigError where they have not all of them under one beginning.
+    Raises: ConfigError if they have not all of them under one beginning.
     """
     numbered = NUMBER.search(linears[0])
     begin = linears[0][: numbered.start()] if numbered else ""
@@ -244,7 +244,7 @@ def _names_in_files(
         if name.endswith(ends[0]) and all(f"{own}{end}" in stored for end in ends):
             return {f"{own}{end}" for end in ends}
     raise ConfigError(
-        f"the files of {source.name} have no {linears[0]}.weight, or not all layers beside it; "
+        f"the files of {source.name} have no {linears[0]}.weight, or not all layers next to it; "
         "FORMAT=safetensors exports it"
     )
 
@@ -254,7 +254,7 @@ def _experts_in_files(
 ) -> set[str]:
     """Return what the files call the matrices of experts, which they have one by one.
 
-    Raises: ConfigError where they have them in one tensor, or for a format without experts.
+    Raises: ConfigError if they have them in one tensor, or for a format without experts.
     """
     found = {name for name, shape in stored.items() if EXPERT.search(name) and len(shape) == 2}
     weights = sum(math.prod(each.shape) for each in experts)
@@ -301,15 +301,15 @@ class CompressedScores:
 
 
 def score(export: Export, files: Path) -> CompressedScores:
-    """Return what a quantised folder says, opened in processes of its own.
+    """Return what a quantized folder says, opened in processes of its own.
 
-    Raises: CheckpointError where the run's own scores are gone.
+    Raises: CheckpointError if the run's own scores are gone.
     """
     found = read_scored_rows(export.run, export.data.test)
     if found is None:
         raise CheckpointError(
-            f"{export.run.path}: the scores before and after training are gone, which an export "
-            "is held to; FORMAT=safetensors needs none"
+            f"{export.run.path}: the scores before and after training are gone, and an export "
+            "is compared with them; FORMAT=safetensors needs none"
         )
     samples, written = found
     with merged_folder(files, export.config) as opened:
@@ -320,7 +320,7 @@ def score(export: Export, files: Path) -> CompressedScores:
 def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
     """Return the nats of all labels of each sample, by a folder in a fresh process.
 
-    Raises: CheckpointError where the folder cannot be opened.
+    Raises: CheckpointError if the folder cannot be opened.
     """
     labels = [np.flatnonzero(sample.labels != IGNORE_INDEX).tolist() for sample in samples]
     rows = as_tensors(samples, labels)

@@ -89,7 +89,7 @@ def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: st
         raise CheckpointError(
             "llama.cpp's converter does not know this tokenizer, and none of its pre-tokenizers "
             f"splits text as it does: by {name}, the nearest, {same.same} of {same.rows} test rows "
-            f"have the tokens of training; PRE_TOKENIZER={name} exports with it all the same, "
+            f"have the tokens of training; PRE_TOKENIZER={name} exports with it anyway, "
             "FORMAT=safetensors exports for other servers"
         )
     target.unlink()

@@ -102,7 +102,7 @@ def same_tokens(
 
 
 def texts_of(split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
-    """Yield texts of rows with their ids, where the tokenizer itself finds these ids again."""
+    """Yield texts of rows with their ids, if the tokenizer itself finds these ids again."""
     for index in range(min(len(split), CHECKED_ROWS)):
         ids = split[index].ids.tolist()
         text = tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""llama.cpp's converter, quantiser and Python bindings: where they are, and calls of them."""
+"""llama.cpp's converter, quantizer and Python bindings: where they are, and calls of them."""
 
 import importlib
 import importlib.util
@@ -35,7 +35,7 @@ class LlamaCpp:
     """Where llama.cpp is."""
 
     folder: Path  # of its converter
-    quantizer: Path | None  # None: the bindings quantise
+    quantizer: Path | None  # None: the bindings quantize
 
     @classmethod
     def find(cls, asked: Path | None) -> "LlamaCpp":
@@ -55,7 +55,7 @@ class LlamaCpp:
         return cls(folder.resolve(), quantizer or (Path(on_path) if on_path else None))
 
     def require(self, kinds: Sequence[str]) -> None:
-        """Raise EnvironmentFault if nothing quantises, before an hour is spent."""
+        """Raise EnvironmentFault if nothing quantizes, before an hour is spent."""
         if self.quantizer is None and not set(kinds) <= set(IN_16_BITS):
             require_bindings()
 

@@ -43,8 +43,8 @@ from sft_play.runs.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWER_TOKENS = 2048  # of an answer where generation_max_new_tokens is auto
-MISSING = "missing adapter keys"  # of PEFT's warning, behind which it goes on with zeros
+MAX_ANSWER_TOKENS = 2048  # of an answer if generation_max_new_tokens is auto
+MISSING = "missing adapter keys"  # of PEFT's warning, behind which it continues with zeros
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TrainedModel:
         """Return the ids of a prompt, with its images.
 
         Raises: DataError for what the template does not take, and images that the model does not;
-        EnvironmentFault where its processor cannot be loaded.
+        EnvironmentFault if its processor cannot be loaded.
         """
         messages = self.with_images(messages)
         in_text = self.config.data.special_tokens_in_text
@@ -101,7 +101,7 @@ class TrainedModel:
             raise DataError(str(error)) from error
 
     def answer_limit(self, prompt_tokens: int) -> int:
-        """Return the longest answer to a prompt: as asked, where that is auto what fits behind it.
+        """Return the longest answer to a prompt: as asked, if that is auto what fits behind it.
 
         Raises: DataError for a prompt that leaves no room.
         """
@@ -178,7 +178,7 @@ def with_attention_here(config: Config, process: Process) -> Config:
     if process.device.type == "cuda" and is_half and is_flash_attn_2_available():
         return config
     logger.warning(
-        "model.attn_implementation=%s of the run cannot be used here, where it needs a GPU, the "
+        "model.attn_implementation=%s of the run cannot be used here, if it needs a GPU, the "
         "package flash-attn and 16 bits; computing with auto",
         asked,
     )
@@ -186,9 +186,9 @@ def with_attention_here(config: Config, process: Process) -> Config:
 
 
 def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that was saved with the weights; that of the base where none was.
+    """Return the tokenizer that was saved with the weights; that of the base if none was.
 
-    Raises: CheckpointError as `checked_weights`; EnvironmentFault where there is none.
+    Raises: CheckpointError as `checked_weights`; EnvironmentFault if there is none.
     """
     saved = config_of_weights(config, checked_weights(folder, config))
     if isinstance(folder, ModelFolder):
@@ -227,7 +227,7 @@ def base_of(
 ) -> tuple[TrainedModel, Callable[[], contextlib.AbstractContextManager[None]]]:
     """Return the base of a run, and the context in which it answers.
 
-    An adapter is switched off in it; where every weight was trained the base is loaded, too. The
+    An adapter is switched off in it; if every weight was trained the base is loaded, too. The
     base stops where the run does, and at its own stops.
     """
     stops = tuple({*trained.stops, *stops_of(trained.model)}) if trained.stops else ()
@@ -257,7 +257,7 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
     damage = seal.find_damage(weights, allows_more=True)
     if damage is not None:
         raise CheckpointError(
-            f"{weights}: {damage}; the run's checkpoints/ have its weights, too, or train it anew"
+            f"{weights}: {damage}; the run's checkpoints/ have its weights, too, or train it again"
         )
     stamp.refuse_other_base(weights, stamp.wanted(config))
     refuse_other_processors(config, weights)
@@ -291,7 +291,7 @@ def config_of_weights(config: Config, weights: Path) -> Config:
 def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> PreTrainedModel:
     """Return the base with the adapter in `weights`, of a run or from anywhere.
 
-    Raises: CheckpointError where it cannot be read, or does not fit the base.
+    Raises: CheckpointError if it cannot be read, or does not fit the base.
     """
     is_other = isinstance(folder, ModelFolder)
     over, advice = "", "its run has the same in checkpoints/"

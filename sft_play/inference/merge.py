@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 FILES = "files"  # what is published of a folder to work in
 REPORT = "merge_report.json"
 EARLIER_REPORT = "merge_report.earlier.json"  # of merged/, once a later merge was refused
-IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from the disk where no GPU has room
+IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from the disk if no GPU has room
 ROOM = 1.3  # times the weights: what scoring needs
 
 
@@ -85,7 +85,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
 
     The result is merged/ in the run folder, in `dtype` or the base's own. Plain transformers opens
     it in a fresh process and scores held-out rows; what is not the evaluated model is not
-    published. An adapter over a quantised base is merged into the base as stored and into the base
+    published. An adapter over a quantized base is merged into the base as stored and into the base
     as training rounded it to 4 bits or float8, and the better one is kept. merge_report.json says
     what came of it, also of a merge that is refused.
 
@@ -254,7 +254,7 @@ def merged_candidate(
 
 
 def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Path) -> None:
-    """Write tokenizer, stops, sampling and README.md beside merged weights."""
+    """Write tokenizer, stops, sampling and README.md next to merged weights."""
     tokenizer = load_tokenizer(config_of_weights(merge.config, merge.adapter))
     stops = list(read_stops(merge.adapter)) or sorted(stop_ids(tokenizer))
     if (merge.adapter / GENERATION_CONFIG_NAME).is_file():  # a model built for its names has none
@@ -288,7 +288,7 @@ def merged_folder(target: Path, config: Config) -> Iterator[Folder]:
 
 
 def refuse_full_disk(config: Config, path: Path) -> None:
-    """Raise CheckpointError where the disk has no room for another copy of the base."""
+    """Raise CheckpointError if the disk has no room for another copy of the base."""
     base = Path(config.model.name)
     needed = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     free = shutil.disk_usage(path).free
@@ -316,7 +316,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def write_refusal(folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]) -> None:
-    """Write why a merge is refused; keep the report of the one that merged/ holds beside it."""
+    """Write why a merge is refused; keep the report of the one that merged/ holds next to it."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
     try:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):

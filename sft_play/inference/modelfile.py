@@ -107,7 +107,7 @@ def modelfile_text(
     parameters: Mapping[str, float],
     system: str | None,
 ) -> str | None:
-    """Return the text of a Modelfile for a gguf file beside it; `parameters` are Ollama's.
+    """Return the text of a Modelfile for a gguf file next to it; `parameters` are Ollama's.
 
     A system prompt that its SYSTEM cannot hold becomes a part of the template. None if a stop
     cannot be written.

@@ -1,4 +1,4 @@
-"""Weights, quantisation, adapters and fused kernels."""
+"""Weights, quantization, adapters and fused kernels."""
 
 import logging
 

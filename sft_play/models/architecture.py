@@ -1,6 +1,6 @@
 """The class that a checkpoint declares, and which part of that class reads text.
 
-A composite model has a language model, which is trained, and towers beside it for images or sound,
+A composite model has a language model, which is trained, and towers next to it for images or sound,
 which are not. Both are found by structure. Imports no code of other rooms.
 """
 
@@ -114,7 +114,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules of a composite model that read no text, by name: towers and projectors.
 
-    They are those beside the decoder, and those inside it that a text does not run, such as the
+    They are those next to the decoder, and those inside it that a text does not run, such as the
     cross-attention of Mllama. A model of text has none.
 
     Raises: ConfigError for a model that cannot be run on text alone.

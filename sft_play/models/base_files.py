@@ -1,7 +1,7 @@
 """What the files of a base are, read without its model, and what a saved model keeps of them.
 
 A saved model keeps config.json, processors, and tensors that nobody trained. transformers would
-write config.json anew, without what is a default of its version, and only the tensors that its
+write config.json again, without what is a default of its version, and only the tensors that its
 class loads: a head that drafts tokens (MTP) would be lost.
 """
 
@@ -102,7 +102,7 @@ def _ending(name: str) -> str:
 
 
 def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs | None:
-    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
+    """Return the quantization of the base's weight files, None for 16 or 32 bits."""
     if stored is None:
         return None
     try:
@@ -113,7 +113,7 @@ def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs |
 
 
 def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
-    """Return the tensors of a base's files by name, the quantised ones as the numbers they are.
+    """Return the tensors of a base's files by name, the quantized ones as the numbers they are.
 
     Embedding and head have the rows of model.add_tokens.
     """
@@ -152,7 +152,7 @@ def plain_reading(config: Config) -> dict[str, Any] | None:
 
 
 def copy_processors(config: Config, target: Path) -> None:
-    """Copy the base's processor files, and its code where that is trusted, beside saved weights."""
+    """Copy the base's processor files, and its code if that is trusted, next to saved weights."""
     paths = [fetch_file(config.model, name) for name in PROCESSOR_FILES]
     stored = fetch_file(config.model, CONFIG_NAME)
     if config.model.trust_remote_code and stored is not None:
@@ -179,7 +179,7 @@ def refuse_other_processors(config: Config, weights: Path) -> None:
 def write_config(
     config: Config, model: PreTrainedModel, target: Path, dtype: torch.dtype | None, unties: bool
 ) -> None:
-    """Write the base's config.json beside 16- or 32-bit weights of `dtype`, None for several types.
+    """Write the base's config.json next to 16- or 32-bit weights of `dtype` (None: several types).
 
     `unties`: the output head is no longer the embedding. A stretched rope is the model's own.
     """
@@ -207,7 +207,7 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
     """Write the base's own tensors into a saved model if nobody trained them, bit by bit.
 
     They are those of towers that were frozen, and those that the model's class does not load; of a
-    quantised base they are the numbers that it stores. All tensors get the names of the base's
+    quantized base they are the numbers that it stores. All tensors get the names of the base's
     files: transformers saves some models under others. Without safetensors files of the base here,
     and if the model is in 4 bits, what transformers saved stays.
     """

@@ -41,7 +41,7 @@ from sft_play.models.experts import (
     expert_weights,
     is_expert_weight,
     packed_weight,
-    unquantised_linears,
+    unquantized_linears,
 )
 from sft_play.models.mxfp4 import Mxfp4State
 from sft_play.models.parameters import dtype_name, log_packed
@@ -93,7 +93,7 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
 
 def kept_whole(model: PreTrainedModel) -> list[str]:
     """Return the names of the modules that stay in 16 bits besides the head: routers and towers."""
-    return [*sorted(unquantised_linears(model)), *towers_of(model)]
+    return [*sorted(unquantized_linears(model)), *towers_of(model)]
 
 
 def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:

@@ -23,7 +23,7 @@ pass begins, and are not fetched. What is fetched are the same bits.
 
 Lifetimes: an input is freed after the compute stream has been told to wait for its copy, so its
 memory is reused by work that comes after the copy. Pinned memory is kept for the next step: to pin
-it anew would stop the GPU, and torch's own pool would double if the CPU is a step ahead.
+it again would stop the GPU, and torch's own pool would double if the CPU is a step ahead.
 """
 
 import functools

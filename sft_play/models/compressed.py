@@ -47,20 +47,20 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantised as they come
+    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantized as they come
     "int4": Kind("W4A16", "pack-quantized"),
     "nvfp4": Kind("NVFP4A16", "nvfp4-pack-quantized"),
 }
 
 
 class Linears(NamedTuple):
-    """The linear layers of a model: those to quantise by their names, and the names of others."""
+    """The linear layers of a model: those to quantize by their names, and the names of others."""
 
     chosen: dict[str, nn.Linear]
     others: list[str]
 
 
-def quantised_linears(model: PreTrainedModel) -> Linears:
+def quantized_linears(model: PreTrainedModel) -> Linears:
     """Return those of a model without adapters: of its decoder, without routers and gates."""
     within = {module for layer in decoder_layers(model) for module in layer.modules()}
     chosen, others = {}, []

@@ -6,7 +6,7 @@
 
 Q rounds as the writer of the files does (`models.compressed`). So what is trained is what is
 written: rounding is part of the loss, and adapters make up for it. `models.fast` computes the same
-in training; here is what it is held to, and what evaluations run.
+in training; here is its reference, which evaluations also use.
 
 Legend: N tokens, `in` and `out` features, r rank.
 """
@@ -122,19 +122,19 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def deliver(model: PreTrainedModel, config: Config) -> None:
     """Round the linears of a model without adapters if train.deliver_as asks for it.
 
-    Raises: ConfigError for a model that is not quantised here.
+    Raises: ConfigError for a model that is not quantized here.
     """
     kind = config.train.deliver_as
     if kind is None:
         return
-    from sft_play.models.compressed import Rounding, quantised_linears  # takes seconds to import
+    from sft_play.models.compressed import Rounding, quantized_linears  # takes seconds to import
 
     if expert_weights(model):
         raise ConfigError(
             f"train.deliver_as={kind}: the experts of {type(model).__name__} are not rounded in "
             "training; set TRAIN_DELIVER_AS=null, and export the run as fp8 or int4"
         )
-    linears = quantised_linears(model).chosen
+    linears = quantized_linears(model).chosen
     rounding = Rounding.of(kind, linears.values(), config.model.name)
     for name, linear in linears.items():
         if type(linear) is not nn.Linear or is_partitioned(linear.weight):

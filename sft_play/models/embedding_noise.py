@@ -3,7 +3,7 @@
     noise ~ Uniform(-1, 1) * alpha / sqrt(L * H)
 
 L is the number of tokens of the row itself. transformers takes the width of the batch, so that the
-noise of a row would depend on the rows beside it: packed, it would be several times smaller.
+noise of a row would depend on the rows next to it: packed, it would be several times smaller.
 
 Legend: B sequences, T tokens, H hidden features.
 """

@@ -359,7 +359,7 @@ def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
 
 
 def _targets(names: list[str], every_name: list[str], has_towers: bool) -> list[str] | str:
-    """Return what PEFT finds the modules `names` by: last words, or beside towers an expression.
+    """Return what PEFT finds the modules `names` by: last words, or next to towers an expression.
 
     It ends in one group, of last words if these suffice: vLLM reads them from there. PEFT would
     shorten a list of full names to endings that also name modules of a tower.

@@ -151,7 +151,7 @@ def _keep_own_weights(experts: nn.Module, ranks: ExpertRanks) -> None:
             )
         if isinstance(weight, DTensor):
             own = weight.to_local()
-        else:  # read whole, beside packed ones
+        else:  # read whole, next to packed ones
             own = weight[ranks.first : ranks.first + ranks.own].clone()
         experts._parameters[name] = nn.Parameter(own, requires_grad=False)
     for name in getattr(experts, "parametrizations", ()):
@@ -219,7 +219,7 @@ def _gather_tokens(
 
 
 def _sum_outputs(module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
-    """Return the outputs of this rank's tokens; none where checkpointing ends its second pass."""
+    """Return the outputs of this rank's tokens; none if checkpointing ends its second pass."""
     gathered = module.__dict__.pop("gathered_tokens")
     if output is None:
         return None
@@ -249,7 +249,7 @@ class _Summed(torch.autograd.Function):
         """Return the own rows of the sum.
 
         `gathered` is what the rows are made of. They may be without a gradient, if no token has
-        chosen an expert of this rank: its gradient is asked for all the same, as other ranks' are.
+        chosen an expert of this rank: its gradient is asked for anyway, as other ranks' are.
         """
         ctx.most = len(rows) // distributed.get_world_size()
         return sum_and_scatter(rows, own)

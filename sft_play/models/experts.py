@@ -1,6 +1,6 @@
 """Experts of mixture-of-experts models: where their weights are, and which modules route.
 
-Recognised by shape, not by the name of a model. transformers stores the experts of a layer in 3-D
+Recognized by shape, not by the name of a model. transformers stores the experts of a layer in 3-D
 parameters of one module, (experts, out, in), or (experts, in, out) if `is_transposed`. Older
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
 """
@@ -87,7 +87,7 @@ def packed_weight(module: nn.Module, name: str) -> nn.Parameter | None:
 def routing_linears(model: nn.Module) -> set[str]:
     """Return the names of the linear layers that choose or weigh experts: adapters leave them.
 
-    They are those with one output an expert, or one output that weighs a shared expert, beside
+    They are those with one output an expert, or one output that weighs a shared expert, next to
     the experts of a layer. A router that is a module of its own class is no linear layer.
     """
     names: set[str] = set()
@@ -106,7 +106,7 @@ def routing_linears(model: nn.Module) -> set[str]:
     return names
 
 
-def unquantised_linears(model: nn.Module) -> set[str]:
+def unquantized_linears(model: nn.Module) -> set[str]:
     """Return the names of linear layers that no base stores in fewer bits.
 
     They route, or the code of their module reads their weight: it multiplies by it, or changes its
@@ -123,7 +123,7 @@ def unquantised_linears(model: nn.Module) -> set[str]:
 
 @functools.cache
 def reads_weight(word: str, module_class: type[nn.Module]) -> bool:
-    """Return whether a class multiplies by the weight of its layer `word`, beside the layer."""
+    """Return whether a class multiplies by the weight of its layer `word`, next to the layer."""
     weight = rf"self\.{re.escape(word)}\.weight"
     of_function = rf"\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b"
     ways = (f"{weight} @", of_function, rf"{weight}\.clamp\(")  # the last: Gemma 3n, in training

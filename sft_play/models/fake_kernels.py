@@ -35,7 +35,7 @@ from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.norms import residual, rms
 from sft_play.models.fast.setup import Gradients
 from sft_play.models.float8 import linear as float8_linear
-from sft_play.models.float8.format import FLOAT8, Quantised
+from sft_play.models.float8.format import FLOAT8, Quantized
 from sft_play.plan.fast import MIN_CAPABILITY
 
 
@@ -86,7 +86,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Torch's attention on a GPU, in the dtype of autocast.
 
-    Real tensors are attended to: `recognise` asks on numbers what a module computes.
+    Real tensors are attended to: `recognize` asks on numbers what a module computes.
     """
     if not isinstance(query, FakeTensor):
         return torch_attention(query, key, value, attn_mask, *more, **settings)
@@ -129,8 +129,8 @@ class FakeRmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def normalise(x: Tensor, weight: Tensor, eps: float, kind: Any) -> Tensor:
-    """`norms.rms.normalise`."""
+def normalize(x: Tensor, weight: Tensor, eps: float, kind: Any) -> Tensor:
+    """`norms.rms.normalize`."""
     return FakeRmsNorm.apply(x, weight, kind.in_place)
 
 
@@ -160,12 +160,12 @@ class FakeResidualKernels:
         eps: float,
         kind: Any,
         in_float8: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
         """Return y and s like x, a float32 for each token, and y in float8 if asked for."""
         y = torch.empty_like(x)
         s = x if residual is None else torch.empty_like(x)
         inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
-        return y, s, inverse, quantise(y.flatten(0, -2)) if in_float8 else None
+        return y, s, inverse, quantize(y.flatten(0, -2)) if in_float8 else None
 
     @staticmethod
     def backward(dy: Tensor, ds: Tensor, s: Tensor, *_: Any) -> Tensor:
@@ -182,15 +182,15 @@ def glu_backward(*_: Any, **__: Any) -> None:
     """`linears.glu_kernels.backward`: writes into its arguments and allocates nothing."""
 
 
-def glu_forward_float8(gate: Tensor, *_: Any) -> tuple[Tensor, Quantised]:
+def glu_forward_float8(gate: Tensor, *_: Any) -> tuple[Tensor, Quantized]:
     """`linears.glu_float8_kernels.forward`: allocates only its outputs."""
     h = glu_forward(gate)
-    return h, quantise(h)
+    return h, quantize(h)
 
 
-def glu_backward_float8(dh: Tensor, *_: Any) -> tuple[Quantised, Quantised]:
+def glu_backward_float8(dh: Tensor, *_: Any) -> tuple[Quantized, Quantized]:
     """`linears.glu_float8_kernels.backward`: allocates two gradients in float8."""
-    return quantise(dh), quantise(dh)
+    return quantize(dh), quantize(dh)
 
 
 class FakeGroupedProduct(torch.autograd.Function):
@@ -260,19 +260,19 @@ def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_4bit(weight.view(-1, 1), state).to(dtype)
 
 
-def quantise(x: Tensor, *_: Any) -> Quantised:
-    """`float8.quantise.quantise`: allocates its output and a float32 for each row."""
+def quantize(x: Tensor, *_: Any) -> Quantized:
+    """`float8.quantize.quantize`: allocates its output and a float32 for each row."""
     scales = x.new_empty(len(x), dtype=torch.float32)
-    return Quantised(torch.empty_like(x, dtype=FLOAT8), scales)
+    return Quantized(torch.empty_like(x, dtype=FLOAT8), scales)
 
 
-def float8_product(x: Quantised, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`float8.quantise.product`: allocates only its output."""
+def float8_product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`float8.quantize.product`: allocates only its output."""
     return x.scales.new_empty(len(x.scales), len(weight), dtype=dtype)
 
 
-def float8_input_product(dy: Quantised, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`float8.quantise.input_product`: allocates its output, and a transposed weight."""
+def float8_input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`float8.quantize.input_product`: allocates its output, and a transposed weight."""
     transposed = torch.empty_like(weight)
     dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
     del transposed
@@ -309,7 +309,7 @@ VALUE_READERS = (
     patch.multiple(masking_utils, find_packed_sequence_indices=lambda position_ids: None),
 )
 FLOAT8_PRODUCTS = {
-    "quantise": quantise,
+    "quantize": quantize,
     "product": float8_product,
     "input_product": float8_input_product,
 }
@@ -332,7 +332,7 @@ GPU_KERNELS = (
     patch.multiple(experts_function, sum_choices=sum_choices),
     patch.multiple(experts_function.FusedGlu, forward=gate_forward, backward=gate_backward),
     patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
-    patch.multiple(rms, normalise=normalise),
+    patch.multiple(rms, normalize=normalize),
     patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
     patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),
     patch.multiple(

@@ -43,7 +43,7 @@ def fla_convolution(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class FakeDeltaRule(torch.autograd.Function):
-    """The gated delta rule. Saves normalised queries and keys and a (T, CHUNK) matrix a head.
+    """The gated delta rule. Saves normalized queries and keys and a (T, CHUNK) matrix a head.
 
     Forward and backward hold the states of all chunks at once.
     """

@@ -20,14 +20,14 @@ from sft_play.models.architecture import empty_model
 from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
-from sft_play.models.float8.loading import quantise_on_meta
+from sft_play.models.float8.loading import float8_on_meta
 from sft_play.models.load import loading_options, weight_dtype
 from sft_play.plan.config_json import known_model
 from sft_play.plan.counting import grown_vocabulary
 
 
 def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrainedModel:
-    """Return the base model of a run on the meta device, unquantised.
+    """Return the base model of a run on the meta device, unquantized.
 
     Raises: EnvironmentFault without a config.json.
     """
@@ -47,10 +47,10 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
     return model
 
 
-def quantise_and_adapt(
+def quantize_and_adapt(
     model: PreTrainedModel, config: Config, compute_dtype: torch.dtype, zero_stage: int
 ) -> PreTrainedModel:
-    """Return a base model on the meta device as a run quantises it, with the run's adapters.
+    """Return a base model on the meta device as a run quantizes it, with the run's adapters.
 
     Raises: ConfigError when adapters match no layer.
     """
@@ -58,7 +58,7 @@ def quantise_and_adapt(
         storage = bnb.storage_type(compute_dtype, zero_stage)
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, storage))
     if config.tuning.has_float8_base:
-        quantise_on_meta(model)
+        float8_on_meta(model)
     if config.tuning.mode != "full":
         rows = range(len(config.trained_tokens))  # any rows take as many bytes
         model = lora.add_adapters(model, config, rows)

@@ -26,7 +26,7 @@ PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
 def list_experts(config: Config, folder: Path) -> None:
-    """Write the adapter in a folder anew, in the layout of lists.
+    """Write the adapter in a folder again, in the layout of lists.
 
     Raises: ConfigError if the base's files have the experts of a layer in one tensor.
     """

@@ -45,7 +45,7 @@ from sft_play.models.float8.linear import has_float8
 from sft_play.models.float8.loading import (
     float8_config,
     leave_to_each_rank,
-    quantising_to_float8,
+    quantizing_to_float8,
 )
 from sft_play.models.images import keep_towers_in_their_type
 from sft_play.models.linear_attention import bind_by_device
@@ -65,7 +65,7 @@ MAY_BE_UNUSED = {
     r"(^|\.)position_ids$": "a buffer that the class computes",
     r"\.(attn|attention|self_attention)\.(bias|masked_bias)$": "masks of GPT-2 and GPT-NeoX",
     r"^(v_head|value_head)\.": "the value head of a model trained by PPO",
-    r"\.[kvq]_scale$": "scales of a quantised key-value cache",
+    r"\.[kvq]_scale$": "scales of a quantized key-value cache",
 }
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -108,9 +108,9 @@ def load_model(
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
         deliver_adapters(model)
-        if places.is_fsdp and is_quantised(config):
+        if places.is_fsdp and is_quantized(config):
             check = bnb.refuse_wrong_unpacking
-            sharding.divide_quantised(base, process, config.train.fsdp_offload, check)
+            sharding.divide_quantized(base, process, config.train.fsdp_offload, check)
         elif has_float8(base):
             leave_to_each_rank(model)
     if places.offloaded_layers:
@@ -129,7 +129,7 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_towers: bool) 
 
     But for towers that are trained.
 
-    transformers makes every parameter anew when it loads weights, and all of them trainable.
+    transformers makes every parameter again when it loads weights, and all of them trainable.
     """
     made = empty_twin(model)
     frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
@@ -157,10 +157,10 @@ def load_base(
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
-    Under ZeRO-3 and FSDP it is divided; quantised weights under FSDP have no values yet. Under
+    Under ZeRO-3 and FSDP it is divided; quantized weights under FSDP have no values yet. Under
     model.device_map it is on the GPUs of this process. Layers to offload are on the host.
 
-    `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
+    `dtype` is that of unquantized weights: None for the one that training uses, "auto" for the one
     in the files.
 
     Raises: EnvironmentFault when weights cannot be loaded or are missing in the files; ConfigError
@@ -183,7 +183,7 @@ def load_base(
     options |= _packed_as(config, process, stored, found, quantization)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.resolve_device_map(config, process, stored, places.most_layers)
-    if places.is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
+    if places.is_fsdp and not is_quantized(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
     if places.zero_stage < 3:
         options["device_map"] = devices
@@ -196,7 +196,7 @@ def load_base(
             keeps = keeps_mxfp4(config, found)
             stack.enter_context(reading_stored(found, process.device, keeps))
         stack.enter_context(_reading(config, process, found, places))
-        if places.is_fsdp and is_quantised(config):
+        if places.is_fsdp and is_quantized(config):
             stack.enter_context(sharding.keeping_own_rows(process, config.train.fsdp_offload))
         if places.offloaded_layers:
             stack.enter_context(weight_offloading.leaving_on_host(process, places.offloaded_layers))
@@ -233,7 +233,7 @@ def _packed_as(
 ) -> dict[str, Any]:
     """Return the options of transformers' loader for packed weights.
 
-    A quantization_config that is None is never passed: transformers would take quantised numbers
+    A quantization_config that is None is never passed: transformers would take quantized numbers
     for the weights.
     """
     if found is not None and found.way == "packed":
@@ -251,11 +251,11 @@ def _reading(
     found: StoredAs | None,
     places: WeightPlaces,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which weights are quantised or divided as they are read."""
+    """Return the context in which weights are quantized or divided as they are read."""
     if config.tuning.mode == "qlora":
         return packing_experts(keeps_mxfp4(config, found))
     if config.tuning.has_float8_base:
-        return quantising_to_float8()
+        return quantizing_to_float8()
     if places.is_fsdp:
         trains_weights = config.tuning.mode == "full"
         offloads = config.train.fsdp_offload
@@ -265,8 +265,8 @@ def _reading(
     return contextlib.nullcontext()
 
 
-def is_quantised(config: Config) -> bool:
-    """Return whether the base is quantised while it is read: to 4 bits or to float8."""
+def is_quantized(config: Config) -> bool:
+    """Return whether the base is quantized while it is read: to 4 bits or to float8."""
     return config.tuning.mode == "qlora" or config.tuning.has_float8_base
 
 
@@ -376,7 +376,7 @@ def _has_experts(stored: PretrainedConfig | None) -> bool:
 
 
 def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of unquantised base weights: `model.dtype`, or what auto means here."""
+    """Return the dtype of unquantized base weights: `model.dtype`, or what auto means here."""
     if config.model.dtype != "auto":
         return getattr(torch, config.model.dtype)
     if config.tuning.mode == "full":

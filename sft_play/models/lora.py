@@ -135,12 +135,12 @@ def _find_modules(model: nn.Module, wanted: list[str]) -> list[str]:
         module = model.get_submodule(name)
         if has_float8(module):
             raise ConfigError(
-                f"tuning.lora.modules_to_save: {name} is quantised to float8, which cannot be "
+                f"tuning.lora.modules_to_save: {name} is quantized to float8, which cannot be "
                 "trained; set TUNING_BASE_DTYPE=auto, or leave it to the adapters"
             )
         if any(isinstance(part, Linear4bit) for part in module.modules()):
             raise ConfigError(
-                f"tuning.lora.modules_to_save: {name} is quantised to 4 bits, which cannot be "
+                f"tuning.lora.modules_to_save: {name} is quantized to 4 bits, which cannot be "
                 "trained; set TUNING_MODE=lora, or leave it to the adapters"
             )
     return found

@@ -1,4 +1,4 @@
-"""Cross-entropy over labelled tokens, for training and evaluation alike.
+"""Cross-entropy over labeled tokens, for training and evaluation alike.
 
 Legend: B rows, T tokens, V vocabulary.
 """
@@ -10,7 +10,7 @@ from sft_play.data.render import IGNORE_INDEX
 
 
 def summed_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of -log p(label) in nats over labelled tokens, a float32 scalar.
+    """Return the sum of -log p(label) in nats over labeled tokens, a float32 scalar.
 
     logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. A batch without labels
     gives 0, with a gradient.

@@ -4,7 +4,7 @@ Tensor by tensor, the model and its adapter are built without weights. PEFT's la
 merged weight, in float32, from the tensor that is read; every other tensor is copied. So the memory
 is that of one shard and the adapter, whatever the size of the base.
 
-An adapter that was trained over a quantised base may be merged into that base as training computed
+An adapter that was trained over a quantized base may be merged into that base as training computed
 with it: rounded to 4 bits or to float8, and unpacked again.
 """
 
@@ -41,7 +41,7 @@ from sft_play.models.bnb import pack, packed_names, unpack
 from sft_play.models.expert_adapters import load_adapter
 from sft_play.models.experts import expert_weights
 from sft_play.models.float8.loading import Float8Config, float8_candidates
-from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
+from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
 from sft_play.models.load import load_base, loading_options
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored
@@ -76,7 +76,7 @@ class Merge:
     adapter: Path
     dtype: torch.dtype | None = None  # of what is written; None is that of each tensor of the base
     quantization: Quantization | None = None  # round the base as training did
-    base_dtype: torch.dtype | None = None  # of the weights that were quantised in training
+    base_dtype: torch.dtype | None = None  # of the weights that were quantized in training
 
 
 def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
@@ -89,7 +89,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
     sources = match_tensors(skeleton, tensors)
     packed: set[str] = set()
     if merge.quantization is not None:
-        packed = quantised_names(skeleton.model, merge)
+        packed = quantized_names(skeleton.model, merge)
         if any(name in skeleton.deltas for name in packed):
             raise CannotStream("experts that were packed in 4 bits are packed together")
     target.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     """
     plain = {"tuning.mode": "lora", "tuning.base_dtype": "auto"}
     # weights are summed here, and attention computes nothing
-    unquantised = merge.config.changed({**plain, "model.attn_implementation": "auto"})
-    base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
+    unquantized = merge.config.changed({**plain, "model.attn_implementation": "auto"})
+    base = load_base(unquantized, Process.alone(torch.device("cpu")), dtype="auto")
     if merge.quantization is not None:
-        for name in quantised_names(base, merge):
+        for name in quantized_names(base, merge):
             weight = base.get_parameter(name)
             packed = rounded(weight.data.to(merge.base_dtype), merge.quantization)
             weight.data = packed.to(weight.dtype)
@@ -330,7 +330,7 @@ def _weight_name(model: PreTrainedModel, wanted: nn.Module | None) -> str | None
 def training_quantization(
     config: Config, compute_dtype: torch.dtype
 ) -> tuple[str, Quantization] | None:
-    """Return how a run's base was quantised, in words and as a config; None if it was not.
+    """Return how a run's base was quantized, in words and as a config; None if it was not.
 
     A base whose files are in 4 bits was trained as it is stored.
     """
@@ -344,7 +344,7 @@ def training_quantization(
     return None
 
 
-def quantised_names(model: PreTrainedModel, merge: Merge) -> set[str]:
+def quantized_names(model: PreTrainedModel, merge: Merge) -> set[str]:
     """Return the names of the parameters that training rounded in a model of this kind.
 
     Not those of experts in MXFP4, which it left as they are. The model may have adapters and no
@@ -356,15 +356,15 @@ def quantised_names(model: PreTrainedModel, merge: Merge) -> set[str]:
         if keeps_mxfp4(merge.config, found):
             names -= {weight.name for weight in expert_weights(empty_twin(model))}
         return names
-    return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantised}
+    return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantized}
 
 
 def rounded(weight: Tensor, quantization: Quantization) -> Tensor:
-    """Return a weight as a quantised base computes with it."""
+    """Return a weight as a quantized base computes with it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(quantization, BitsAndBytesConfig):
         return unpack(pack(weight.to(device), quantization)).to(weight.device)
-    found = quantise_weight(weight)
-    if why_not_quantised(weight, found) is not None:
+    found = quantize_weight(weight)
+    if why_not_quantized(weight, found) is not None:
         return weight
-    return found.dequantised(torch.float32)
+    return found.dequantized(torch.float32)

@@ -83,7 +83,7 @@ def stored_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
             for constant in (state.absmax, state.code, state.offset):
                 if constant is not None:
                     yield constant
-            state = state.state2  # double quantisation: absmax is quantised itself
+            state = state.state2  # double quantization: absmax is quantized itself
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:

@@ -31,7 +31,7 @@ DeviceMap = dict[str, torch.device]  # by module name; "" is the whole model
 
 
 class Block(NamedTuple):
-    """A part of a model that one device holds: a module, or a parameter beside the layers."""
+    """A part of a model that one device holds: a module, or a parameter next to the layers."""
 
     name: str
     parameters: list[nn.Parameter]

@@ -25,7 +25,7 @@ OFFSETS = (0, 2)  # rows of a table before position 0: OPT's has two
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Return how many positions a model has a learned vector for, None where it computes them.
+    """Return how many positions a model has a learned vector for, None if it computes them.
 
     Its table is an embedding, not of tokens, of as many rows as config.json names positions.
     """
@@ -42,7 +42,7 @@ def learned_positions(model: nn.Module) -> int | None:
 
 
 def refuse_longer_rows(model: nn.Module, max_seq_len: int | str | None) -> None:
-    """Raise ConfigError where rows may have more tokens than the model has learned positions."""
+    """Raise ConfigError if rows may have more tokens than the model has learned positions."""
     positions = learned_positions(model)
     if positions is not None and isinstance(max_seq_len, int) and max_seq_len > positions:
         raise ConfigError(
@@ -54,7 +54,7 @@ def refuse_longer_rows(model: nn.Module, max_seq_len: int | str | None) -> None:
 def room_for_answer(model: nn.Module, prompt_tokens: int, limit: int) -> int:
     """Return how many of `limit` tokens can be generated behind a prompt.
 
-    Raises: DataError where the prompt takes all learned positions.
+    Raises: DataError if the prompt takes all learned positions.
     """
     positions = learned_positions(model)
     if positions is None or prompt_tokens + limit <= positions:
@@ -75,7 +75,7 @@ def room_for_answer(model: nn.Module, prompt_tokens: int, limit: int) -> int:
 def keep_angles_exact(model: nn.Module) -> None:
     """Let rotary modules compute their angles in float32, whatever other products are rounded to.
 
-    An angle is a position times a frequency, which transformers computes as a matrix product. Where
+    An angle is a position times a frequency, which transformers computes as a matrix product. If
     TF32 is allowed, as in 16-bit runs, a GPU may round both to 11 bits: positions over 2,048 become
     others (seen on a B200: transformers issue 48428).
     """

@@ -72,7 +72,7 @@ class ShardWriter:
 
 @dataclass
 class Reader:
-    """Reads files one after the other; one is opened anew after SHARD_BYTES, so pages are freed."""
+    """Reads files one after the other; each is reopened after SHARD_BYTES, so pages are freed."""
 
     _path: Path | None = None
     _file: safe_open | None = None

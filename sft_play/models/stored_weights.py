@@ -1,8 +1,8 @@
 """Weights that a checkpoint stores in 8 or 4 bits, read as the numbers that they stand for.
 
-transformers is given tensors that dequantise when they are read, under the names of plain ones. So
+transformers is given tensors that dequantize when they are read, under the names of plain ones. So
 everything behind the files sees a 16-bit checkpoint: experts that are joined, NF4, float8, FSDP.
-Its own dequantisation divides a weight into as many equal blocks as it has scales, which is wrong
+Its own dequantization divides a weight into as many equal blocks as it has scales, which is wrong
 if the last block is a part of one, and takes a weight without scales as it is.
 
 Imports nothing of this project: `evaluation.plain` loads it by its path.
@@ -67,7 +67,7 @@ class Stored:
         if "absmax" in read:
             weight = unpacked(read.pop("stored"), read)
         else:
-            weight = dequantised(block=self.block, **read)
+            weight = dequantized(block=self.block, **read)
         return weight[index]
 
     def get_shape(self) -> list[int]:
@@ -85,7 +85,7 @@ class Stored:
         return "BF16" if "exponents" in self.parts else "F32"
 
 
-def dequantised(
+def dequantized(
     stored: Tensor,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
@@ -159,7 +159,7 @@ def as_plain(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Return tensors of a checkpoint by name, the quantised ones as `Stored`, without their scales.
+    """Return tensors of a checkpoint by name, the quantized ones as `Stored`, without their scales.
 
     Scales that belong to no weight stay, so that whoever accounts for names finds them.
     Raises: ValueError for a weight of 8 bits without scales.
@@ -183,9 +183,9 @@ def as_plain(
 
 @contextlib.contextmanager
 def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterator[None]:
-    """Let `from_pretrained` read quantised weights as plain ones, dequantised on `device`.
+    """Let `from_pretrained` read quantized weights as plain ones, dequantized on `device`.
 
-    Then its config says nothing of quantisation.
+    Then its config says nothing of quantization.
     """
     quantizer = modeling_utils.get_hf_quantizer
 

@@ -24,7 +24,7 @@ from sft_play.config.schema import Config, LoraSection
 from sft_play.errors import ConfigError, SftPlayError, first_line
 from sft_play.models.architecture import decoder_layers, empty_model, text_modules, towers_of
 from sft_play.models.expert_adapters import choose_targets
-from sft_play.models.experts import expert_weights, linear_names, unquantised_linears
+from sft_play.models.experts import expert_weights, linear_names, unquantized_linears
 from sft_play.models.fake_model import load_architecture
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_as_json
 
@@ -159,7 +159,7 @@ class _Modules:
             self.experts_in[model.get_submodule(weight.module_name)] = weight.experts
         targets = choose_targets(model, LoraSection())
         self.adapted = {*targets.linears, *(weight.name for weight in targets.experts)}
-        self.quantised = (set(linear_names(model)) - unquantised_linears(model)) | self.stacked
+        self.quantized = (set(linear_names(model)) - unquantized_linears(model)) | self.stacked
         for number, layer in enumerate(self.layers):
             self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
 
@@ -268,7 +268,7 @@ class _Modules:
             experts=experts.count,
             active=experts.active,
             is_adapted=matrix.name in self.adapted,
-            is_quantised=matrix.name in self.quantised,
+            is_quantized=matrix.name in self.quantized,
             is_stacked=matrix.is_stacked,
         )
 

@@ -26,7 +26,7 @@ from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fake_model import (
     build_architecture,
     materialize,
-    quantise_and_adapt,
+    quantize_and_adapt,
 )
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
@@ -73,7 +73,7 @@ def trace_step(setup: StepSetup) -> TracedStep:
     depth = len(decoder_layers(model))
     cuts = cut_depths(layer_signatures(model, setup.config))
     cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
-    model = quantise_and_adapt(model, setup.config, dtype, setup.zero_stage)
+    model = quantize_and_adapt(model, setup.config, dtype, setup.zero_stage)
     periods = 0.0
     with tracing(model, setup) as kernels:
         cut = fewer = measure_sizes(model.train(), setup)

@@ -1,4 +1,4 @@
-"""Copies of modules whose weights are in full, for their own code to run beside fused code."""
+"""Copies of modules whose weights are in full, for their own code to run next to fused code."""
 
 import copy
 
@@ -26,7 +26,7 @@ def in_float32(module: nn.Module) -> nn.Module:
             if isinstance(linear, Linear4bit):
                 weight = unpack(linear.weight).float()
             elif isinstance(linear, Float8Linear):
-                weight = linear.dequantised_weight(torch.float32)
+                weight = linear.dequantized_weight(torch.float32)
             else:
                 continue
             plain = nn.Linear(linear.in_features, linear.out_features, device="meta")

@@ -89,8 +89,8 @@ def _add_adapters(model: "PreTrainedModel", config: Config) -> "PreTrainedModel"
 def _install_kernels(model: "PreTrainedModel", takes_packed: bool) -> None:
     """Pass packed batches to Unsloth's attention, and install our fused loss on the head.
 
-    Unsloth's loss computes all tokens of a row, labelled or not. At 1B, with 8192 tokens a step of
-    which a fifth is labelled, our loss trains 91.9k tokens/s on an H200, Unsloth's 82.4k.
+    Unsloth's loss computes all tokens of a row, labeled or not. At 1B, with 8192 tokens a step of
+    which a fifth is labeled, our loss trains 91.9k tokens/s on an H200, Unsloth's 82.4k.
     """
     from sft_play.models.fast.install import FusedKernels, record_fused_kernels
     from sft_play.models.fast.loss.head import fuse_loss, why_loss_not_fusable

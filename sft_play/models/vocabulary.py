@@ -209,7 +209,7 @@ def _refuse_untrained(
         f"{use} them; set MODEL_NAME to the instruct model of this base, "
         f"{_train_them(config, tokenizer, untrained)}TUNING_MODE=full, or "
         "MODEL_CHAT_TEMPLATE=default, which needs no new token "
-        "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains all the same)"
+        "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains anyway)"
     )
 
 

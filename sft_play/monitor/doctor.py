@@ -133,7 +133,7 @@ def disk_finding(output_dir: Path) -> Finding:
 def compiler_findings(environ: Mapping[str, str], python: str = sys.executable) -> list[Finding]:
     """Report g++ and ninja.
 
-    DeepSpeed compiles an operator when it is first used, with the programs beside Python or on
+    DeepSpeed compiles an operator when it is first used, with the programs next to Python or on
     PATH.
     """
     search = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])

@@ -1,4 +1,4 @@
-"""`make memory-check`: who holds memory now, and each running run beside its prediction.
+"""`make memory-check`: who holds memory now, and each running run next to its prediction.
 
 Asks NVML and psutil, never torch.
 """
@@ -128,7 +128,7 @@ def _gpu_lines(
 ) -> Iterator[str]:
     """Yield the memory and load of a GPU, then its processes, the largest first."""
     rates = answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
-    busy = f"{rates.gpu} % busy" if rates else "utilisation not available"
+    busy = f"{rates.gpu} % busy" if rates else "utilization not available"
     used = f"{gib(gpu.total_bytes - gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB used"
     yield ", ".join([f"cuda:{gpu.index} {gpu.name}: {used}", busy, *_power_and_heat(nvml, handle)])
     for pid, used_bytes in sorted(processes.items(), key=lambda item: -(item[1] or 0)):

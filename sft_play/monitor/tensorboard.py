@@ -58,7 +58,7 @@ def start(
     """Return a TensorBoard that shows `logdir`, a running one or a new one, and what to print.
 
     A new one takes `port` or the next free port. It is started with the interpreter `python`,
-    outlives this process, and writes its output beside the pid file.
+    outlives this process, and writes its output next to the pid file.
 
     Raises: ConfigError for an invalid port; EnvironmentFault when no port is free, when it dies, or
     when it does not answer in 20 s.

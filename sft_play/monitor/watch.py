@@ -195,7 +195,7 @@ def bar(fraction: float, width: int) -> str:
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     """Return lines that draw the values from left to right, the top one first.
 
-    More values than columns are averaged. The top line is labelled with the largest value that is
+    More values than columns are averaged. The top line is labeled with the largest value that is
     drawn, the bottom line with the least.
 
     >>> for line in curve([4.0, 3.0, 2.0, 0.0], width=4, height=2): print(line)
@@ -216,7 +216,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` values: each the mean of about equally many neighbours."""
+    """Return at most `width` values: each the mean of about equally many neighbors."""
     count = min(width, len(values))
     edges = [column * len(values) // count for column in range(count + 1)]
     return [fmean(values[start:end]) for start, end in pairwise(edges)]
@@ -253,7 +253,7 @@ def _run_words(run: RunFacts) -> str:
         cause = KILLED
     facts = f"world={report.world_size or '-'} step={run.reached_step} {scores} {cause}"
     if report.state in ("failed", "died", "stopped") and report.next and "RESUME" not in cause:
-        facts += f"; go on with {report.next}"
+        facts += f"; continue with {report.next}"
     elif report.state == "died":
-        facts += "; nothing is kept: the same command starts it anew"
+        facts += "; nothing is kept: the same command starts it again"
     return f"{report.state:<8} {mode:<13} {facts}".rstrip()

@@ -7,13 +7,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognise import Found
+from sft_play.notebooks.recognize import Found
 
 SORTS = ("changed", "kept", "look")  # in the order of the report
 
 
 class Note(NamedTuple):
-    """One sentence of the report; `cell` is None where it is about the whole notebook."""
+    """One sentence of the report; `cell` is None if it is about the whole notebook."""
 
     sort: str
     cell: int | None

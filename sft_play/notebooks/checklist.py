@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sft_play.notebooks.convert import is_model, moves_to_cuda
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.memory import covers_all_gpus, measures
-from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.recognize import Notebook
 
 DETECTED = re.compile(r"Detected (\d+) GPU")
 SPLITS = ("balanced", "balanced_low_0", "auto", "sequential")

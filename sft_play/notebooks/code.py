@@ -20,9 +20,9 @@ CELL_MAGIC = re.compile(r"\s*%%(\w*)")
 TIMED = re.compile(r"\s*(%time(?:it)?[ \t]+)(?=[^-\s])")  # what follows is Python
 INDENT = re.compile(r"[ \t\f]*")
 LINE_END = re.compile(r"[\r\n]|\Z")
-MAX_MAGICS = 300  # of a cell, which is parsed anew after each
+MAX_MAGICS = 300  # of a cell, which is parsed again after each
 # A magic, a shell line or one of IPython's calls; either assigned; help; and the magics that
-# IPython takes without a %, where no variable has the name
+# IPython takes without a %, if no variable has the name
 MAGIC = re.compile(
     r"""\s*(?:
         [!%?] | [,;/]\w |
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Code:
-    """A code cell; `tree` is None where it is no Python, and `problem` says why."""
+    """A code cell; `tree` is None if it is no Python, and `problem` says why."""
 
     number: int
     source: str
@@ -140,7 +140,7 @@ def _parse_lines(lines: list[str]) -> tuple[ast.Module | None, str | None, int]:
 
 
 def _mask_magic(lines: list[str], starts: list[int], masked: set[int], failed: int) -> bool:
-    """Make Python of the line that failed; return whether it is a magic, and Python may go on.
+    """Make Python of the line that failed; return whether it is a magic, and Python may continue.
 
     Of `%time f()` the magic alone is taken away; else the line becomes `pass`.
     """
@@ -157,7 +157,7 @@ def _mask_magic(lines: list[str], starts: list[int], masked: set[int], failed: i
         return False
     lines[index] = line[: len(line) - len(line.lstrip())] + "pass"
     masked.add(index + 1)
-    while line.endswith("\\") and index + 1 < len(lines):  # a shell line goes on
+    while line.endswith("\\") and index + 1 < len(lines):  # a shell line continues
         index += 1
         line, lines[index] = lines[index], "#"
         masked.add(index + 1)

@@ -9,17 +9,17 @@ from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import Code, path_to
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.memory import convert_statistics
-from sft_play.notebooks.recognise import Found, Kind, Notebook, variable
+from sft_play.notebooks.recognize import Found, Kind, Notebook, variable
 
 # What a person must know of each kind but text
 ABOUT_KIND = {
     Kind.VISION: "trains on images: the load, memory and device are converted; try it on a few "
     "rows first, because the vision tower and the language model are split as one",
     Kind.AUDIO: "trains on sound: the load, memory and device are converted; codecs that the "
-    "notebook loads beside the model stay on the GPU that it names",
+    "notebook loads next to the model stay on the GPU that it names",
     Kind.REWARDS: "trains by reinforcement learning: generation with vLLM (fast_inference=True) is "
     "not split",
-    Kind.PREFERENCES: "trains on preferences: a reference model, where there is one, needs a "
+    Kind.PREFERENCES: "trains on preferences: a reference model, if there is one, needs a "
     "device map of its own",
     Kind.EMBEDDINGS: "trains an embedding model, which is small and takes no device_map: train it "
     "data-parallel with torchrun instead",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognise import Notebook, variable
+from sft_play.notebooks.recognize import Notebook, variable
 
 MEASURES = frozenset(
     """

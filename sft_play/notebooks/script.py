@@ -13,7 +13,7 @@ from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import LINE, Code, nodes_outside_strings, path_to
 from sft_play.notebooks.convert import add_argument, convert_cells
 from sft_play.notebooks.document import Cell, Document
-from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.recognize import Notebook
 from sft_play.notebooks.values import Values
 
 HEADER = '''\
@@ -45,10 +45,10 @@ if {trainer}.args.world_size != WORLD_SIZE:
     sys.exit(f"the trainer sees {{{trainer}.args.world_size}} of {{WORLD_SIZE}} processes")
 """
 DISPLAY = "display = print  # what IPython has\n"
-# After training: peaks of all processes, and then the first goes on alone
+# After training: peaks of all processes, and then the first continues alone
 ALONE = """\
 
-# %% all processes have trained: the first goes on alone
+# %% all processes have trained: the first continues alone
 import torch.distributed as dist
 
 if WORLD_SIZE > 1 and dist.is_initialized():
@@ -132,7 +132,7 @@ def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
     last_code, last = _last_together(notebook)
     end = last_code.end_of_line(last_code.span(last)[1])
     changes.replace(last_code, end, end, f"\n{ALONE}".replace("\n", last_code.newline))
-    changes.changed(last_code, "all processes train; after it the first process goes on alone")
+    changes.changed(last_code, "all processes train; after it the first process continues alone")
 
 
 def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:

@@ -18,7 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.notebooks.changes import Changes
 from sft_play.notebooks.code import Code
 from sft_play.notebooks.document import Document
-from sft_play.notebooks.recognise import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook, variable
+from sft_play.notebooks.recognize import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook, variable
 from sft_play.notebooks.values import AUTO, Unknown, Values
 
 # Keywords that say nothing about the run, or that the rows and the model answer for
@@ -320,7 +320,7 @@ def _take_source(carried: Carried, load: Found) -> None:
         path = values.argument(load, "data_files")
         path = path.get("train") if isinstance(path, dict) else path
     if not isinstance(path, str):
-        carried.look(load, "the data set's name is told only by running: give it with DATA=")
+        carried.look(load, "the data set's name is known only at run time: set it with DATA=")
         return
     split, subset = values.argument(load, "split"), values.argument(load, "name", 1)
     section = {"path": path}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognise import Found, Notebook, variable
+from sft_play.notebooks.recognize import Found, Notebook, variable
 
 OPERATORS = {
     ast.Add: operator.add,

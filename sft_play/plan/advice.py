@@ -157,9 +157,9 @@ def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
             yield _setting({"train.optim": "adamw_8bit"}, "optim", "optimizer state in 8 bits")
         yield _setting({"tuning.mode": "lora"}, "mode", "trains adapters")
     if tuning.mode != "qlora":
-        unquantised = {"tuning.base_dtype": "auto"} if tuning.has_float8_base else {}
+        unquantized = {"tuning.base_dtype": "auto"} if tuning.has_float8_base else {}
         costs = "trains adapters over 4-bit weights"
-        yield _setting({"tuning.mode": "qlora", **unquantised}, "mode", costs)
+        yield _setting({"tuning.mode": "qlora", **unquantized}, "mode", costs)
     if draft.step.has_adapted_experts and tuning.lora.experts != "shared":
         costs = "shares one adapter among the experts of a layer"
         yield _setting({"tuning.lora.experts": "shared"}, "experts", costs)

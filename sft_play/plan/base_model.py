@@ -1,6 +1,6 @@
 """What lies under model.name, and why it may be no base to train. Reads no weights, loads no torch.
 
-transformers would say so after the rows are tokenised, in its own terms, or not at all. Its
+transformers would say so after the rows are tokenized, in its own terms, or not at all. Its
 model types are read from its files: they are tables of words, and its import would take seconds.
 """
 
@@ -81,7 +81,7 @@ def _pairs(statement: ast.stmt) -> Iterator[tuple[str, str]]:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-POINTER = b"version https://git-lfs"  # begins what git writes where git-lfs is not installed
+POINTER = b"version https://git-lfs"  # begins what git writes if git-lfs is not installed
 POINTER_BYTES = 512  # one has some 130
 EMBEDDERS = ("modules.json", "config_sentence_transformers.json")
 CAUSAL = "set MODEL_NAME to a causal language model"
@@ -212,7 +212,7 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
         return _adapter(folder)
     if "plan.json" in files and "adapter" in files:
         return (
-            f"a run; leave MODEL_NAME out, and set MODEL_ADAPTER={folder} to go on from it; or "
+            f"a run; leave MODEL_NAME out, and set MODEL_ADAPTER={folder} to continue from it; or "
             f"run make merge RUN={folder}, and set MODEL_NAME={folder / 'merged'}"
         )
     if "plan.json" in files and "model" in files:
@@ -234,7 +234,7 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
 
 def _adapter(folder: Path) -> str:
     if has_weights(folder):  # to which transformers would add it without a word
-        return f"a model with an adapter beside it; move {ADAPTER} out of the folder"
+        return f"a model with an adapter next to it; move {ADAPTER} out of the folder"
     base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return f"an adapter whose {ADAPTER} names no base; set MODEL_NAME to its base"
@@ -244,7 +244,7 @@ def _adapter(folder: Path) -> str:
             f"an adapter of {base}, which is not here; set MODEL_NAME to where that model is, or "
             "to its name on the hub"
         )
-    return f"an adapter of {base}; set MODEL_NAME={base} MODEL_ADAPTER={folder} to go on from it"
+    return f"an adapter of {base}; set MODEL_NAME={base} MODEL_ADAPTER={folder} to continue from it"
 
 
 def _refuse_pointers(folder: Path, name: str) -> None:
@@ -313,7 +313,7 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
         stored = stored_as(declared, headers)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise EnvironmentFault(
-            f"model.name={model.name}: its config.json says how it is quantised in no form that "
+            f"model.name={model.name}: its config.json says how it is quantized in no form that "
             f"is known ({error}); get the model again"
         ) from None
     refuse_untrainable(config, stored)
@@ -329,7 +329,7 @@ def _refuse_class(config: Config, declared: ModelConfigJson) -> None:
         if own_code:
             raise ConfigError(
                 f"model.name={config.model.name}: its model_type {model_type} is Python code "
-                f"beside its weights ({next(iter(own_code.values()))}); read it, then set "
+                f"next to its weights ({next(iter(own_code.values()))}); read it, then set "
                 f"MODEL_TRUST_REMOTE_CODE=true, or type {_install(declared)}, which may have the "
                 "type itself"
             )

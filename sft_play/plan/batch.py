@@ -15,7 +15,7 @@ from sft_play.plan.step import Layout, StepSpec
 # Beyond so many tokens in a micro-batch an H200 gains under 3 % in speed.
 SATURATED_TOKENS, SATURATED_LOSS = 8192, 0.03
 # A host may take so many times as long for a micro-batch as the plan says: its cores are slow, or
-# busy with other work. Where memory allows, a GPU has enough to do meanwhile.
+# busy with other work. If memory allows, a GPU has enough to do meanwhile.
 HOST_MARGIN = 2.0
 
 PeakBytes = Callable[[Layout], int]
@@ -36,7 +36,7 @@ class BatchRequest:
     recomputes_by_layer: bool = True  # else all layers are checkpointed or none
     overhead_tokens: float = OVERHEAD_TOKENS  # that a micro-batch costs on top of its own
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
-    step_tokens: float | None = None  # of a usual packed step, where micro-batches may grow by it
+    step_tokens: float | None = None  # of a usual packed step, if micro-batches may grow by it
 
     @property
     def rows_per_step(self) -> int:
@@ -104,7 +104,7 @@ def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> L
 
     Each micro-batch is tried with as few checkpointed layers as it fits with, and `_cost` decides
     among them. An explicit micro-batch is always kept: the estimate is an estimate, and the plan
-    warns. Where an explicit accumulation cannot reach the default effective batch, that gives way.
+    warns. If an explicit accumulation cannot reach the default effective batch, that gives way.
 
     Raises: ConfigError when the user's numbers contradict each other.
     """
@@ -205,7 +205,7 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
 def _saturating_tokens(most: float, overhead: float) -> float:
     """Return the tokens of a micro-batch that is fast enough.
 
-    That is SATURATED_TOKENS or, where a step has few tokens, what is within 3 % of computing its
+    That is SATURATED_TOKENS or, if a step has few tokens, what is within 3 % of computing its
     `most` tokens at once: 1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), solved for t.
     """
     tokens = overhead / (SATURATED_LOSS + (1 + SATURATED_LOSS) * overhead / most)

@@ -13,14 +13,14 @@ from sft_play.plan.devices import BF16_CAPABILITY, GIB, Gpu, Hardware, cpu_count
 MEASURED_FLOPS = {"NVIDIA H200": 790e12}
 MORE_RAM = 16 * GIB  # of a host than its GPUs have memory
 HOST_LINK_SHARE = 54.9 / 63  # of the lanes' rate: measured on an H100
-REACHED_SHARE = 790 / 989  # of the data sheet's FLOP/s, where nothing was measured
+REACHED_SHARE = 790 / 989  # of the data sheet's FLOP/s, if nothing was measured
 
 
 @dataclass(frozen=True)
 class Card:
     """One GPU model.
 
-    `flops` are dense operations a second in bfloat16, or in float16 where the card has no bfloat16,
+    `flops` are dense operations a second in bfloat16, or in float16 if the card has no bfloat16,
     with float32 sums and without sparsity.
     """
 
@@ -30,7 +30,7 @@ class Card:
     flops: float
     bandwidth: float  # of the GPU's own memory, bytes a second
     link: Literal["NVLink", "PCIe"]
-    link_bytes: float  # from one GPU to its neighbour, in one direction, bytes a second
+    link_bytes: float  # from one GPU to its neighbor, in one direction, bytes a second
 
     @property
     def host_link_bytes(self) -> float:
@@ -62,7 +62,7 @@ def _card(
 # Memory in GiB as CUDA reports it ("GPU 0 has a total capacity of 139.72 GiB"), the lowest of
 # several published torch logs: drivers differ by up to 0.2 GiB. All are below the advertised size,
 # because the driver keeps some and makers count in GB. The rest is from NVIDIA's data sheets,
-# halved where they count sparsity or both directions; for GeForce and RTX, from the white papers of
+# halved if they count sparsity or both directions; for GeForce and RTX, from the white papers of
 # their architectures (GA102, AD102, RTX Blackwell, TU102), for the 3060 from GA102's two tensor
 # operations for each float32 one. x16 slots of PCIe 3, 4 and 5 carry 16, 32 and 63 GB/s. NVLink
 # bridges, which some PCIe cards can be given, are not counted.

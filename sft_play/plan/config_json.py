@@ -23,7 +23,7 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.plan.structure import Structure, structure_from_json
 from sft_play.runs.model_folder import read_object
 
-# what config.json has beside a language model's sizes where the model also reads something else
+# what config.json has next to a language model's sizes if the model also reads something else
 TOWERS = ("vision_config", "audio_config", "speech_config")
 KNOWN = Path(__file__).parent / "known_models.json"
 ModelConfigJson = Mapping[str, Any]  # a transformers config.json
@@ -212,7 +212,7 @@ def find_file(
 
 
 def go_offline_without_network() -> None:
-    """Let the hub's libraries ask their cache alone where the hub's name is not known here.
+    """Let the hub's libraries ask their cache alone if the hub's name is not known here.
 
     They would try for half a minute.
     """

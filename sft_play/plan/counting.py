@@ -74,10 +74,10 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     """Return the shape of a run's model with its structure, without towers that are dropped.
 
     Architectures like Llama need none, and that of well-known models is at hand. Any other model is
-    built without weights in a separate process, once. Where that fails the shape has the reason
+    built without weights in a separate process, once. If that fails the shape has the reason
     as its `guess`, and the counts of a Llama of its sizes.
 
-    Raises: EnvironmentFault where there is no config.json, or its code needs a package that is
+    Raises: EnvironmentFault if there is no config.json, or its code needs a package that is
     missing; ConfigError for a model that cannot be run on text alone.
     """
     shape = _counted_shape(config, environ)
@@ -186,7 +186,7 @@ def _settings(config: Config, is_half: bool) -> dict[str, dict[str, object]]:
         "tuning": config.tuning.model_dump(mode="json", exclude=unread),
         "train": {
             "fast_path": config.train.fast_path,
-            "batch_size": 2,  # so that there is a mask where attention needs one
+            "batch_size": 2,  # so that there is a mask if attention needs one
             "packing": False,
             "bf16": is_half,
             "fp16": False,
@@ -208,7 +208,7 @@ def answer(
 ) -> Any:
     """Return what `module.answer` says to a request, from the cache if it is there.
 
-    `told` is one line about the work, which is said where there was nothing in the cache. What a
+    `told` is one line about the work, logged if nothing was in the cache. What a
     model's code refuses is kept too, as it would be refused again.
 
     Raises: Uncounted with the reason why there is no answer; EnvironmentFault for a package that
@@ -296,13 +296,13 @@ def _ask(module: str, request: Mapping[str, object], environ: Mapping[str, str])
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what was kept, None if nothing was or where its file is damaged."""
+    """Return what was kept, None if nothing was or if its file is damaged."""
     try:
         kept = read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        logger.warning("%s: cannot be read (%s); counting anew", path, error)
+        logger.warning("%s: cannot be read (%s); counting again", path, error)
         return None
     return kept if isinstance(kept, dict) and kept.keys() & {"answer", "refused"} else None
 

@@ -131,7 +131,7 @@ def nvml_gpus(environ: Mapping[str, str]) -> VisibleGpus:
 
 @contextmanager
 def nvml_session() -> Iterator[ModuleType]:
-    """Yield pynvml, initialised. Raises NvmlUnavailable, also for NVML errors inside the block."""
+    """Yield pynvml, initialized. Raises NvmlUnavailable, also for NVML errors inside the block."""
     try:
         import pynvml
     except ImportError:

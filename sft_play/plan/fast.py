@@ -199,7 +199,7 @@ def has_liger() -> bool:
 
 # Fused parts without which nothing is recorded, and those that no recording can have
 NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"}
-HINDERING = {"mixers": "mixers begin anew at each document"}
+HINDERING = {"mixers": "mixers begin again at each document"}
 HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was measured takes as long
 RECORDING_STRATEGIES = ("single", "ddp", "ep")
 PROVEN_EXPERTS = 4  # of a module, whose own code a proof runs

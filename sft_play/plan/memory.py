@@ -22,7 +22,7 @@ from sft_play.plan.fast import PROVEN_EXPERTS
 from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 
-NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
+NF4_BYTES = 0.516  # half a byte, plus double-quantized constants per block of 64 weights
 MXFP4_BYTES = 0.53125  # half a byte, and one of an exponent per block of 32
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
 GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, outside the allocator: three runs
@@ -165,9 +165,9 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
 
 
 def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
-    """Return the bytes of all base weights, of which the unquantised have `weight_bytes` each.
+    """Return the bytes of all base weights, of which the unquantized have `weight_bytes` each.
 
-    Under qlora the linear layers are quantised; embeddings, head, norms and routers are not. In
+    Under qlora the linear layers are quantized; embeddings, head, norms and routers are not. In
     float8 a weight takes a byte, and each output a float32 scale.
     """
     model = step.model
@@ -179,28 +179,28 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
     if step.mode != "qlora":
         return weight_bytes * model.parameters
     four_bit = NF4_BYTES if step.double_quant else FP4_PLAIN_BYTES
-    unquantised = model.parameters - model.counts.quantised_weights
+    unquantized = model.parameters - model.counts.quantized_weights
     stacked = sum(kind.weights for kind in model.matrices if kind.is_stacked and model.in_mxfp4)
-    in_4_bits = four_bit * (model.counts.quantised_weights - stacked) + MXFP4_BYTES * stacked
-    return int(in_4_bits) + weight_bytes * unquantised
+    in_4_bits = four_bit * (model.counts.quantized_weights - stacked) + MXFP4_BYTES * stacked
+    return int(in_4_bits) + weight_bytes * unquantized
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Weights as they are read: below stage 3 ZeRO reads them in full, then converts their type.
 
-    Fused experts are proven beside their own code, of PROVEN_EXPERTS if a rank has them whole.
+    Fused experts are proven next to their own code, of PROVEN_EXPERTS if a rank has them whole.
     """
     loading = replace(held, gradients=0, optimizer=0, buckets=0)
-    if step.is_gpu and (step.is_quantised or not step.is_fsdp):
+    if step.is_gpu and (step.is_quantized or not step.is_fsdp):
         loading = replace(loading, activations=_loading_experts(step))
     if step.is_fsdp:  # each layer is divided as it is read, and the vocabulary if not quantized
-        matrices = 2 if step.is_quantised and not step.model.is_tied else 1
+        matrices = 2 if step.is_quantized and not step.model.is_tied else 1
         return replace(loading, gathered=matrices * _gathered_one(step))
     if step.expert_ranks > 1:  # added for all experts first
         loading = replace(loading, adapters=4 * step.adapter_weights)
     if step.zero_stage == 3 or step.offloaded_weight_layers:
         return loading
-    if step.expert_ranks > 1 and not step.is_quantised:
+    if step.expert_ranks > 1 and not step.is_quantized:
         return loading
     return replace(loading, weights=base_weight_bytes(step, step.weight_bytes))
 
@@ -372,7 +372,7 @@ def _gathered_layers(step: StepSpec) -> int:
 
 
 def layer_bytes(step: StepSpec, weight_bytes: int) -> int:
-    """Return the bytes of the weights of a layer, of which unquantised have `weight_bytes` each."""
+    """Return the bytes of the weights of a layer, of which unquantized have `weight_bytes` each."""
     model = step.model
     others = weight_bytes * (model.parameters - model.block_weights)
     return (base_weight_bytes(step, weight_bytes) - others) // model.layers

@@ -51,7 +51,7 @@ class ModelShape:
     model_type: str = ""  # as config.json names the architecture, of a composite one its text part
     composite: str | None = None  # the class of a model that has towers next to its text part
     structure: Structure | None = None  # counted on the model's modules
-    guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
+    guess: str | None = None  # why nobody counted, if the layers may not be those of Llama
     in_mxfp4: bool = False  # its experts are published so, and stay so over a 4-bit base
 
     @cached_property
@@ -161,7 +161,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
 
 
 def _widest(sizes: int | list[int] | None) -> int | None:
-    """Return a size of all layers; the largest where each has another, as in Gemma 3n."""
+    """Return a size of all layers; the largest if each has another, as in Gemma 3n."""
     return max(sizes, default=None) if isinstance(sizes, list) else sizes
 
 

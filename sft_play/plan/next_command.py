@@ -1,4 +1,4 @@
-"""What to type next: the command of a plan, and what to change where memory lacks. No I/O."""
+"""What to type next: the command of a plan, and what to change if memory lacks. No I/O."""
 
 import os
 import shlex
@@ -102,7 +102,7 @@ def probe_does_not_fit(
 
 
 def smaller_rows(max_seq_len: int) -> str:
-    """Return what to try where a single row does not fit."""
+    """Return what to try if a single row does not fit."""
     shorter = max(1, max_seq_len // 2)
     on_more = "make train-distributed TRAIN_STRATEGY=fsdp on more GPUs"
     return f"TUNING_MODE=qlora, MODEL_MAX_SEQ_LEN={shorter}, or {on_more}"
@@ -111,11 +111,11 @@ def smaller_rows(max_seq_len: int) -> str:
 def after_out_of_memory(
     config: Config, plan: RunPlan, run: Path, phase: str, has_checkpoint: bool
 ) -> str:
-    """Return the make command of a run that needs less in `phase`, where `run` lacked memory.
+    """Return the make command of a run that needs less in `phase`, if `run` lacked memory.
 
     `config` is the run's resolved one, and CONFIG is the file that holds it, so whatever else was
-    set stays, and so does the effective batch. `has_checkpoint` says whether the new run can go on
-    where this one was.
+    set stays, and so does the effective batch. `has_checkpoint` says whether the new run can
+    continue if this one was.
     """
     settings = smaller_settings(config, plan, phase)
     variables: dict[str, object] = {"CONFIG": run / "config.yaml"}
@@ -159,8 +159,8 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
     if depends_on_rows and config.model.max_seq_len > 1:
         return {"model.max_seq_len": config.model.max_seq_len // 2}
     if config.tuning.mode == "lora":  # what is held whatever the rows are
-        unquantised = {"tuning.base_dtype": "auto"} if config.tuning.has_float8_base else {}
-        return {"tuning.mode": "qlora", **unquantised}
+        unquantized = {"tuning.base_dtype": "auto"} if config.tuning.has_float8_base else {}
+        return {"tuning.mode": "qlora", **unquantized}
     return {}
 
 

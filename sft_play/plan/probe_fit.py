@@ -47,7 +47,7 @@ class Point:
 class ProbeReport:
     """What a probe measured before the first step, and what it made of that."""
 
-    points: tuple[Point, ...]  # the two that were fitted first, where there are two
+    points: tuple[Point, ...]  # the two that were fitted first, if there are two
     predicted_before: Mapping[str, int]  # bytes of each phase by the closed form
     predicted_after: Mapping[str, int] | None  # by what was measured; None without a GPU
     verified_bytes: int | None  # of the chosen step, measured; None if it was not
@@ -67,7 +67,7 @@ class Line:
     def through(cls, tokens: Sequence[int], sizes: Sequence[int]) -> Self:
         """Return the line through two points.
 
-        It is level where it would fall, or where both have as many tokens.
+        It is level if it would fall, or if both have as many tokens.
         """
         width = tokens[1] - tokens[0]
         slope = max(0.0, (sizes[1] - sizes[0]) / width) if width else 0.0
@@ -99,7 +99,7 @@ class MeasuredFit:
         layouts = [_one_row(point, point.tokens, layout.world_size) for point in self._points]
         moments = {is_fullest_at_begin(self.step, each) for each in (layout, *layouts)}
         if len(moments) > 1:
-            # The points saw gradients where this step has activations, or the other way round; the
+            # The points saw gradients if this step has activations, or the other way round; the
             # forward pass saw those activations.
             found["backward"] = closed["backward"] + found["forward"] - closed["forward"]
         for name, graphs in graph_bytes(self.step, layout).items():
@@ -191,7 +191,7 @@ def budget_bytes(step: StepSpec, layout: Layout, allocatable_bytes: int) -> int:
 def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchRequest:
     """Return what may be chosen once a run has begun.
 
-    Its effective batch stays, and where a backend patched all layers while it loaded, whether they
+    Its effective batch stays, and if a backend patched all layers while it loaded, whether they
     are checkpointed.
     """
     request = replace(request, effective_batch=planned.rows_per_step, is_effective_set=True)
@@ -235,7 +235,7 @@ def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:
         return ()
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s: cannot be read (%s); measuring anew", path, reason)
+        logger.warning("%s: cannot be read (%s); measuring again", path, reason)
         return ()
 
 

@@ -302,7 +302,7 @@ def _weight_types(planned: PlannedRun) -> str:
     if step.is_float8:
         return "float8"
     if tuning.mode == "qlora":
-        constants = ", double quantised" if tuning.bnb_4bit_use_double_quant else ""
+        constants = ", double quantized" if tuning.bnb_4bit_use_double_quant else ""
         return tuning.bnb_4bit_quant_type.upper() + constants
     computed = DTYPE_NAMES[precision(planned.config)]
     if planned.plan.zero_stage and step.is_half:

@@ -76,14 +76,14 @@ class RunPlan:
 
     @property
     def is_batch_explicit(self) -> bool:
-        """Whether the micro-batch is the user's number, which stands even where it may not fit."""
+        """Whether the micro-batch is the user's number, which stands even if it may not fit."""
         return self.request.batch_size != "auto"
 
     @property
     def may_grow(self) -> bool:
         """Whether micro-batches may become larger once packed rows are counted.
 
-        Not where the user set a number, nor where a larger one might find no room in host memory,
+        Not if the user set a number, nor if a larger one might find no room in host memory,
         which no budget bounds.
         """
         is_auto = self.request.batch_size == self.request.grad_accum == "auto"
@@ -122,7 +122,7 @@ class RunPlan:
 
     @property
     def speed(self) -> Speed | None:
-        """What is predicted where all rows are full; None if nothing is known of the device."""
+        """What is predicted if all rows are full; None if nothing is known of the device."""
         return self.speed_of(self.step, self.layout)
 
     def speed_of(self, step: StepSpec, layout: Layout) -> Speed | None:
@@ -180,7 +180,7 @@ class PlannedRun:
         return replace(self, plan=replace(plan, request=request)).with_layout(layout)
 
     def as_before(self, earlier: RunPlan) -> Self:
-        """Return a resumed run with the micro-batches that it had, where these need no more memory.
+        """Return a resumed run with the micro-batches that it had, if these need no more memory.
 
         A probe may have found less memory than the plan counts on, and a resumed run has no probe.
         Of the same rows and settings on the same GPUs equal micro-batches give equal numbers, too.
@@ -225,7 +225,7 @@ def read_plan(folder: RunFolder) -> RunPlan:
         place = ".".join(map(str, first["loc"])) or "the file"
         raise EnvironmentFault(
             f"{folder.path / 'plan.json'}: cannot be read ({place}: {first['msg']}); it was "
-            "edited, or written by another version: train anew"
+            "edited, or written by another version: train again"
         ) from None
 
 

@@ -22,12 +22,12 @@ def step_flops(
 
     `labelled` of the tokens have loss. `adapters` is the number of LoRA weights over a frozen base,
     None if every weight is trained. A weight costs a token 2 operations forward, 2 for the
-    gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
-    et al. 2020, section 2.1). The head is computed where there is a label. Attention is 2 products
+    gradient of its input and, if it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
+    et al. 2020, section 2.1). The head is computed if there is a label. Attention is 2 products
     forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
     and each pair of tokens, of which causality leaves T (T + 1) / 2 in a document.
 
-    Where the structure of a model was counted, only the experts that a token is sent to count, and
+    If the structure of a model was counted, only the experts that a token is sent to count, and
     only the pairs within a layer's window. A recurrence between tokens is not counted: its matrices
     are. For architectures like Llama windows are not considered.
 
@@ -35,7 +35,7 @@ def step_flops(
     ...     vocab=10, hidden=4, intermediate=8, layers=1,
     ...     heads=2, kv_heads=2, head_dim=2, is_tied=True,
     ... )
-    >>> step_flops(one, None, [1], labelled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
+    >>> step_flops(one, None, [1], labeled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
     1008.0
     """
     tokens = sum(lengths)
@@ -79,7 +79,7 @@ def _pairs(length: int, window: int | None) -> float:
 
 # What a step costs relative to no recomputation in the large-batch limit. 8B on an H200: all layers
 # checkpointed take 1.46 times as long; a micro-batch costs 140 tokens on top of its own under lora,
-# and qlora dequantises every weight for each.
+# and qlora dequantizes every weight for each.
 RECOMPUTED = 0.46
 OVERHEAD_TOKENS = 300
 # Seconds of a token = operations / (PRODUCTS x reached)
@@ -103,9 +103,9 @@ UNFUSED_PASSES = {"lora": 185, "qlora": 190, "full": 106}
 # Attention computes scores once more in its backward pass, and its kernels reach less than products
 # do: for 131,072 tokens of 8B on an H200, 560 TFLOP/s forward and 537 backward.
 ATTENTION = 0.45  # beyond the operations that are counted; in short rows it is in the other terms
-LABELLED = 0.5  # of a chat's tokens, where nobody has counted
+LABELLED = 0.5  # of a chat's tokens, if nobody has counted
 # Over a float8 base: the linear products of a layer of 8B took 10.1 ms in bfloat16 and 5.2 in
-# float8 (H200, 8,192 tokens). The passes that quantise inputs and gradients and add products were
+# float8 (H200, 8,192 tokens). The passes that quantize inputs and gradients and add products were
 # counted, and so were the bytes of a weight that is transposed for each micro-batch: 8B ran at
 # 24.7k tokens/s where this says 25.4k.
 FLOAT8_PRODUCTS = 10.1 / 5.2
@@ -124,7 +124,7 @@ MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, th
 # DDP and 0.89 under FSDP, full 0.89, and 0.75 under ZeRO-3; 1B unfused, checkpointed, 0.95 under
 # DDP, and a step of ZeRO-3 took 400 ms (full) and 964 (lora).
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
-GATHERING_SCALING = 0.9  # a larger part where each layer's weights are gathered
+GATHERING_SCALING = 0.9  # a larger part if each layer's weights are gathered
 # Four H100s, Qwen3-30B-A3B lora (docs/evidence/scaling-h100.md): 54,501 tokens/s by ep, whose ranks
 # wait for the busiest experts, and 40,500 by FSDP, which hides no gather of a layer's experts.
 EXPERT_SCALING = 0.75
@@ -272,7 +272,7 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
 def _reading_seconds(step: StepSpec, card: Card) -> float:
     """Return the seconds of a pass in which the weights of all experts of a rank are read."""
     experts = [kind for kind in step.of_rank().model.matrices if kind.is_stacked]
-    weight_bytes = UNPACKED_BYTES if step.is_quantised else step.compute_bytes
+    weight_bytes = UNPACKED_BYTES if step.is_quantized else step.compute_bytes
     return weight_bytes * sum(kind.weights for kind in experts) / card.bandwidth
 
 

@@ -219,7 +219,7 @@ class StepSpec:
     model: ModelShape
     mode: str  # lora, qlora, full
     compute_bytes: int  # of a number: 2 for bfloat16 and float16, 4 for float32
-    weight_bytes: int  # of an unquantised base weight
+    weight_bytes: int  # of an unquantized base weight
     optim: str
     double_quant: bool
     is_fast: bool  # on fused kernels
@@ -296,7 +296,7 @@ class StepSpec:
         return is_autocast and self.is_full and self.weight_bytes == 4
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether base weights are in 4 bits or in float8; they are read in full."""
         return self.mode == "qlora" or self.is_float8
 

@@ -42,14 +42,14 @@ NAMES = {
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The format of quantised weights, and what is done with it.
+    """The format of quantized weights, and what is done with it.
 
-    `dequantised`: each is read as the number that it stands for, and the model is one of 16 bits.
+    `dequantized`: each is read as the number that it stands for, and the model is one of 16 bits.
     `packed`: it is trained as it is, under adapters.
     """
 
     name: str
-    way: Literal["dequantised", "packed", "refused"]
+    way: Literal["dequantized", "packed", "refused"]
     block: Block | None = None  # rows and columns that share a scale, if config.json names them
     dtype: str = "bfloat16"  # in which the model says that it computes
 
@@ -73,20 +73,20 @@ def _format(declared: ModelConfigJson) -> StoredAs:
     """Return the format that a quantization_config declares."""
     method = str(declared.get("quant_method") or "").lower()
     if declared.get("load_in_8bit"):
-        return StoredAs("8 bits of bitsandbytes", "dequantised")
+        return StoredAs("8 bits of bitsandbytes", "dequantized")
     if declared.get("load_in_4bit") or method == "bitsandbytes":
         return StoredAs("4 bits of bitsandbytes", "packed")
     if method in ("fp8", "mxfp8", "fbgemm_fp8"):
         block = declared.get("weight_block_size")
         words = f"FP8 in blocks of {block[0]} x {block[1]}" if block else "FP8"
-        return StoredAs(words, "dequantised", tuple(block) if block else None)
+        return StoredAs(words, "dequantized", tuple(block) if block else None)
     if method == "mxfp4":
-        return StoredAs(MXFP4, "dequantised")
+        return StoredAs(MXFP4, "dequantized")
     if method == "compressed-tensors":
         return _compressed(declared)
     algorithm = str(declared.get("quant_algo") or "")
     if algorithm.upper().startswith("FP8"):
-        return StoredAs("ModelOpt FP8", "dequantised")
+        return StoredAs("ModelOpt FP8", "dequantized")
     if not method and "bits" in declared:
         return StoredAs(f"MLX {declared['bits']}-bit", "refused")
     name = " ".join(filter(None, (NAMES.get(method, method), algorithm)))
@@ -101,7 +101,7 @@ def keeps_mxfp4(config: Config, stored: StoredAs | None) -> bool:
 
 def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
     """Raise ConfigError for a format that this mode does not train, with what to set."""
-    if stored is None or stored.way == "dequantised":
+    if stored is None or stored.way == "dequantized":
         return
     where = f"model.name={config.model.name}: its weights are"
     if stored.way == "refused":
@@ -120,7 +120,7 @@ def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
 
 
 def _declared(config: ModelConfigJson) -> ModelConfigJson | None:
-    """Return what a config.json says of quantisation; None if it says nothing."""
+    """Return what a config.json says of quantization; None if it says nothing."""
     for part in (config, config.get("text_config") or {}):
         for section in SECTIONS:
             declared = part.get(section)
@@ -143,7 +143,7 @@ def _compressed(declared: ModelConfigJson) -> StoredAs:
         block = block.split("x")
     return StoredAs(
         words,
-        "dequantised" if is_one_to_one else "refused",
+        "dequantized" if is_one_to_one else "refused",
         (int(block[0]), int(block[1])) if block else None,
     )
 
@@ -155,12 +155,12 @@ def _shown(dtypes: Mapping[str, str]) -> StoredAs | None:
             return StoredAs(words, "packed" if ending == ".absmax" else "refused")
     weights = {dtype for name, dtype in dtypes.items() if name.endswith(".weight")}
     if any(name.endswith("_blocks") and dtype == "U8" for name, dtype in dtypes.items()):
-        return StoredAs(MXFP4, "dequantised")
+        return StoredAs(MXFP4, "dequantized")
     if any(name.endswith(".SCB") for name in dtypes):
-        return StoredAs("8 bits of bitsandbytes", "dequantised")
+        return StoredAs("8 bits of bitsandbytes", "dequantized")
     if weights & {"U8", "I32", "U32"}:
         return StoredAs("packed integers", "refused")
     if any(dtype.startswith("F8_E") for dtype in dtypes.values()):
         is_by_block = any(name.endswith("weight_scale_inv") for name in dtypes)
-        return StoredAs("FP8", "dequantised", FP8_BLOCK if is_by_block else None)
-    return StoredAs("integers of 8 bits", "dequantised") if "I8" in weights else None
+        return StoredAs("FP8", "dequantized", FP8_BLOCK if is_by_block else None)
+    return StoredAs("integers of 8 bits", "dequantized") if "I8" in weights else None

@@ -34,7 +34,7 @@ class MatrixKind:
     experts: int = 1
     active: int = 1  # of the experts, that a token meets
     is_adapted: bool = True  # where all linear layers are
-    is_quantised: bool = True  # over a 4-bit base
+    is_quantized: bool = True  # over a 4-bit base
     is_stacked: bool = False  # the experts are one parameter with three dimensions
 
     @property
@@ -50,7 +50,7 @@ class MatrixKind:
     def fits_float8(self) -> bool:
         """Whether float8 products take it: no router, no stacked experts, sizes of full blocks."""
         sizes = self.inputs % FLOAT8_MULTIPLE + self.outputs % FLOAT8_MULTIPLE
-        return self.is_quantised and not self.is_stacked and sizes == 0
+        return self.is_quantized and not self.is_stacked and sizes == 0
 
     def has_name(self, target: str) -> bool:
         """Return whether a target names it, by PEFT's rule: the last words of a name."""
@@ -143,9 +143,9 @@ class Structure:
         return sum(kind.active_weights for kind in self.matrices)
 
     @property
-    def quantised_weights(self) -> int:
+    def quantized_weights(self) -> int:
         """Weights that a 4-bit base packs."""
-        return sum(kind.weights for kind in self.matrices if kind.is_quantised)
+        return sum(kind.weights for kind in self.matrices if kind.is_quantized)
 
     @property
     def kv_features(self) -> int:

@@ -131,6 +131,6 @@ class TracedStep:
         return max(moments)
 
     def backward_end(self, rows: int, tokens: int) -> float:
-        """Return what the backward pass holds in its last layer: that layer, computed anew."""
+        """Return what the backward pass holds in its last layer: that layer, computed again."""
         checkpointed = self.checkpointed
         return checkpointed.backward.at(rows, tokens) - checkpointed.kept.at(rows, tokens)

@@ -27,7 +27,7 @@ WORTH_A_WORD = 1.05  # of ZeRO-3's speed
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel, which makes training several times "
     "slower; it is for finding the kernel that fails",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated anew, which makes training "
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated again, which makes training "
     "several times slower",
     "NCCL_P2P_DISABLE": "GPUs reach each other through the host's memory, which makes collectives "
     "several times slower",
@@ -86,7 +86,7 @@ def warnings_of(
 
 
 def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:
-    """Say where weights and bytes are a guess."""
+    """Say if weights and bytes are a guess."""
     name = loaded.described("model.name")
     warnings = []
     if step.model.guess is not None:
@@ -103,9 +103,9 @@ def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:
 
 
 def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[str]:
-    """Say where rows are longer than the sequences that the model was made for."""
+    """Say if rows are longer than the sequences that the model was made for."""
     model = loaded.config.model
-    if loaded.origin["model.max_seq_len"].startswith(recipe.CHOSEN):  # within them where it looked
+    if loaded.origin["model.max_seq_len"].startswith(recipe.CHOSEN):  # within them if it looked
         return []
     positions = load_positions(model, environ, may_fetch=False)
     if positions is None or model.max_seq_len <= positions:
@@ -125,7 +125,7 @@ def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list
 
 
 def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
-    """Say where the step is not the effective batch of the config."""
+    """Say if the step is not the effective batch of the config."""
     train = loaded.config.train
     rows = layout.rows_per_step
     if rows == train.effective_batch_size or "auto" not in (train.batch_size, train.grad_accum):
@@ -181,7 +181,7 @@ def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
 
 
 def _faster_than_zero3(draft: Draft) -> list[str]:
-    """Return a sentence where the planner expects FSDP to train the same step faster than ZeRO-3.
+    """Return a sentence if the planner expects FSDP to train the same step faster than ZeRO-3.
 
     Nobody asked for the host's memory, and the step fits under FSDP too.
     """

@@ -198,7 +198,7 @@ def describe_speed(plan: RunPlan) -> str:
         about = f"roughly, as {unmeasured}: about "
         rate = float(f"{rate:.2g}")
     return (
-        f"{about}{rate:,.0f} tokens/s{share} where rows are full, "
+        f"{about}{rate:,.0f} tokens/s{share} if rows are full, "
         f"MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{waits}"
     )
 

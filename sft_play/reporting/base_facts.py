@@ -16,7 +16,7 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 CAUSAL = "AutoModelForCausalLM"
 METHOD = "quant_method"
 # else PEFT would put adapters over products in 8 bits
-DEQUANTISED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class BaseFacts:
         return declared[0] if declared and is_composite(self.config) else CAUSAL
 
     @property
-    def dequantised_by(self) -> str | None:
+    def dequantized_by(self) -> str | None:
         """The config of transformers that reads the base as training did, None if it needs none."""
-        return DEQUANTISED_BY.get((self.config.get("quantization_config") or {}).get(METHOD))
+        return DEQUANTIZED_BY.get((self.config.get("quantization_config") or {}).get(METHOD))
 
     @property
     def licence(self) -> str | None:

@@ -32,7 +32,7 @@ class Estimate:
     high: float | None = None
 
     def words(self, digits: int) -> str:
-        """Return `0.812 [0.790, 0.834]`, without the interval where there is none."""
+        """Return `0.812 [0.790, 0.834]`, without the interval if there is none."""
         if self.low is None or self.high is None:
             return f"{self.mean:.{digits}f}"
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
@@ -68,7 +68,7 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
 def resampled(
     score: float, rows: int, score_of: Callable[[Sequence[int]], float], resamples: int
 ) -> Estimate:
-    """Return a score of all rows with its interval, where it is no mean of theirs.
+    """Return a score of all rows with its interval, if it is no mean of theirs.
 
     `score_of` scores the rows of some numbers, which may be there several times.
     """

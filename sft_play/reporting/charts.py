@@ -36,7 +36,7 @@ class Series:
 
     name: str
     points: list[Point]
-    number: int = 0  # picks the colour and the dashes
+    number: int = 0  # picks the color and the dashes
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Chart:
 def line_chart(title: str, series: Sequence[Series]) -> Chart | None:
     """Return lines over the steps, or None if there is no point.
 
-    A series keeps its colour if another one has no points.
+    A series keeps its color if another one has no points.
     """
     lines = [
         Series(one.name, thinned(one.points), number)
@@ -164,14 +164,14 @@ def histogram(title: str, lengths: LengthHistogram) -> Chart | None:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most MAX_POINTS points: each the mean of equally many neighbours."""
+    """Return at most MAX_POINTS points: each the mean of equally many neighbors."""
     size = math.ceil(len(points) / MAX_POINTS)
     groups = (points[start : start + size] for start in range(0, len(points), max(1, size)))
     return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
 def tick_label(value: float, step: float) -> str:
-    """Return a tick's value with the decimals that tell it from its neighbours."""
+    """Return a tick's value with the decimals that tell it from its neighbors."""
     if value == 0:
         return "0"
     if abs(value) >= 10_000:

@@ -90,7 +90,7 @@ def public_name(source: str) -> str:
 
 
 def thumbnail(path: str) -> str:
-    """Return an image as a data: URI of a JPEG, "" where its file is gone or damaged."""
+    """Return an image as a data: URI of a JPEG, "" if its file is gone or damaged."""
     from PIL import Image, ImageOps
 
     try:
@@ -111,7 +111,7 @@ count = partial(in_form, ",.0f")
 
 
 def gib(size: int | None) -> str:
-    """Return bytes as `1.23 GiB`, or a dash where they are not known."""
+    """Return bytes as `1.23 GiB`, or a dash if they are not known."""
     return "–" if size is None else f"{size / GIB:.2f} GiB"
 
 

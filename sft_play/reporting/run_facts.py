@@ -134,7 +134,7 @@ class RunFacts:
 
     @cached_property
     def metrics(self) -> NewLines:
-        """All lines of metrics.jsonl, and where to read on."""
+        """All lines of metrics.jsonl, and if to read on."""
         new = metrics.read(self.folder.metrics, self.earlier.offset)
         return NewLines(self.earlier.lines + new.lines, new.offset)
 
@@ -149,7 +149,7 @@ class RunFacts:
 
     @cached_property
     def begun(self) -> MetricsLine | None:
-        """The first line of this run, not of one that it goes on from."""
+        """The first line of this run, not of one that it continues from."""
         return next((line for line in self.lines if line.time is not None), None)
 
     def logged(self, name: str) -> list[tuple[int, float]]:
@@ -368,7 +368,7 @@ def _shown_checks(report: RunReport, after: Sequence[Answer]) -> Iterator[ShownC
 def _row_checks(train: dict[str, Any]) -> Iterator[ShownCheck]:
     """Yield what the ledger of the training rows says of evaluation rows and lost tokens."""
     if train.get("overlap") is not None:
-        shared = {split: equal["normalised"] for split, equal in train["overlap"].items()}
+        shared = {split: equal["normalized"] for split, equal in train["overlap"].items()}
         counts = ", ".join(f"{count:,} {split} rows" for split, count in shared.items() if count)
         found = f"compared with {', '.join(shared)} rows"
         if counts:

@@ -21,7 +21,7 @@ class Score:
     name: str
     before: Estimate | None
     after: Estimate | None
-    difference: Estimate | None  # after - before, of the same rows; None where rows have no score
+    difference: Estimate | None  # after - before, of the same rows; None if rows have no score
     higher_is_better: bool
 
     @property
@@ -32,7 +32,7 @@ class Score:
 
     @property
     def outcome(self) -> Outcome | None:
-        """What became of the score; None where it is not known before and after.
+        """What became of the score; None if it is not known before and after.
 
         Without scores of single rows, the sign of the change decides.
         """
@@ -73,7 +73,7 @@ def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdic
 
 
 def resume_command(folder: RunFolder, report: RunReport) -> str | None:
-    """Return the command that goes on from the last checkpoint, None where there is none."""
+    """Return the command that continues from the last checkpoint, None if there is none."""
     if not has_checkpoint(folder.path):
         return None
     target = TARGETS.get(report.strategy or "", "train")

@@ -40,7 +40,7 @@ class AnswerFile:
         return self.path.with_name(f"{self.path.name}.parts")
 
     def begin(self, asked: Mapping[str, Any]) -> None:
-        """Note what is asked, or go on if the same was asked before.
+        """Note what is asked, or continue if the same was asked before.
 
         Raises: ConfigError if the file holds answers to something else.
         """
@@ -51,7 +51,7 @@ class AnswerFile:
                 shown = ", ".join(f"{name}={before.get(name)}" for name in different)
                 raise ConfigError(
                     f"OUT={self.path}: answers of another call are there ({shown}); "
-                    "name another file, or remove it and what it has beside it: "
+                    "name another file, or remove it and what it has next to it: "
                     f"rm -r {self.path}* {self.asked}"
                 )
         elif self.path.exists():

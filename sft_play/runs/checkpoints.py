@@ -14,7 +14,7 @@ from sft_play.errors import CheckpointError, EnvironmentFault
 from sft_play.runs import lock, seal
 from sft_play.runs.files import entries, rename, sync
 
-STAGING = ".staging"  # folder beside what is published
+STAGING = ".staging"  # folder next to what is published
 ASIDE = ".corrupt"  # ending of a checkpoint that was found damaged
 NAME = re.compile(r"checkpoint-([0-9]{1,12})")
 TRAINER_STATE = "trainer_state.json"
@@ -92,7 +92,7 @@ def remove_leftovers(folder: Path, say: Say) -> None:
 def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
     """Return the checkpoint that `train.resume_from` means: undamaged, the newest of a run.
 
-    A damaged one is set aside, which `say` is told, and the next older one is taken; one that was
+    A damaged one is set aside, which `say` reports, and the next older one is taken; one that was
     named itself is refused. Without `reads_all` large files are only measured.
     Raises: CheckpointError when there is none; OSError for one that cannot be read here or now.
     """
@@ -110,7 +110,7 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
         say(f"{checkpoint}: {damage}; {_set_aside(checkpoint)}, and the next older one is taken")
     raise CheckpointError(
         f"train.resume_from={path}: holds no complete checkpoint (checkpoint-N/{seal.NAME}); "
-        "choose another run or start anew"
+        "choose another run or start again"
     )
 
 
@@ -121,7 +121,7 @@ def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
         return checkpoint
     aside = _set_aside(checkpoint) if step_of(checkpoint) is not None else "it is left as it is"
     others = listing(checkpoint.parent)
-    advice = f"go on with TRAIN_RESUME_FROM={others[0]}" if others else "there is no other one"
+    advice = f"continue with TRAIN_RESUME_FROM={others[0]}" if others else "there is no other one"
     raise CheckpointError(f"{checkpoint}: {damage}; {aside}; {advice}")
 
 
@@ -143,7 +143,7 @@ def _set_aside(checkpoint: Path) -> str:
     try:
         lock.refuse_if_held(checkpoint.parent.parent)
     except EnvironmentFault:
-        return "it is skipped, as its run goes on"
+        return "it is skipped, as its run continues"
     for number in range(1, 1000):
         ending = ASIDE if number == 1 else f"{ASIDE}-{number}"
         target = checkpoint.with_name(checkpoint.name + ending)

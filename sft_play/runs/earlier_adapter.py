@@ -1,4 +1,4 @@
-"""An adapter that training goes on from: where it is, and the settings that follow from it.
+"""An adapter that training continues from: where it is, and the settings that follow from it.
 
 An adapter of a run has them in its stamp, any other in its adapter_config.json. Loads no torch.
 """

@@ -19,7 +19,7 @@ from sft_play.runs.folder import RunFolder
 COMPRESSED: tuple[str, ...] = (*get_args(Delivered), "awq")  # awq: int4 by llm-compressor
 ADAPTERS = ("adapter", "vllm-adapter")  # the second: experts as lists of linear layers
 FORMATS = ("safetensors", "gguf", *ADAPTERS, *COMPRESSED)
-LEAST_GAIN = 0.95  # share of the run's gain in loss that quantised files must keep
+LEAST_GAIN = 0.95  # share of the run's gain in loss that quantized files must keep
 EXPORTS = "export"  # the folder of a run's exports
 
 PARITY = "parity.jsonl"

@@ -1,6 +1,6 @@
 """The run folder: what is on disk of one run. Loads no torch.
 
-It is the only path between the front end and the worker. How a run has ended is told from it.
+It is the only path between the front end and the worker. It shows how a run has ended.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from sft_play.runs.report import GOING_ON, RunReport
 WEIGHTS = ("adapter", "model")  # folders of trained weights
 TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
 
-# Ends after which the newest checkpoint goes on, once what they name is mended
+# Ends after which the newest checkpoint continues, once what they name is mended
 GOES_ON = (
     ExitClass.UNEXPECTED,
     ExitClass.ENVIRONMENT,
@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def quarantine(self) -> Path:
-        """Rows that could not be used, where data.on_bad_row says to go on without them."""
+        """Rows that could not be used, if data.on_bad_row says to continue without them."""
         return self.path / "quarantine"
 
     @property
@@ -104,7 +104,7 @@ class RunFolder:
         except (yaml.YAMLError, ValidationError) as error:
             raise EnvironmentFault(
                 f"{self.path / 'config.yaml'}: {first_fault(error)}; it was edited, or written "
-                "by another version: train anew"
+                "by another version: train again"
             ) from None
         if self.moved_base is None:
             return config
@@ -119,7 +119,7 @@ class RunFolder:
         write_text(self.path / "config.yaml", header + yaml_source.dump(config.model_dump()))
 
     def read_data(self) -> dict[str, Any]:
-        """Return data.json: where the tokenized rows are.
+        """Return data.json: if the tokenized rows are.
 
         Raises: EnvironmentFault when this is no run folder.
         """
@@ -127,7 +127,7 @@ class RunFolder:
             return json.loads(self.read_input("data.json"))
         except ValueError as error:
             raise EnvironmentFault(
-                f"{self.path / 'data.json'}: cannot be read ({error}); train anew"
+                f"{self.path / 'data.json'}: cannot be read ({error}); train again"
             ) from None
 
     def write_data(self, facts: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class RunFolder:
         write_json(self.path / "data.json", facts)
 
     def kept_nothing(self) -> bool:
-        """Return whether the run has ended, without weights or a checkpoint to go on from."""
+        """Return whether the run has ended, without weights or a checkpoint to continue from."""
         report = self.read_report()
         has_ended = report.state in ("failed", "stopped", "died")
         has_weights = any((self.path / name).exists() for name in WEIGHTS)
@@ -143,7 +143,7 @@ class RunFolder:
         return has_ended and not (has_weights or has_checkpoint)
 
     def lacks_weights(self, names: Sequence[str] = WEIGHTS) -> str | None:
-        """Return why the run has none of these folders of weights, None where it has one."""
+        """Return why the run has none of these folders of weights, None if it has one."""
         for name in names:  # stamped last: with its stamp a folder is whole
             if (self.path / name / "stamp.json").is_file():
                 return None
@@ -152,7 +152,7 @@ class RunFolder:
         return f"{self.path} has no {' or '.join(f'{name}/' for name in names)} ({reason})"
 
     def read_report(self) -> RunReport:
-        """Return run.json, or a report that knows nothing where there is none, or a broken one."""
+        """Return run.json, or a report that knows nothing if there is none, or a broken one."""
         path = self.path / "run.json"
         if not path.exists():
             return RunReport()
@@ -184,7 +184,7 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
             if path.is_dir() and not any(path.iterdir()):  # its lock says whose it is
                 return RunFolder(path)
             raise ConfigError(
-                f"RUN={run_name}: {path} exists already; choose another name, or go on from it "
+                f"RUN={run_name}: {path} exists already; choose another name, or continue from it "
                 f"with TRAIN_RESUME_FROM={path}"
             ) from None
         return RunFolder(path)
@@ -203,7 +203,7 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
 def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
     """Rename the run of this name where it has ended and kept nothing, so that it can be used.
 
-    Returns the folder under its new name, None where the name is free or stays taken.
+    Returns the folder under its new name, None if the name is free or stays taken.
     """
     path = output_dir / run_name
     has_report = (path / "run.json").is_file()
@@ -249,7 +249,7 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
 
 
 def named_run(output_dir: Path, run: str) -> RunFolder | None:
-    """Return the run of a name or a path, None where there is none."""
+    """Return the run of a name or a path, None if there is none."""
     for path in (output_dir / run, Path(run)):
         if (path / "plan.json").exists():
             return RunFolder(path)
@@ -286,7 +286,7 @@ def listing(output_dir: Path) -> list[RunFolder]:
 
 
 def _some_runs(output_dir: Path) -> list[RunFolder]:
-    """Return all runs, oldest first. Raises: EnvironmentFault where there is none."""
+    """Return all runs, oldest first. Raises: EnvironmentFault if there is none."""
     found = listing(output_dir)
     if not found:
         raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
@@ -314,14 +314,14 @@ def first_fault(error: yaml.YAMLError | ValidationError) -> str:
 
 
 def next_line(exit_class: ExitClass, cause: str, command: str | None) -> str:
-    """Return the line with what to type next, '' where the cause says it or nothing is kept."""
+    """Return the line with what to type next, '' if the cause says it or nothing is kept."""
     if exit_class not in GOES_ON or command is None or "RESUME" in cause:
         return ""
     return f"\ngo on with {command}"
 
 
 def last_words(folder: RunFolder) -> str | None:
-    """Return why a run did not end well, and what to type; None where it did, or says nothing."""
+    """Return why a run did not end well, and what to type; None if it did, or says nothing."""
     report = folder.read_report()
     if report.status not in ("failed", "stopped") or not report.exit_class or not report.cause:
         return None
@@ -331,7 +331,7 @@ def last_words(folder: RunFolder) -> str | None:
 
 
 def tell_launcher(environ: Mapping[str, str], cause: str) -> None:
-    """Write why this process ends where torchrun reads it, for the table that it prints last."""
+    """Write why this process ends if torchrun reads it, for the table that it prints last."""
     path = environ.get(ERROR_FILE)
     if path:
         when = {"timestamp": str(int(time.time()))}

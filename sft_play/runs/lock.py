@@ -94,7 +94,7 @@ def shared(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Keep others out of a run folder, to rename or to remove; yields False where a run goes on."""
+    """Keep others out of a run folder, to rename or remove it; yields False if a run uses it."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDWR)
     except FileNotFoundError:
@@ -126,13 +126,13 @@ def used_alone(folder: Path) -> Iterator[None]:
 
 
 def is_alive(folder: Path) -> bool:
-    """Return whether a run goes on in a folder."""
+    """Return whether a run continues in a folder."""
     with claimed(folder) as is_free:
         return not is_free
 
 
 def refuse_if_held(folder: Path) -> None:
-    """Raise EnvironmentFault where a run goes on in a folder, and is not this process's."""
+    """Raise EnvironmentFault if a run of another process uses a folder."""
     holder = read_holder(folder)
     own = {path.resolve() for path in _held.values()}
     is_own = folder.resolve() in own or holder == ProcessId.read()
@@ -157,7 +157,7 @@ def read_holder(folder: Path) -> ProcessId | None:
 
 
 def _goes_on(folder: Path, holder: ProcessId | None, has_lock: bool | None) -> bool:
-    """Return whether a run goes on.
+    """Return whether a run continues.
 
     `has_lock` says whether its lock could be had, None if there are none. A lock that can be
     had under the kernel of its holder, or on a local disk, says that it is gone: before a reboot.
@@ -180,7 +180,7 @@ def _silent_seconds(folder: Path) -> float:
 
 
 def _refusal(folder: Path, holder: ProcessId | None) -> EnvironmentFault:
-    """Return the error of a folder in which a run goes on."""
+    """Return the error of a folder in which a run continues."""
     lives = holder.is_alive() if holder else False
     advice = f"make watch RUN={folder} follows it"
     if lives:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run says of itself while it goes on, a line at a time. Loads no torch.
+"""metrics.jsonl: what a run says of itself while it continues, a line at a time. Loads no torch.
 
 It is only appended to, by the main rank, so that others can follow it.
 """
@@ -27,7 +27,7 @@ class GpuSample:
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """A generated answer beside the one in the row."""
+    """A generated answer next to the one in the row."""
 
     prompt: str
     expected: str
@@ -63,7 +63,7 @@ def append(path: Path, line: MetricsLine) -> None:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps than `step`, from which the run goes on."""
+    """Remove the lines of later steps than `step`, from which the run continues."""
     if path.exists():
         kept = [line for line in read(path).lines if line.step <= step]
         write_text(path, "".join(line.to_json() for line in kept))

@@ -26,7 +26,7 @@ from sft_play.runs.folder import RunFolder
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-MODELS = "models"  # the folder of what was asked of such weights, beside the runs
+MODELS = "models"  # the folder of what was asked of such weights, next to the runs
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -88,13 +88,13 @@ class ModelFolder(RunFolder):
         return path.is_file() and read_object(path).get("mode") == "qlora"
 
     def refuse_damage(self) -> None:
-        """Raise CheckpointError where files are not what they were sealed as."""
+        """Raise CheckpointError if files are not what they were sealed as."""
         manifest = self.path / seal.NAME
         if not manifest.is_file() or "sha256_of_files" not in read_object(manifest):
             return  # not sealed by this project
         damage = seal.find_damage(self.path, allows_more=True)
         if damage is not None:
-            raise CheckpointError(f"{self.path}: {damage}; export, merge or fetch it anew")
+            raise CheckpointError(f"{self.path}: {damage}; export, merge or fetch it again")
 
 
 def find_model(named: str, output_dir: Path, base: str | None = None) -> ModelFolder | None:

@@ -64,7 +64,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """The mean loss since the log before, in nats per labelled token."""
+    """The mean loss since the log before, in nats per labeled token."""
 
     step: int
     loss: float
@@ -72,10 +72,10 @@ class LoggedLoss:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """What a run logged at one step; None where that log did not say."""
+    """What a run logged at one step; None if that log did not say."""
 
     step: int
-    loss: float | None = None  # the mean since the log before, in nats per labelled token
+    loss: float | None = None  # the mean since the log before, in nats per labeled token
     learning_rate: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None  # of all ranks, without evaluations and saves
@@ -87,7 +87,7 @@ class LoggedStep:
 
     @classmethod
     def from_log(cls, entry: Mapping[str, Any]) -> "LoggedStep | None":
-        """Return an entry of the trainer's log history; None where it has none of these."""
+        """Return an entry of the trainer's log history; None if it has none of these."""
         names = [field.name for field in fields(cls)]
         values = {name: entry[name] for name in names if name in entry}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -128,7 +128,7 @@ class LengthHistogram:
 
 @dataclass(frozen=True)
 class ComponentBytes:
-    """What one component took; `measured` is None where it cannot be told from others."""
+    """What one component took; `measured` is None if it cannot be told from others."""
 
     predicted: int
     measured: int | None
@@ -142,7 +142,7 @@ class OutOfMemoryReport:
     device: str
     step: int  # 0 before the first one
     phase: str | None
-    asked_bytes: int | None  # None where the library does not say
+    asked_bytes: int | None  # None if the library does not say
     free_bytes: int | None
     components: dict[str, ComponentBytes]
     next: str
@@ -169,13 +169,13 @@ class RunReport:
     """What run.json says. A field that is None is not known yet, and not in the file."""
 
     run: str | None = None
-    run_id: str | None = None  # the same when the run goes on in its folder
-    checkpoint: str | None = None  # the newest, to go on from; None before the first one
-    next: str | None = None  # the command that goes on from it
+    run_id: str | None = None  # the same when the run continues in its folder
+    checkpoint: str | None = None  # the newest, to continue from; None before the first one
+    next: str | None = None  # the command that continues from it
     resumed_from: str | None = None  # the checkpoint that this run, or its last launch, began with
     status: str = "unknown"  # planned, running, done, stopped or failed
-    exit_class: int | None = None  # of errors.ExitClass; None while the run goes on
-    cause: str | None = None  # of its end, where it is not done
+    exit_class: int | None = None  # of errors.ExitClass; None while the run continues
+    cause: str | None = None  # of its end, if it is not done
     warning: str | None = None  # of a run that is done, and went other than it was asked to
     world_size: int | None = None
     strategy: str | None = None
@@ -197,7 +197,7 @@ class RunReport:
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
     metrics: dict[str, dict[str, float | int]] | None = None  # by before and after
-    best: dict[str, Any] | None = None  # the checkpoint whose weights are saved, where not the last
+    best: dict[str, Any] | None = None  # the checkpoint whose weights are saved, if not the last
     skipped_steps: list[int] | None = None  # left out by train.on_nonfinite
     loss: list[LoggedLoss] | None = None
     history: list[LoggedStep] | None = None
@@ -206,7 +206,7 @@ class RunReport:
     lengths: dict[str, LengthHistogram] | None = None  # of each split
     padding: dict[str, int] | None = None  # tokens of an epoch
     fast_path: dict[str, Any] | None = None  # fused kernels that are on, and off
-    experts: ExpertsReport | None = None  # None without experts, and while the run goes on
+    experts: ExpertsReport | None = None  # None without experts, and while the run continues
     probe: dict[str, Any] | None = None  # None without train.probe
     out_of_memory: OutOfMemoryReport | None = None
     is_gone: bool = False  # not in the file: nobody holds the run's lock, nor gives a sign of life
@@ -231,7 +231,7 @@ class RunReport:
         return (self.metrics or {}).get(when, {})
 
     def rows(self, split: str) -> dict[str, Any]:
-        """Return the ledger of a split, {} where it is not known."""
+        """Return the ledger of a split, {} if it is not known."""
         return (self.data or {}).get(split) or {}
 
     @property

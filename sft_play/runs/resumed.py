@@ -1,6 +1,6 @@
 """A run that is resumed: its settings as the layer below new ones, and which may change.
 
-asked.json has what the user asked of a run before "auto" was resolved, where each value was
+asked.json has what the user asked of a run before "auto" was resolved, if each value was
 written, and how to repeat it. Loads no torch.
 """
 
@@ -27,7 +27,7 @@ from sft_play.runs.folder import RunFolder, first_fault
 
 # Files may have moved, and the plan is this machine's: digests and the stamp decide
 MAY_CHANGE = {path for path, kind in CLASSES.items() if kind is not OnResume.MUST_MATCH}
-# Folder in a checkpoint with the optimizer's state, where FSDP divides the trained weights
+# Folder in a checkpoint with the optimizer's state, if FSDP divides the trained weights
 DIVIDED_OPTIMIZER = "divided_optimizer"
 FILES_OF_OPTIMIZER = {
     "whole": ("optimizer.pt", "scheduler.pt"),
@@ -42,7 +42,7 @@ VALUE_LENGTH = 400  # characters of a value that are kept
 
 
 class Change(NamedTuple):
-    """A setting that differs between a run and the one that goes on from it."""
+    """A setting that differs between a run and the one that continues from it."""
 
     path: str
     then: Any
@@ -51,7 +51,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to go on from, and the settings that its stamp says it was trained with."""
+    """A checkpoint to continue from, and the settings that its stamp says it was trained with."""
 
     checkpoint: Path
     saved: stamp.Stamp
@@ -69,7 +69,7 @@ class Resumed:
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.checkpoint}: its stamp has settings of another version "
-                f"({first_fault(error)}); resume it with that version, or start anew"
+                f"({first_fault(error)}); resume it with that version, or start again"
             ) from None
 
     def refuse_changes(self, config: Config, origin: Mapping[str, str] | None = None) -> None:
@@ -92,7 +92,7 @@ class Resumed:
         for path, then, now in refused:
             rows.append((path, word(then), word(now), origin[path] if origin else ""))
         raise CheckpointError(
-            f"{self.checkpoint} cannot go on with other settings than it was trained with:\n"
+            f"{self.checkpoint} cannot continue with other settings than it was trained with:\n"
             f"{_table(rows)}\n"
             f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} alone takes over what "
             f"the run was asked for. {extension}Without TRAIN_RESUME_FROM, under a new "
@@ -112,7 +112,7 @@ class Resumed:
 
 
 def resumed_run(resume_from: str) -> RunFolder | None:
-    """Return the run folder around what `train.resume_from` names, None where there is none."""
+    """Return the run folder around what `train.resume_from` names, None if there is none."""
     path = Path(resume_from)
     for folder in (path, path.parent, path.parent.parent):
         if (folder / "config.yaml").is_file() and (folder / "plan.json").is_file():
@@ -130,7 +130,7 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
     if folder is None:
         if Path(resume_from).is_dir() and not has_config:
             raise CheckpointError(
-                f"train.resume_from={resume_from}: the config.yaml of its run is not beside it; "
+                f"train.resume_from={resume_from}: the config.yaml of its run is not next to it; "
                 "set CONFIG to the one that it was trained with, or resume the run's folder"
             )
         return None
@@ -187,9 +187,9 @@ def _beside_paths(sources: str | list[str | SourceSection] | None) -> list[Any]:
 
 
 def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, Any]) -> None:
-    """Refuse to resume where the steps to come would not be those that were left.
+    """Refuse to resume if the steps to come would not be those that were left.
 
-    `now` has the data_digest and the effective_batch of the run that goes on.
+    `now` has the data_digest and the effective_batch of the run that continues.
     Raises: CheckpointError.
     """
     step = step_of(checkpoint)
@@ -240,21 +240,21 @@ def check_resumable(
             command = "make train-distributed TRAIN_STRATEGY=fsdp"
         raise CheckpointError(
             f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is "
-            f"strategy={strategy} world={world_size}; go on with {command}"
+            f"strategy={strategy} world={world_size}; continue with {command}"
         )
     if has_other_world_size and not is_elastic:
         raise CheckpointError(
             f"{checkpoint}: {saved.get('world_size')} processes trained it, and this run has "
-            f"{world_size}; go on with NUM_GPUS={saved.get('world_size')}, or set ELASTIC=1: every "
-            "row is trained once, as before, but sums round otherwise, and dropout draws other "
-            "numbers"
+            f"{world_size}; continue with NUM_GPUS={saved.get('world_size')}, or set ELASTIC=1: "
+            "every row is trained once, as before, but sums round differently, and dropout draws "
+            "other numbers"
         )
     needed = FILES_OF_OPTIMIZER[form]
     missing = [name for name in needed if not (checkpoint / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{checkpoint}: has no {', '.join(missing)}, so the run would start its optimizer "
-            "anew; choose another checkpoint"
+            "again; choose another checkpoint"
         )
 
 
@@ -320,5 +320,5 @@ class AskedRun:
         except (ValueError, KeyError, TypeError) as error:
             raise EnvironmentFault(
                 f"{folder.path / ASKED}: {first_line(error)}. It was edited, or written by another "
-                "version of SFT-Play: train anew"
+                "version of SFT-Play: train again"
             ) from None

@@ -125,7 +125,7 @@ def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = Fa
 
 
 def digest_of(part: Part) -> str:
-    """Return the SHA-256 of a part of a file. Raises: OSError where the file ends before it."""
+    """Return the SHA-256 of a part of a file. Raises: OSError if the file ends before it."""
     total = hashlib.sha256()
     left = part.end - part.start
     view = memoryview(bytearray(min(left, READ_BYTES)))

@@ -1,4 +1,4 @@
-"""The stamp on every checkpoint and adapter: what it was made of, and who may go on from it.
+"""The stamp on every checkpoint and adapter: what it was made of, and who may continue from it.
 
 Loads no torch. A stamp is read before a weight is loaded; a difference that would silently train or
 load something else is refused.
@@ -24,7 +24,7 @@ PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kern
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # What a resume must agree on. World size and strategy may change: the trainer checks the optimizer.
 BINDING = """
-backend mode quantisation base_model base_revision base_digest adapter neftune_noise_alpha
+backend mode quantization base_model base_revision base_digest adapter neftune_noise_alpha
 rope_scaling precision tokenizer_digest template_digest
 """.split()
 # Facts without which a stamp says too little; the first ones may be null or empty
@@ -69,8 +69,8 @@ def wanted(config: Config) -> Stamp:
         quantisation = "float8 e4m3, a scale a row"
     adapter = None
     if tuning.mode != "full":
-        # every other setting stands there where it has another value than usual: so a stamp does
-        # not change where a version adds a setting
+        # every other setting stands there if it has another value than usual: so a stamp does
+        # not change if a version adds a setting
         lora = tuning.lora
         adapter = {**lora.model_dump(include=SHAPE), **lora.model_dump(exclude_defaults=True)}
     base = Path(config.model.name)
@@ -95,7 +95,7 @@ def write(folder: Path, stamp: Stamp) -> None:
 
 
 def read(folder: Path) -> Stamp:
-    """Return a folder's stamp. Raises CheckpointError where there is none or it lacks a fact."""
+    """Return a folder's stamp. Raises CheckpointError if there is none or it lacks a fact."""
     path = folder / NAME
     try:
         stamp = read_json(path)
@@ -149,7 +149,7 @@ def differences(stamp: Stamp, now: Stamp, then: str = "the checkpoint has") -> l
 
 
 def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False) -> Stamp:
-    """Return the stamp of `folder` when a run of which `now` is known may go on from it.
+    """Return the stamp of `folder` when a run of which `now` is known may continue from it.
 
     Raises: CheckpointError that lists what differs and what to type instead.
     """
@@ -164,9 +164,9 @@ def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False
     facts = "\n  ".join(differing)
     raise CheckpointError(
         f"{folder} cannot be resumed by this run:\n  {facts}\n"
-        f"Resume it with what it was trained with ({same}), or start anew without "
-        "train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend go on with it at "
-        "your own risk."
+        f"Resume it with what it was trained with ({same}), or start again without "
+        "train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend continue with it "
+        "at your own risk."
     )
 
 
@@ -188,7 +188,7 @@ def refuse_other_base(folder: Path, now: Stamp) -> Stamp:
     raise CheckpointError(
         f"{folder} was not trained with what its run has now:\n  {facts}\n"
         f"Put back the files of {stamp['base_model']} and the run's config.yaml as they were in "
-        "training, or train anew"
+        "training, or train again"
     )
 
 

@@ -11,7 +11,7 @@ from sft_play.data.collate import WEIGHTS, Batch, RowPart, TokenSequence, labell
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 
-# Keys of a micro-batch that are not inputs of the model; N labelled tokens
+# Keys of a micro-batch that are not inputs of the model; N labeled tokens
 REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
 LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
 LOSS_TARGETS = "loss_targets"  # (N,)
@@ -19,7 +19,7 @@ LOSS_GROUPS = "loss_groups"  # `WeightGroups` of them in this order; missing: ea
 
 
 class WeightGroups(NamedTuple):
-    """Labelled tokens by their weight in the loss: G groups of consecutive tokens."""
+    """Labeled tokens by their weight in the loss: G groups of consecutive tokens."""
 
     weights: Tensor  # (G,) float32
     counts: list[int]  # of tokens
@@ -27,13 +27,13 @@ class WeightGroups(NamedTuple):
 
 
 def total_weight(batch: Batch) -> float:
-    """Return the weights of a micro-batch's labelled tokens, summed: their number, as a rule."""
+    """Return the weights of a micro-batch's labeled tokens, summed: their number, as a rule."""
     groups = batch.get(LOSS_GROUPS)
     return float(len(batch[LOSS_TARGETS])) if groups is None else groups.total
 
 
 def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:
-    """Return the nats of a micro-batch's labelled tokens times their weights, summed, with a graph.
+    """Return the nats of a micro-batch's labeled tokens times their weights, summed, with a graph.
 
     `wrapped` is the model, or what calls it. What is no input of the model is taken from `inputs`.
     """
@@ -61,7 +61,7 @@ def collate_for_step(
     sequences: Sequence[TokenSequence],
     part: RowPart | None = None,
 ) -> Batch:
-    """Return the collated batch with its labelled tokens and the lengths of its real documents.
+    """Return the collated batch with its labeled tokens and the lengths of its real documents.
 
     They are found on the CPU: on a GPU the count would force a synchronization. `part` cuts out
     what this rank computes of it.

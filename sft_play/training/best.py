@@ -1,6 +1,6 @@
 """Divergence, and the best checkpoint: when to end, what is kept, what is saved.
 
-A run diverges without NaN where its loss rises to that of a uniform guess, and stays there. The
+A run diverges without NaN if its loss rises to that of a uniform guess, and stays there. The
 best checkpoint is that by train.metric_for_best_model.
 """
 
@@ -94,7 +94,7 @@ class LossWatch:
         return (
             f"loss={loss:.4g} before training is no better than a uniform guess over the "
             f"vocabulary ({self.uniform:.4g}): see that MODEL_NAME and its tokenizer belong "
-            "together, or go on if the model is to be trained from random weights"
+            "together, or continue if the model is to be trained from random weights"
         )
 
     def replay(self, log_history: LogHistory) -> None:
@@ -121,8 +121,8 @@ class LossWatch:
     def conclude(self, step: int, after: float = math.nan, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
 
-        NaN where they were not scored.
-        Random weights may end a few steps as guesses: they have learned where held-out rows say so.
+        NaN if they were not scored.
+        Random weights may end a few steps as guesses: they have learned if held-out rows say so.
         `is_best` says that the best weights are those that were scored, and are published.
         Raises: DivergedError.
         """
@@ -142,7 +142,7 @@ class LossWatch:
             )
 
     def diverge(self, error: DivergedError, step: int) -> None:
-        """Note that the run has diverged. Raises: DivergedError where nothing else is published."""
+        """Note that the run has diverged. Raises: DivergedError if nothing else is published."""
         best = self.best_step()
         if best is not None and not self.diverged:
             logger.warning(
@@ -186,11 +186,11 @@ class EarlyStopping(TrainerCallback):
                 *(best_step(state.log_history, self.metric), since, self.patience),
             )
 
-    on_train_begin = on_evaluate  # no step more where the run had ended before it was resumed
+    on_train_begin = on_evaluate  # no step more if the run had ended before it was resumed
 
 
 def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
-    """Refuse to take the best weights where FSDP divides those that train.
+    """Refuse to take the best weights if FSDP divides those that train.
 
     Raises: ConfigError.
     """

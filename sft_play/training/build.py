@@ -149,13 +149,13 @@ def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuar
 
 
 def peak_flops(plan: RunPlan) -> float | None:
-    """Return the operations a second of the planned card's data sheet, None where not known."""
+    """Return the operations a second of the planned card's data sheet, None if not known."""
     is_known = plan.card is not None and plan.step.is_gpu and plan.step.is_half
     return plan.card.flops if is_known else None
 
 
 def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None:
-    """Return what counts the operations of documents; None where they say nothing of speed."""
+    """Return what counts the operations of documents; None if they say nothing of speed."""
     if peak_flops(plan) is None:
         return None
     step = plan.step
@@ -200,8 +200,8 @@ def build_evaluator(
 ) -> Evaluator:
     """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 
-    Answers end where those of the saved model will: where the answers of the training rows end, and
-    where the base's own generation does.
+    Answers end if those of the saved model will: where the answers of the training rows end, and
+    if the base's own generation does.
     """
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp or plan.is_expert_parallel

@@ -144,7 +144,7 @@ class Work(NamedTuple):
     steps: int
     tokens: int  # without padding and fillers
     rows: int
-    flops: float  # that the rows cannot do without; 0 where nothing counts them
+    flops: float  # that the rows cannot do without; 0 if nothing counts them
 
     def since(self, before: "Work") -> "Work":
         """Return the work between two moments."""
@@ -155,7 +155,7 @@ class Throughput(TrainerCallback):
     """Measures tokens per second after the first step, which compiles and allocates.
 
     `tokens` is the number of real tokens that this rank has trained, counted on the CPU, as are
-    `rows` and `flops`. `flops_of(lengths, labelled)` counts the operations of documents.
+    `rows` and `flops`. `flops_of(lengths, labeled)` counts the operations of documents.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Progress(TrainerCallback):
 
 
 class FirstStep(TrainerCallback):
-    """A context in which the first step, which compiles, says every few seconds that it goes on."""
+    """A context in which the first step, which compiles, reports every few seconds."""
 
     def __init__(self, process: Process):
         self.is_shown = process.is_main

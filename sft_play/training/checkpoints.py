@@ -198,7 +198,7 @@ def load_random_state(trainer: "SftTrainer", checkpoint: Path) -> None:
 def take_best(trainer: "SftTrainer", train: TrainSection) -> dict[str, Any] | None:
     """Put the weights of the best checkpoint into the model, and return which one it is.
 
-    None where that is not asked for, or no checkpoint was scored. Every rank must call it.
+    None if that is not asked for, or no checkpoint was scored. Every rank must call it.
     """
     metric = metric_of(train)
     history = trainer.state.log_history

@@ -30,7 +30,7 @@ WRAPPERS_OF_STRATEGY = {
     "single": (None,),
     "ddp": ("DistributedDataParallel",),
     "fsdp": (None, "DistributedDataParallel"),  # that of adapters, over divided weights
-    "ep": (None, "DistributedDataParallel"),  # without one where experts alone are trained
+    "ep": (None, "DistributedDataParallel"),  # without one if experts alone are trained
     "deepspeed": ("DeepSpeedEngine",),
 }
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
@@ -152,7 +152,7 @@ def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
     """Compare the trained weights of all ranks, bit by bit. Every rank must call it.
 
     Experts that a rank has for itself are left out.
-    Raises: EnvironmentFault, on every rank, where they differ.
+    Raises: EnvironmentFault, on every rank, if they differ.
     """
     own = bit_sums({name: p for name, p in _trained(model).items() if part_of(p) is None})
     sums = process.gather(own)

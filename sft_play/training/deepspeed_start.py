@@ -45,9 +45,9 @@ def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
 
 
 def compile_cpu_adam(process: Process) -> None:
-    """Compile the optimizer of the CPU, one rank of each machine, where it is not compiled yet.
+    """Compile the optimizer of the CPU, one rank of each machine, if it is not compiled yet.
 
-    Every rank must call it. Raises: EnvironmentFault where it cannot be compiled.
+    Every rank must call it. Raises: EnvironmentFault if it cannot be compiled.
     """
     failure = None
     if process.local_rank == 0:
@@ -69,7 +69,7 @@ def _build_folder() -> Path:
         return Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
     except OSError as error:
         raise EnvironmentFault(
-            f"{error.strerror}: {error.filename}, where DeepSpeed keeps what it compiles; set "
+            f"{error.strerror}: {error.filename}, if DeepSpeed keeps what it compiles; set "
             "TORCH_EXTENSIONS_DIR to a folder that can be written"
         ) from error
 
@@ -92,7 +92,7 @@ def free_lock(lock: Path) -> None:
         logger.warning("process %d compiles %s already; waiting for it", holder, lock.parent)
     elif _may_be_held_elsewhere(lock):
         logger.warning(
-            "%s says that another user, container or machine compiles; waiting for it. Where none "
+            "%s says that another user, container or machine compiles; waiting for it. If none "
             "does, an earlier run was killed: rm %s",
             lock,
             lock,

@@ -42,7 +42,7 @@ class DryRun:
     """A context that measures steps.
 
     On leaving it restores buffers, gradients, optimizer state and random state, and checks that no
-    weight has changed. `steps_optimizer` must be False where the optimizer's state must survive or
+    weight has changed. `steps_optimizer` must be False if the optimizer's state must survive or
     cannot be dropped: on a resumed run, under DeepSpeed (whose optimizer steps other tensors), and
     for paged optimizers (whose pages are never freed).
 
@@ -73,7 +73,7 @@ class DryRun:
     def measure(self, layout: Layout) -> Point | None:
         """Return the peak memory of a step of full rows on this rank; None if it does not fit.
 
-        Where ranks divide weights the out-of-memory error is raised, since the others wait for
+        If ranks divide weights the out-of-memory error is raised, since the others wait for
         this one inside their passes. The first call takes a warm-up step that is not counted: it
         allocates what is kept, such as optimizer state, workspaces and compiled kernels.
         """
@@ -100,7 +100,7 @@ class DryRun:
         return None
 
     def _step(self, batch: Batch, accumulates: bool) -> dict[str, int]:
-        """Return the peak of each phase, over two micro-steps where gradients accumulate."""
+        """Return the peak of each phase, over two micro-steps if gradients accumulate."""
         first = self._micro_step(dict(batch))
         last = self._micro_step(dict(batch)) if accumulates else first
         peaks = {name: max(first[name], last[name]) for name in first}
@@ -141,7 +141,7 @@ class DryRun:
 def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
     """Return a micro-batch of `rows` rows padded to `length` tokens, collated as in the run.
 
-    Every token but the first is labelled. Each row is one token short, so that whatever padding
+    Every token but the first is labeled. Each row is one token short, so that whatever padding
     needs, such as a mask, is allocated as well. Of a run on images each row begins with samples
     that have the most.
     """

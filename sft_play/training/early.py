@@ -11,7 +11,7 @@ from sft_play.training import peers
 def wait(descriptor: int, parent: int) -> str:
     """Return the run folder that comes on a pipe, once everything is imported.
 
-    Ends this process where none comes, and with the command that started it: it says why it failed.
+    Ends this process if none comes, and with the command that started it: it says why it failed.
     """
     stops.end_with_parent(parent=parent)
     opener.start()

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class RouterLoss:
     """Takes the load-balancing loss from a model's forward passes, and keeps its mean for the log.
 
-    A micro-batch counts by its share of the step's labelled tokens, so that the loss has the same
+    A micro-batch counts by its share of the step's labeled tokens, so that the loss has the same
     weight however a step is cut. The balance itself is that of a micro-batch, as in transformers.
     """
 
@@ -73,9 +73,9 @@ class RouterLoss:
 
 
 def router_loss_of(model: nn.Module, config: Config) -> RouterLoss | None:
-    """Return the load-balancing loss of a run, None where it is off.
+    """Return the load-balancing loss of a run, None if it is off.
 
-    Raises: ConfigError where a coefficient is set for a model that does not compute it.
+    Raises: ConfigError if a coefficient is set for a model that does not compute it.
     """
     wanted = config.train.router_aux_loss_coef
     base = base_model_of(model)
@@ -124,11 +124,11 @@ class ExpertUse:
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             choices = _choices(args, kwargs)
             if choices is not None and is_training(module):
-                # the largest number stands for no expert, where a router has that
+                # the largest number stands for no expert, if a router has that
                 numbers = choices.detach().reshape(-1).to(torch.int64).clamp(max=len(counts) - 1)
                 counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
-        # before the tokens of all ranks meet, where these share the experts
+        # before the tokens of all ranks meet, if these share the experts
         module.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
 
     def tokens_of_experts(self, process: Process) -> dict[str, list[int]]:

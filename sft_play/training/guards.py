@@ -44,7 +44,7 @@ class StepFacts(NamedTuple):
     values: Tensor  # (1 + micro-batches,): the gradient norm, and each loss
     arrival: torch.cuda.Event | None  # of the values in host memory
     is_bad: bool | None  # None: the norm decides
-    was_applied: bool  # whether the optimizer may have written it all the same
+    was_applied: bool  # whether the optimizer may have written it anyway
 
 
 class BadStep(NamedTuple):
@@ -72,7 +72,7 @@ class StepGuard:
         self.most_skipped = most_skipped
         self.rows_of = rows_of
         self.skipped: list[int] = []  # the steps that were left out
-        self._losses: list[Tensor] = []  # of the micro-batches of the step that goes on
+        self._losses: list[Tensor] = []  # of the micro-batches of the step that continues
         self._loss_before: Tensor | None = None  # summed since the last log
         self._facts: deque[StepFacts] = deque()
 
@@ -152,7 +152,7 @@ class StepGuard:
             )
         if facts.was_applied:
             raise DivergedError(
-                f"{where}: DeepSpeed has trained it all the same; leave bf16.check_grad_overflow "
+                f"{where}: DeepSpeed has trained it anyway; leave bf16.check_grad_overflow "
                 "out of DEEPSPEED_CONFIG"
             )
         self.skipped.append(facts.step)
@@ -248,7 +248,7 @@ class GradientWatch:
         if self.stops and any("lora_" in name for name in missed):
             raise DivergedError(
                 f"{cause}; leave it out of TUNING_LORA_TARGET_MODULES, or set "
-                "TRAIN_ON_UNTRAINED=warn to go on without it"
+                "TRAIN_ON_UNTRAINED=warn to continue without it"
             )
         if self.process.is_main:
             logger.warning("warning: %s", cause)
@@ -278,7 +278,7 @@ class Movement:
         return any(process.gather(has_changed))
 
     def check(self, process: Process, steps: int, learning_rate: float) -> None:
-        """Raise DivergedError on every rank where none of the numbers has changed on any."""
+        """Raise DivergedError on every rank if none of the numbers has changed on any."""
         if not self.has_moved(process):
             dtype = str(self.before[0].dtype).removeprefix("torch.")
             raise DivergedError(

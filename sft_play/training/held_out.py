@@ -73,7 +73,7 @@ class HeldOutEvaluation:
     def score(self, when: str) -> None:
         """Score the model as it is now; `when` is "before" or "after". Every rank must call it.
 
-        Before, that is the base as it was published, also where it is trained to be rounded.
+        Before, that is the base as it was published, also if it is trained to be rounded.
         """
         is_plain = when == "before"
         plain = as_trained(self.trainer.model) if is_plain else contextlib.nullcontext()
@@ -213,7 +213,7 @@ def fact_line(report: RunReport) -> str:
 
 def _sample_lines(before: SampleAnswer, after: str) -> list[str]:
     prompt = " ".join(before.prompt.split())
-    if len(prompt) > WIDTH:  # keep the end, where the question is
+    if len(prompt) > WIDTH:  # keep the end, if the question is
         prompt = f"...{prompt[3 - WIDTH :]}"
     return [
         f"prompt   {prompt}",

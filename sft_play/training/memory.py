@@ -265,7 +265,7 @@ class MemoryMeter:
 def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
     """Return the current bytes on `device` of weights, adapters, gradients and optimizer.
 
-    Each storage counts once and as a whole; the constants of quantised weights are included.
+    Each storage counts once and as a whole; the constants of quantized weights are included.
     `optimizer` may be wrapped, or None.
     """
     optimizers = [] if optimizer is None else list(_unwrapped(optimizer))

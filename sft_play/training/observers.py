@@ -37,7 +37,7 @@ BEAT_SECONDS = 5.0  # between two signs of life
 class MetricsFile(TrainerCallback):
     """Appends what is logged, and every BEAT_SECONDS the step and the load of the GPUs.
 
-    The signs of life come from a thread, until `end`: they go on during evaluations
+    The signs of life come from a thread, until `end`: they continue during evaluations
     and while a rank hangs. Without a `path`, as on other ranks than the main one, it does nothing.
     """
 
@@ -49,7 +49,7 @@ class MetricsFile(TrainerCallback):
     ):
         self.path = path
         self.latest_gpus = latest_gpus  # of this machine
-        self.gpus_of_log = gpus_of_log  # of all machines, where there is a log of a loss
+        self.gpus_of_log = gpus_of_log  # of all machines, if there is a log of a loss
         self._state: Any = None  # the trainer's, from the begin of training on
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -64,8 +64,8 @@ class MetricsFile(TrainerCallback):
             return
         self._state = state
         metrics.forget_after(self.path, state.global_step)
-        has_begun = self.path.exists()  # this run goes on in its folder
-        for entry in [] if has_begun else state.log_history:  # of the run that it goes on from
+        has_begun = self.path.exists()  # this run continues in its folder
+        for entry in [] if has_begun else state.log_history:  # of the run that it continues from
             step = entry["step"]
             metrics.append(self.path, MetricsLine(step, state.max_steps, values=numbers_in(entry)))
         self._append(gpus=())
@@ -140,7 +140,7 @@ class GpuSampler:
         return cls({number: uuid for number, (there, uuid) in enumerate(found) if there == host})
 
     def begin(self) -> threading.Thread | None:
-        """Begin to sample, and return the thread that does; None where there is no GPU."""
+        """Begin to sample, and return the thread that does; None if there is no GPU."""
         if not self.uuid_of_rank:
             return None
         thread = threading.Thread(target=self._sample, name="gpus", daemon=True)
@@ -221,7 +221,7 @@ class Observers:
         self.metrics_file.end()
 
     def close(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """Show the settings beside the last scores, and end the trackers."""
+        """Show the settings next to the last scores, and end the trackers."""
         if scores:
             self.trackers.note_scores(settings, scores)
         self.trackers.close()

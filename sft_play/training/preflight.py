@@ -58,7 +58,7 @@ SAME_VERSIONS = "install the same on all machines (make install), of the same co
 SAME_FILES = "all machines need the same files; copy them, or read them from a shared disk"
 SAME_SETTINGS = (
     "start all machines with the same command and config; numbers that are auto follow from "
-    "each machine's own GPUs, so set them where GPUs differ"
+    "each machine's own GPUs, so set them if GPUs differ"
 )
 # How the names of what must agree start: a cause comes before what follows from it
 DIFFERENCES: tuple[tuple[str | tuple[str, ...], type[SftPlayError], str], ...] = (
@@ -217,7 +217,7 @@ def refuse_little_memory(ranks: Sequence[RankFacts], context: RunContext) -> Non
 
 
 def refuse_little_shared_memory(context: RunContext) -> None:
-    """Raise EnvironmentFault where the batches of data loaders' workers do not fit into /dev/shm.
+    """Raise EnvironmentFault if the batches of data loaders' workers do not fit into /dev/shm.
 
     torch drops a batch that does not, and the rank would wait for it without end.
     """
@@ -234,7 +234,7 @@ def refuse_little_shared_memory(context: RunContext) -> None:
 
 
 def refuse_little_disk(ranks: Sequence[RankFacts], needed: int) -> None:
-    """Raise EnvironmentFault where the disk of a run folder that is written has too little room.
+    """Raise EnvironmentFault if the disk of a run folder that is written has too little room.
 
     Rank 0 writes checkpoints; ranks that see its folder share its disk.
     """
@@ -292,7 +292,7 @@ def _word(value: Any) -> str:
 def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
     """Call `give_up(cause)` in a thread where what the ranks do inside does not end in time.
 
-    While they join, the group's own timeout counts, which gloo does not keep where addresses are
+    While they join, the group's own timeout counts, which gloo does not keep if addresses are
     wrong; machines may start minutes apart. Then they are all there.
     """
     seconds = process.timeout.total_seconds()
@@ -319,7 +319,7 @@ def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) 
 def measure_collectives(process: Process) -> Collectives:
     """Sum over all ranks, on their devices, and return how fast. Every rank must call it.
 
-    Raises: EnvironmentFault where the sum is wrong.
+    Raises: EnvironmentFault if the sum is wrong.
     """
     check_sum(process)
     if not process.is_gpu:

@@ -40,8 +40,8 @@ class ProbeResult:
     """The layout that will run, and the measurements behind it."""
 
     layout: Layout
-    points: tuple[Point, ...]  # the two of the fit first, where there is one
-    fit: MeasuredFit | None  # None where nothing was chosen
+    points: tuple[Point, ...]  # the two of the fit first, if there is one
+    fit: MeasuredFit | None  # None if nothing was chosen
     memory: StepBytes | None  # of the layout, as measured; None without a GPU
     budget_bytes: int
     is_cached: bool

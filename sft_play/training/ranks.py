@@ -43,7 +43,7 @@ WATCH_KEY = "sft_play/watch"
 TICK_SECONDS = 1.0
 GONE_SECONDS = 4.0  # in which a rank that failed is heard of by the failure broadcast
 SLOW_STEPS = 20.0  # times the slowest step so far is no step any more
-SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes where each of its threads is
+SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes if each of its threads is
 
 
 class FailureBroadcast:
@@ -77,7 +77,7 @@ class FailureBroadcast:
 
         First wait until all ranks have answered, for ACKNOWLEDGE_SECONDS at most. The process ends
         without destroying the process group, which would wait for the other ranks. If several ranks
-        fail, all exit with the class of the first one. Where the machine of the store is cut off,
+        fail, all exit with the class of the first one. If the machine of the store is cut off,
         asking it would take until TCP gives up, so the process ends without an answer.
         """
         last = threading.Timer(2 * ACKNOWLEDGE_SECONDS, os._exit, (exit_class,))
@@ -125,7 +125,7 @@ class Peer(NamedTuple):
     process: ProcessId
 
     def is_gone(self) -> bool:
-        """Return whether its process has ended; False where it cannot be seen."""
+        """Return whether its process has ended; False if it cannot be seen."""
         return self.process.is_alive() is False
 
 
@@ -240,7 +240,7 @@ class RankWatch(TrainerCallback):
         return None
 
     def _show_stacks(self) -> None:
-        """Write where each rank of this machine is; one that is stopped has to go on for that."""
+        """Write if each rank of this machine is; one that is stopped has to continue for that."""
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         for peer in self.peers:
             if peer.process.is_alive():
@@ -275,7 +275,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, context: RunContext, recorder: RunRecorder) -> Self:
-        """Join the other ranks, and from then on fail with them; give up where they do not come."""
+        """Join the other ranks, and from then on fail with them; give up if they do not come."""
         process = context.process
         with limited(process, recorder.abandon, is_joining=True):
             runtime.join_group(context.plan, process.timeout)

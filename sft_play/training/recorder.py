@@ -134,7 +134,7 @@ class RunRecorder:
         trainer.note_saved = self.note_checkpoint
 
     def note_checkpoint(self, checkpoint: Path) -> None:
-        """Write that a run which is killed from now on can go on from here."""
+        """Write that a run which is killed from now on can continue from here."""
         command = resume_command(self.folder, self.report)
         self.update(global_step=step_of(checkpoint), checkpoint=str(checkpoint), next=command)
 
@@ -211,7 +211,7 @@ class RunRecorder:
         """Raise KeyboardInterrupt on a signal, and note whether ranks were gone when it came.
 
         Not while an error is recorded, which ends this rank: its cause would be lost. A launcher
-        sends the signal where another rank ended, just when this one misses it.
+        sends the signal if another rank ended, just when this one misses it.
         """
         if self.is_recording_error:
             return
@@ -262,7 +262,7 @@ class RunRecorder:
         if self.report.checkpoint is None:
             return "nothing is kept of its training"
         newest = f"its newest checkpoint is {self.report.checkpoint}"
-        return f"{newest}: go on with {self.report.next}" if self.report.next else newest
+        return f"{newest}: continue with {self.report.next}" if self.report.next else newest
 
     def _explain(self, error: BaseException, cause: str) -> str:
         """Return the explained cause of an out-of-memory error, and add the facts to the report."""

@@ -126,7 +126,7 @@ def _device(ranks: Ranks, local_rank: int) -> torch.device:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that says once that it cannot be written, as on a full disk: the run goes on."""
+    """A log file that says once that it cannot be written, as on a full disk: the run continues."""
 
     cannot_be_written = False
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # auto opens what takes seconds: a GPU reads some GB a second, a CPU computes the rows slowly
 MOST_BYTES = {"cuda": 40e9, "cpu": 0.5e9}
-ROOM = 1.3  # times the weights, on the GPU beside the trained model
+ROOM = 1.3  # times the weights, on the GPU next to the trained model
 
 
 def save_weights(
@@ -76,7 +76,7 @@ def check_and_describe(
     trained: Mapping[str, Tensor] | None,
     is_complete: bool,
 ) -> None:
-    """Read the saved weights back, and write what others need to know of them beside them."""
+    """Read the saved weights back, and write what others need to know of them next to them."""
     mode = context.config.tuning.mode
     name, left_out = "the saved weights are finite and equal those in memory", None
     if trained is None:
@@ -136,7 +136,7 @@ def reopen_saved(
 ) -> None:
     """Open saved weights in a fresh process, and hold them to the trained model.
 
-    Raises: CheckpointError where they say something else.
+    Raises: CheckpointError if they say something else.
     """
     reference = Reference.read(context.folder.evaluation)
     if reference is None:
@@ -160,12 +160,12 @@ def reopen_saved(
         elif faults:
             raise CheckpointError(
                 f"{weights}: opened by plain transformers it is not what was evaluated: "
-                f"{'; '.join(faults)}; set TRAIN_REOPEN_SAVED=false to save it all the same"
+                f"{'; '.join(faults)}; set TRAIN_REOPEN_SAVED=false to save it anyway"
             )
 
 
 def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | None:
-    """Return why saved weights are not opened again, None where they are."""
+    """Return why saved weights are not opened again, None if they are."""
     config = context.config
     asked = config.train.reopen_saved
     if asked is False:
@@ -181,7 +181,7 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
     dtype = weight_dtype(config, context.process.compute_dtype)
     size = count_parameters(trainer.model).total * dtype.itemsize
     if size > MOST_BYTES[device.type]:
-        return f"{size / 1e9:.1f} GB; TRAIN_REOPEN_SAVED=true opens it all the same"
+        return f"{size / 1e9:.1f} GB; TRAIN_REOPEN_SAVED=true opens it anyway"
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
@@ -219,7 +219,7 @@ def check_saved_adapter(
         )
     if is_complete and not any(tensor.any() for name, tensor in _saved(folder) if "lora_B" in name):
         raise DivergedError(
-            f"{folder}: the adapter is as it was initialised, so nothing was learned; raise "
+            f"{folder}: the adapter is as it was initialized, so nothing was learned; raise "
             "TRAIN_LEARNING_RATE or the number of steps "
             "(the first one of a warm-up has a learning rate of 0)"
         )

@@ -44,10 +44,10 @@ def log_large_weights(context: RunContext) -> None:
     found = "from the hub or its cache"
     if files:
         found = f"{size / 1e9:.1f} GB in {len(files)} files"
-    quantised = ", quantised to 4 bits" if context.config.tuning.mode == "qlora" else ""
+    quantized = ", quantized to 4 bits" if context.config.tuning.mode == "qlora" else ""
     if context.config.tuning.has_float8_base:
-        quantised = ", quantised to float8"
-    logger.info("loading %s: %s to %s%s", model.name, found, context.process.device, quantised)
+        quantized = ", quantized to float8"
+    logger.info("loading %s: %s to %s%s", model.name, found, context.process.device, quantized)
 
 
 def held_memory(process: Process) -> str:

@@ -22,7 +22,7 @@ class RankLog:
     """What one rank measured since the last log."""
 
     loss: float  # its shares of the logged loss, summed over steps
-    token_share: float  # of the labelled tokens of each step, summed over steps
+    token_share: float  # of the labeled tokens of each step, summed over steps
     work: Work | None  # None before the second step
     seconds: dict[str, float]  # by part of a step
     memory: dict[str, float]  # GiB by kind
@@ -32,7 +32,7 @@ class RankLog:
 class StepLog:
     """Collects what the ranks measured, at each log of a loss.
 
-    `peak_flops` is the card's number of operations a second, None where it is not known.
+    `peak_flops` is the card's number of operations a second, None if it is not known.
     `mean_gpus` returns the mean load since it was last called of the GPUs that this rank samples.
     """
 
@@ -61,7 +61,7 @@ class StepLog:
         self.times.take()
 
     def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
-        """Add a micro-batch's share of its step's loss, and of the step's labelled tokens."""
+        """Add a micro-batch's share of its step's loss, and of the step's labeled tokens."""
         self._loss = self._loss + loss  # stays on the GPU
         self._token_share += token_share
 

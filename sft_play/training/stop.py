@@ -1,4 +1,4 @@
-"""A rank that is told to stop: when it obeys, what it keeps, and what happens where it cannot."""
+"""A rank that is to stop: when it obeys, what it keeps, and what happens if it cannot."""
 
 import logging
 import os
@@ -69,7 +69,7 @@ class StopOnSignal(TrainerCallback):
             evaluator.is_stopping = lambda: self.signals.requested
 
     def _obey(self, number: signal.Signals) -> None:
-        """Stop now where nothing is lost by it, else say when."""
+        """Stop now if nothing is lost by it, else say when."""
         if self.recorder.is_recording_error:  # it ends by itself
             return
         if not self.has_begun or peers.missing_ranks():
@@ -154,7 +154,7 @@ class StopAfter(TrainerCallback):
 
 
 def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
-    """Return why the run stopped before its last step; None where it did not."""
+    """Return why the run stopped before its last step; None if it did not."""
     if stop.stopped:
         return "on request"
     return "by train.stop_after" if stop_after.stopped else None

@@ -165,7 +165,7 @@ class SftTrainer(Trainer):
             self.train_step(micro_batches, labelled_tokens, epoch + (step + 1) / steps)
             if self.control.should_training_stop:
                 break
-        if not self.control.should_epoch_stop:  # the run is told to end, and not by its schedule
+        if not self.control.should_epoch_stop:  # the run ends, and not by its schedule
             self.call("on_epoch_end")
             self.evaluate_and_save()
 
@@ -194,7 +194,7 @@ class SftTrainer(Trainer):
         rate = self._get_learning_rate()
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
-        # FSDP has other parameters around each pass where it divides those that train
+        # FSDP has other parameters around each pass if it divides those that train
         for parameter in self.parameters or model.parameters():
             parameter.grad = None
         self.state.global_step += 1
@@ -230,7 +230,7 @@ class SftTrainer(Trainer):
         """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return Trainer's optimizer; B of LoRA+ and towers have groups where they have rates."""
+        """Return Trainer's optimizer; B of LoRA+ and towers have groups if they have rates."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -259,9 +259,9 @@ class SftTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
     def get_batch_samples(self, batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
-        """Return the micro-batches of one step, and the weight of labelled tokens on all ranks.
+        """Return the micro-batches of one step, and the weight of labeled tokens on all ranks.
 
-        That is their number where each weighs 1. Adds the work of this rank to the throughput.
+        That is their number if each weighs 1. Adds the work of this rank to the throughput.
         """
         self.guard.begin(self.summed_loss)
         started = time.perf_counter()
@@ -323,7 +323,7 @@ class SftTrainer(Trainer):
         return clip_gradients(self, self.parameters or self.model_wrapped.parameters())
 
     def log_step(self, norm: Tensor | float, rate: float) -> None:
-        """Log the mean loss of the steps since the last log, where a log is due."""
+        """Log the mean loss of the steps since the last log, if a log is due."""
         steps = self.state.global_step - self.step_log.logged_step
         if not self.control.should_log or steps == 0:
             return
@@ -333,7 +333,7 @@ class SftTrainer(Trainer):
         self.log({"loss": loss / steps, "grad_norm": float(norm), "learning_rate": rate})
 
     def evaluate_and_save(self) -> None:
-        """Evaluate, and save a checkpoint, where the callbacks have asked for it."""
+        """Evaluate, and save a checkpoint, if the callbacks have asked for it."""
         if not self.continues(self.guard.end_step):
             return
         if self.control.should_evaluate:

@@ -241,16 +241,16 @@ def score_after(
     stop: StopOnSignal,
     is_last: bool,
 ) -> None:
-    """Score the test rows; told to stop meanwhile, save a checkpoint that goes on with it.
+    """Score the test rows; told to stop meanwhile, save a checkpoint that continues with it.
 
-    With `is_last` the run is not to go on, and the best weights are taken where that is asked for.
+    With `is_last` the run does not continue, and the best weights are used if that is asked for.
     """
     try:
         if not stop.stopped:
             if is_last:
                 takes_best = context.config.train.load_best_model_at_end
                 if takes_best and trainer.loss_watch.diverged is None:
-                    save_now(trainer)  # to go on from, while the model has these weights
+                    save_now(trainer)  # to continue from, while the model has these weights
                 held_out.recorder.note(best=take_best(trainer, context.config.train))
             held_out.score("after")
             note_reference(context, held_out)
@@ -318,7 +318,7 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
         logger.info("%s", trainer.graphs.counts.line())
     if stopped is not None:
         folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
-        cause = f"stopped {stopped} at step {step}; go on with TRAIN_RESUME_FROM={folder}"
+        cause = f"stopped {stopped} at step {step}; continue with TRAIN_RESUME_FROM={folder}"
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)

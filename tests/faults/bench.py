@@ -38,7 +38,7 @@ MOST_SAID = 1500  # characters: one line, or a table of settings
 class Outcome:
     """What became of a run that met a fault."""
 
-    exit_class: int  # 0 where it goes on
+    exit_class: int  # 0 where it continues
     said: str  # the cause, or the line that names the fault
     reached: int | None = None  # the last step that was trained
     goes_on_from: int | None = None  # the step of the checkpoint that a resume takes
@@ -105,7 +105,7 @@ class Bench:
         return self.outcome(folder, code, shown.getvalue())
 
     def outcome(self, folder: RunFolder, code: int, shown: str) -> Outcome:
-        """Return what a run's folder says, and the checkpoint that it goes on from."""
+        """Return what a run's folder says, and the checkpoint that it continues from."""
         if not (folder.path / "run.json").exists():
             return Outcome(code, cause_in(shown))
         report = folder.read_report()
@@ -201,7 +201,7 @@ def problems(fault: Fault, outcome: Outcome, seconds: float, left: list[str]) ->
         found.append("more than a cause and its fix")
     if fault.loses is not None:
         if outcome.goes_on_from is None:
-            found.append("no checkpoint to go on from")
+            found.append("no checkpoint to continue from")
         elif outcome.reached - outcome.goes_on_from > fault.loses:
             found.append(f"step {outcome.reached} was reached, {outcome.goes_on_from} is left")
     if seconds > fault.seconds:

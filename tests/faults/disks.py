@@ -68,7 +68,7 @@ def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
 
 
 def full_of_rows(bench: Bench) -> Outcome:
-    """The disk of the cache is full when rows are tokenised."""
+    """The disk of the cache is full when rows are tokenized."""
     with disk(bench.folder / "small", 1) as small:
         fill(small, 8 << 10)
         return called(bench, {"data.cache_dir": small})
@@ -282,7 +282,7 @@ ROWS = (
     ),
     Fault(
         "full-cache",
-        "the disk of the cache is full when rows are tokenised",
+        "the disk of the cache is full when rows are tokenized",
         full_of_rows,
         ExitClass.DISK_FULL,
         ("No space left on device", "free some space"),
@@ -335,7 +335,7 @@ ROWS = (
         "the run's folder is removed while it trains",
         removed(lambda bench: bench.last.path),
         ExitClass.ENVIRONMENT,
-        ("its folder was removed meanwhile", "start the run anew"),
+        ("its folder was removed meanwhile", "start the run again"),
         CLASSES,
     ),
     Fault(
@@ -357,15 +357,15 @@ ROWS = (
     ),
     Fault(
         "cache-removed",
-        "the tokenised rows are removed before the ranks read them",
+        "the tokenized rows are removed before the ranks read them",
         removed_before("data.cache_dir"),
         ExitClass.DATA,
-        ("start the run anew, which makes them again",),
+        ("start the run again, which makes them again",),
         CLASSES,
     ),
     Fault(
         "rows-removed",
-        "the file of rows is removed after it was tokenised",
+        "the file of rows is removed after it was tokenized",
         removed_before("data.train_path"),
         ExitClass.DONE,
         (),

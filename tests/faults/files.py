@@ -1,4 +1,4 @@
-"""Faults of files: checkpoints, trained weights, tokenised rows, edited JSON, clocks that jump."""
+"""Faults of files: checkpoints, trained weights, tokenized rows, edited JSON, clocks that jump."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def flip(path: Path, position: int | None = None, mask: int | None = None) -> No
 
 
 def resumed(damage: Damage) -> Callable[[Bench], Outcome]:
-    """Return an injection: the run is to go on, after its checkpoints were damaged."""
+    """Return an injection: the run is to continue, after its checkpoints were damaged."""
 
     def inject(bench):
         run = bench.copy()
@@ -307,7 +307,7 @@ OTHERS = (
         "every checkpoint has a flipped bit",
         resumed(damage_all),
         ExitClass.CHECKPOINT,
-        ("holds no complete checkpoint", "choose another run or start anew"),
+        ("holds no complete checkpoint", "choose another run or start again"),
         SEALED,
         5,
         None,
@@ -318,7 +318,7 @@ OTHERS = (
         "a checkpoint that is named itself has a flipped bit",
         named,
         ExitClass.CHECKPOINT,
-        ("optimizer.pt has SHA-256", "go on with TRAIN_RESUME_FROM="),
+        ("optimizer.pt has SHA-256", "continue with TRAIN_RESUME_FROM="),
         SEALED,
         5,
         None,
@@ -368,7 +368,7 @@ def fill_cache(folder: Path) -> None:
 
 
 def cached(damage: Damage) -> Callable[[Bench], Outcome]:
-    """Return an injection: tokenised rows are damaged, and a run asks for them again."""
+    """Return an injection: tokenized rows are damaged, and a run asks for them again."""
 
     def inject(bench):
         root = bench.folder / "cache"
@@ -392,14 +392,14 @@ def huge_id(entry: Path) -> None:
 
 def of_cache(name: str, injected: str, damage: Damage, says: str) -> Fault:
     inject = cached(damage)
-    says_all = (says, "are tokenised again")
+    says_all = (says, "are tokenized again")
     return Fault(name, injected, inject, ExitClass.DONE, says_all, SEALED, 5, None, True)
 
 
 CACHE = (
     of_cache(
         "cache-flip-ids",
-        "one bit of the tokenised rows flips",
+        "one bit of the tokenized rows flips",
         lambda entry: flip(entry / "ids.bin"),
         "ids.bin has SHA-256",
     ),

@@ -59,7 +59,7 @@ def of_environment(**variables: str) -> Callable[[Bench], Outcome]:
 
 
 def resumed_with(changes: dict[str, object]) -> Callable[[Bench], Outcome]:
-    """Return an injection: a run goes on from a checkpoint, with something changed."""
+    """Return an injection: a run continues from a checkpoint, with something changed."""
 
     def inject(bench):
         run = bench.copy()
@@ -193,7 +193,7 @@ def wrong(name: str, injected: str, inject: Callable[[Bench], Outcome], *says: s
 def refused(
     name: str, injected: str, inject: Callable[[Bench], Outcome], says: str, guard: Guard
 ) -> Fault:
-    """Return a row: a run may not go on from its checkpoint, and nothing is loaded."""
+    """Return a row: a run may not continue from its checkpoint, and nothing is loaded."""
     return Fault(name, injected, inject, ExitClass.CHECKPOINT, (says,), guard, 10)
 
 
@@ -288,28 +288,28 @@ TYPED = (
 RESUME = (
     refused(
         "other-rate",
-        "a run goes on with another learning rate",
+        "a run continues with another learning rate",
         resumed_with({"train.learning_rate": 0.5}),
         "Leave these out: TRAIN_RESUME_FROM=",
         RESUMED,
     ),
     refused(
         "other-adapter",
-        "a run goes on with another rank of its adapter",
+        "a run continues with another rank of its adapter",
         resumed_with({"tuning.lora.r": 4}),
         "Leave these out: TRAIN_RESUME_FROM=",
         RESUMED,
     ),
     refused(
         "other-rows",
-        "a run goes on with its rows in another order",
+        "a run continues with its rows in another order",
         other_rows,
         "its run had other rows",
         STEPS,
     ),
     refused(
         "other-base",
-        "a bit of the base model is another one when a run goes on",
+        "a bit of the base model is another one when a run continues",
         other_base,
         "base_digest: the checkpoint has ",
         Guard("sft_play.runs.stamp:differences", lambda *_: []),
@@ -342,7 +342,7 @@ SYSTEM = (
         "SIGKILL of the front end once it has made the run's folder; the same command follows",
         killed,
         ExitClass.DONE,
-        ("died", "killed before it could write why", "the same command starts it anew"),
+        ("died", "killed before it could write why", "the same command starts it again"),
         Guard("sft_play.runs.folder:give_up_name", nothing),
         10,
     ),

@@ -93,7 +93,7 @@ def no_shared_memory(_: Bench) -> Outcome:
 
 
 def damaged_while_it_trains(bench: Bench) -> Outcome:
-    """A run is to go on from another one, which trains and has a damaged checkpoint."""
+    """A run is to continue from another one, which trains and has a damaged checkpoint."""
     run = bench.copy()
     newest = run.checkpoints / "checkpoint-3"
     flip(newest / "optimizer.pt")
@@ -160,10 +160,10 @@ ROWS = (
     ),
     Fault(
         "damaged-while-it-trains",
-        "a checkpoint of another run, which trains, is damaged; this run is to go on from that one",
+        "a checkpoint of another run, which trains, is damaged; this run is to continue from that one",
         damaged_while_it_trains,
         ExitClass.DONE,
-        ("it is skipped, as its run goes on", "the next older one is taken"),
+        ("it is skipped, as its run continues", "the next older one is taken"),
         Guard("sft_play.runs.lock:refuse_if_held", nothing),
         10,
         1,

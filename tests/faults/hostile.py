@@ -26,7 +26,7 @@ from sft_play.data import tokenizer as tokenizer_files
 from sft_play.errors import ExitClass
 from sft_play.runs import seal
 
-RECIPE = {"TRAIN_LEARNING_RATE": "auto", "TRAIN_EPOCHS": "auto"}  # so that rows are tokenised
+RECIPE = {"TRAIN_LEARNING_RATE": "auto", "TRAIN_EPOCHS": "auto"}  # so that rows are tokenized
 
 
 def of_command(
@@ -67,7 +67,7 @@ class Pickled:
 
 
 def pickled(name: str) -> Callable[[Bench], Outcome]:
-    """Return an injection: a file is another pickle, and the checkpoint sealed again; it goes on."""
+    """Return an injection: a file is another pickle, and the checkpoint sealed again; it continues."""
 
     def inject(bench):
         run = bench.copy()
@@ -84,7 +84,7 @@ def pickled(name: str) -> Callable[[Bench], Outcome]:
 
 
 def pickled_of_zero3(bench: Bench) -> Outcome:
-    """The optimizer state of one of two ranks under ZeRO-3 is another pickle; the run goes on."""
+    """The optimizer state of one of two ranks under ZeRO-3 is another pickle; the run continues."""
     settings = {**EVERY_STEP, "train.max_steps": 3, "train.packing": False}
     engine = {"num_gpus": 2, "deepspeed_config": "configs/deepspeed_zero3.json"}
     run = bench.plan(settings, **engine)

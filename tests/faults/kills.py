@@ -1,4 +1,4 @@
-"""Faults that kill: a run, or one of its ranks, with SIGKILL; then it goes on as if nothing had been."""
+"""Faults that kill: a run, or one of its ranks, with SIGKILL; then it continues as if nothing had been."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def _is_so_far(staged: Path, files: int) -> bool:
 
 
 def gone_on(bench: Bench, folder: RunFolder) -> Outcome:
-    """Go on with a run that was killed; what was said is its line of `make runs`.
+    """Continue with a run that was killed; what was said is its line of `make runs`.
 
     It must end with the losses and the weights of a run that nobody has killed.
     """
@@ -124,7 +124,7 @@ def killed(bench: Bench) -> Outcome:
 
 
 def rank_killed(bench: Bench) -> Outcome:
-    """SIGKILL of one of two ranks; the other ends, and both go on from their last checkpoint."""
+    """SIGKILL of one of two ranks; the other ends, and both continue from their last checkpoint."""
     folder = bench.plan(TWELVE_OF_TWO, num_gpus=2)
     ranks = bench.start(folder, 2, on_a_slow_disk)
     bench.wait_for(folder, f"step {2 + bench.number % 5}/", ranks)
@@ -186,7 +186,7 @@ ROWS = (
         "SIGKILL of make while its run trains",
         make_killed,
         ExitClass.STOPPED,
-        ("stopped on request at step", "go on with TRAIN_RESUME_FROM="),
+        ("stopped on request at step", "continue with TRAIN_RESUME_FROM="),
         Guard("sft_play.stops:end_with_make", nothing),
         15,
         loses=0,
@@ -196,7 +196,7 @@ ROWS = (
         "SIGKILL while a checkpoint is written",
         killed_inside_a_save,
         ExitClass.DONE,
-        ("died", "go on with make train TRAIN_RESUME_FROM="),
+        ("died", "continue with make train TRAIN_RESUME_FROM="),
         Guard("sft_play.training.checkpoints:published", unstaged, also=SEALED),
         60,
         loses=1,
@@ -206,17 +206,17 @@ ROWS = (
         "SIGKILL between two saves",
         killed,
         ExitClass.DONE,
-        ("died", "go on with make train TRAIN_RESUME_FROM="),
+        ("died", "continue with make train TRAIN_RESUME_FROM="),
         Guard("sft_play.training.recorder:RunRecorder.note_checkpoint", nothing),
         60,
         loses=1,
     ),
     Fault(
         "kill-a-rank-and-go-on",
-        "SIGKILL of one of two ranks; then both go on",
+        "SIGKILL of one of two ranks; then both continue",
         rank_killed,
         ExitClass.DONE,
-        ("ended without a word", "go on with make train-distributed"),
+        ("ended without a word", "continue with make train-distributed"),
         Guard("sft_play.training.classify:_is_peer_lost", nothing),
         60,
         loses=1,

@@ -226,7 +226,7 @@ ROWS = (
         "a weight of the base model is NaN",
         nan_in_the_base,
         ExitClass.DIVERGED,
-        ("eval_loss=nan", "train anew with a lower TRAIN_LEARNING_RATE"),
+        ("eval_loss=nan", "train again with a lower TRAIN_LEARNING_RATE"),
         Guard("sft_play.evaluation.evaluator:math.isfinite", lambda number: True),
     ),
     Fault(

@@ -57,7 +57,7 @@ def need_namespaces() -> None:
 
 
 def enter_container() -> None:
-    """Go on in a fork with process numbers of its own, as in a container with this host's name."""
+    """Continue in a fork with process numbers of its own, as in a container with this host's name."""
     unshare_mounts()
     unshare(NEW_PROCESSES)  # the next fork is its first process, which must stay
     child = os.fork()
@@ -185,7 +185,7 @@ def lone_machine(bench: Bench) -> Outcome:
 
 
 def suspended(bench: Bench) -> Outcome:
-    """SIGSTOP of one of two ranks, and SIGCONT before train.hang_timeout: both go on."""
+    """SIGSTOP of one of two ranks, and SIGCONT before train.hang_timeout: both continue."""
     folder = bench.plan({**TWO, "train.hang_timeout": 10}, num_gpus=2)
     ranks = bench.start(folder, 2)
     bench.wait_for(folder, "step 2/", ranks)

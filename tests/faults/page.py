@@ -49,7 +49,7 @@ def read() -> dict[str, Any]:
 
 
 def write() -> None:
-    """Write the lower part of the page anew."""
+    """Write the lower part of the page again."""
     PAGE.write_text(text(), encoding="utf-8")
 
 
@@ -105,7 +105,7 @@ def shortened(words: str) -> str:
 
 def line(row: Fault, seen: dict[str, Any]) -> str:
     """Return the line of a fault."""
-    follows = f"class {row.exit_class:d}" if row.exit_class else "it goes on"
+    follows = f"class {row.exit_class:d}" if row.exit_class else "it continues"
     words = "; ".join(f"“{part.strip(' ;')}”" for part in row.says)
     lost = "" if row.loses is None else f"; {row.loses} steps lost at most"
     found = "not run"

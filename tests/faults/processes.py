@@ -228,7 +228,7 @@ def announce_nothing(*_: Any) -> None:
     """Let the other ranks wait for one that fails."""
 
 
-TO_GO_ON = ("stopped on request at step", "go on with TRAIN_RESUME_FROM=")
+TO_GO_ON = ("stopped on request at step", "continue with TRAIN_RESUME_FROM=")
 AGREED = Guard("sft_play.training.stop:StopOnSignal._agreed", never)
 ALONE = Guard("sft_play.training.ranks:FailureBroadcast.announce", announce_nothing)
 
@@ -288,7 +288,7 @@ ROWS = (
     ),
     Fault(
         "ctrl-c-twice",
-        "Ctrl-C, and once more while a long step goes on",
+        "Ctrl-C, and once more while a long step continues",
         signalled(signal.SIGINT, prepare=take_long_for_step_3, waits=(0.3, REPEAT_SECONDS + 0.3)),
         ExitClass.STOPPED,
         ("stopped at once on a second signal", "its newest checkpoint is "),

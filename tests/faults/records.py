@@ -71,7 +71,7 @@ def names_twice(path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), path)
 
 
-ANEW = "fetch or write it anew"
+ANEW = "fetch or write it again"
 ROWS = (
     of_data(
         "arrow-runs",
@@ -126,7 +126,7 @@ ROWS = (
         read("a.jsonl.gz", of_bytes(gzip.compress(LINE * 100)[:-8] + bytes(8))),
         Guard("sft_play.data.files:_errors_naming", contextlib.nullcontext),
         "a.jsonl.gz: no gzip file, or a damaged one",
-        "compress it anew",
+        "compress it again",
     ),
     of_data(
         "wide-encoding",

@@ -77,13 +77,13 @@ def read_sheet_of(rows: str, shared: str = "x") -> Callable[[Bench], Outcome]:
     return inject
 
 
-def tokenised(
+def tokenized(
     bench: Bench,
     rows: list[dict],
     meanwhile: Callable[[Path], object] = nothing,
     moment: str = "count_processes",
 ) -> Outcome:
-    """Tokenise rows; something is done to their file when a function of `tokenize` is called."""
+    """Tokenize rows; something is done to their file when a function of `tokenize` is called."""
     path = bench.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train_path": str(path), "cache_dir": str(bench.folder / "cache")}
@@ -103,7 +103,7 @@ def tokenised(
 
 def changed(meanwhile: Callable[[Path], object], moment: str) -> Callable[[Bench], Outcome]:
     rows = [{"messages": CHAT, "id": number} for number in range(20)]
-    return lambda bench: tokenised(bench, rows, meanwhile, moment)
+    return lambda bench: tokenized(bench, rows, meanwhile, moment)
 
 
 def edit(path: Path) -> None:
@@ -112,7 +112,7 @@ def edit(path: Path) -> None:
 
 def row_with(**values: object) -> Callable[[Bench], Outcome]:
     rows = [{"messages": CHAT}] * 20
-    return lambda bench: tokenised(bench, [*rows, {"messages": CHAT, **values}])
+    return lambda bench: tokenized(bench, [*rows, {"messages": CHAT, **values}])
 
 
 def marked(bench: Bench) -> Outcome:
@@ -193,7 +193,7 @@ ROWS = (
     ),
     of_data(
         "size-row-csv",
-        "a row of CSV goes on over 17 MiB of quoted lines",
+        "a row of CSV continues over 17 MiB of quoted lines",
         read(
             "a.csv", of_bytes(b"text\n" + b'"aaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n",' * (17 * MIB // 34))
         ),
@@ -231,7 +231,7 @@ ROWS = (
         read_sheet_of(row(text("q"), text("a"), number=(1 << 20) + 24)),
         Guard("sft_play.data.tables:MAX_SHEET_ROWS", 1 << 40),
         "a.xlsx:1048577: no sheet has so many rows",
-        "save it anew",
+        "save it again",
     ),
     of_data(
         "size-damaged-sheet",
@@ -243,15 +243,15 @@ ROWS = (
     ),
     of_data(
         "size-changed-file",
-        "a data file is edited while it is tokenised",
+        "a data file is edited while it is tokenized",
         changed(edit, "count_processes"),
         Guard("sft_play.data.sources:Source.refuse_change", nothing),
-        "rows.jsonl: written to while it was tokenised",
-        "begin anew",
+        "rows.jsonl: written to while it was tokenized",
+        "begin again",
     ),
     of_data(
         "size-removed-file",
-        "a data file is removed while it is tokenised",
+        "a data file is removed while it is tokenized",
         changed(lambda path: path.unlink(missing_ok=True), "StoreSummary"),
         Guard(
             "sft_play.data.sources:Source.states",

@@ -70,7 +70,7 @@ def main(words: list[str]) -> int:
             with one_install_at_a_time():
                 install()
     except KeyboardInterrupt:
-        print("\nstopped; make install goes on from here", file=sys.stderr)
+        print("\nstopped; make install continues from here", file=sys.stderr)
         return 130
     return 0
 
@@ -125,7 +125,7 @@ def install() -> None:
     transformers = choose_transformers()
     reason = why_anew()
     if reason is not None:
-        print(f"{VENV.name} is made anew: {reason}", flush=True)
+        print(f"{VENV.name} is made again: {reason}", flush=True)
         remove()
     if not VENV.exists():
         print(f"installing into {VENV.name} with {installer} (a few minutes, once)", flush=True)
@@ -302,7 +302,7 @@ def version_of(python: str) -> str | None:
 
 
 def why_anew() -> str | None:
-    """Return why .venv must be made anew, None where it can be kept or is not there."""
+    """Return why .venv must be made again, None where it can be kept or is not there."""
     if not VENV.exists() and not VENV.is_symlink():
         return None
     version = version_of(str(VENV / "bin" / "python"))

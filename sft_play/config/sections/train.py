@@ -389,7 +389,7 @@ class TrainSection(Section):
 
     @property
     def loader_processes(self) -> int:
-        """The number of dataloader_num_workers; 0 where rows have not said it yet."""
+        """The number of dataloader_num_workers; 0 if rows have not said it yet."""
         return 0 if self.dataloader_num_workers == "auto" else self.dataloader_num_workers
 
     def passes(self, samples: int) -> int:

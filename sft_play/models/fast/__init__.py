@@ -8,7 +8,7 @@ All rooms use what is next to them:
 
     install      installs one part after the other on a loaded model: begin here
     setup        the model, and how it will be trained
-    recognise    what a module computes, found from its structure
+    recognize    what a module computes, found from its structure
     capture      real inputs of the modules
     proof        the fused module against its own code on those inputs; in a trace its shapes alone
     record       what an earlier start has proved, in the cache: then outputs alone are compared

@@ -52,7 +52,7 @@ class FusedKernels:
 
     @property
     def has_mixers(self) -> bool:
-        """Return whether modules start anew at each document of a packed batch."""
+        """Return whether modules start again at each document of a packed batch."""
         return MIXERS in self.on
 
     @property

@@ -35,7 +35,7 @@ from sft_play.models.fast.capture import (
 )
 from sft_play.models.fast.differences import Choices, Result, difference
 from sft_play.models.fast.documents import forward_by_document
-from sft_play.models.fast.recognise import MISFITS
+from sft_play.models.fast.recognize import MISFITS
 from sft_play.models.fast.record import of_any_rank, prove_once
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.float8.linear import has_float8
@@ -176,7 +176,7 @@ def _where_different(
     except torch.OutOfMemoryError:  # its own code would need as much or more
         raise
     except MISFITS as error:
-        # recognised by its structure, but called in another way
+        # recognized by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
     code: Forward = own_code
     where = agreed(difference(own, computed, None, trial.errors))

@@ -55,7 +55,7 @@ def prove_once(
         if not setup.process.max(int(where is not None)):
             return None
         reason = where or "its outputs differ on another rank"
-        logger.warning("fast path: %s: %s; this and what follows is proved anew", name, reason)
+        logger.warning("fast path: %s: %s; this and what follows is proved again", name, reason)
         setup.proved.clear()
     errors: list[float] = []
     with timeline.span(f"proof of {name}"):
@@ -68,7 +68,7 @@ def prove_once(
 def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
     """Return where a proof finds a difference, on any rank if ranks share experts of its module.
 
-    They run the module together, so all of them go on from a difference or none.
+    They run the module together, so all of them continue from a difference or none.
     """
     if ranks_of_experts(module) == 1:
         return where
@@ -112,7 +112,7 @@ class ProofStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s: not taken (%s); the kernels are proved anew", self.path, error)
+            logger.warning("%s: not taken (%s); the kernels are proved again", self.path, error)
             return None
         return record
 

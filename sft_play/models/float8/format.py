@@ -11,12 +11,12 @@ LARGEST = 448.0  # that e4m3 holds
 ONE_OVER_LARGEST = 1 / LARGEST
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """Rows in float8: x = values * scales."""
 
     values: Tensor  # (N, F) in FLOAT8
     scales: Tensor  # (N,) float32
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the rows (N, F) in `dtype`."""
         return (self.values.float() * self.scales[:, None]).to(dtype)

@@ -1,6 +1,6 @@
-"""Triton kernels of `quantise` and of a weight's transpose, and what other kernels share with them.
+"""Triton kernels of `quantize` and of a weight's transpose, and what other kernels share with them.
 
-Imported only on a GPU. The formulas are in `quantise`. Each program quantises one row: it seeks the
+Imported only on a GPU. The formulas are in `quantize`. Each program quantizes one row: it seeks the
 largest number, then reads the row again, which is in the cache by then. NaN stays NaN: a loss that
 diverges is to show.
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantised
+from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
 BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
 TILE = 128  # rows and columns of a weight that a program transposes
@@ -56,7 +56,7 @@ def _load(x, columns, offsets, features, has_columns: tl.constexpr):
 
 
 @triton.jit
-def quantise_row(
+def quantize_row(
     x, columns, values, scale, features, has_columns: tl.constexpr, block: tl.constexpr
 ):
     """Write a row of x in float8."""
@@ -68,7 +68,7 @@ def quantise_row(
 
 
 @triton.jit
-def _quantise(
+def _quantize(
     x, columns, values, scales, stride, features, has_columns: tl.constexpr, block: tl.constexpr
 ):
     row = program_number()
@@ -80,7 +80,7 @@ def _quantise(
         largest = tl.maximum(largest, tl.abs(value))
     scale = scale_of(tl.max(largest, 0))
     tl.store(scales + row, scale)
-    quantise_row(x, columns, values + row * features, scale, features, has_columns, block)
+    quantize_row(x, columns, values + row * features, scale, features, has_columns, block)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _transpose(source, target, rows, columns, tile: tl.constexpr):
     tl.store(target + column[:, None] * rows + row[None, :], tl.trans(part), inside)
 
 
-def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
+def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     """Return rows x (N, F) in float8, multiplied by `column_scales` (F,) before."""
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -103,14 +103,14 @@ def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
     columns = column_scales if has_columns else scales  # not read
     with on_device_of(x):
         tensors = (x, columns, values, scales)
-        _quantise[(rows,)](*tensors, x.stride(0), features, has_columns, BLOCK, num_warps=8)
-    return Quantised(values, scales)
+        _quantize[(rows,)](*tensors, x.stride(0), features, has_columns, BLOCK, num_warps=8)
+    return Quantized(values, scales)
 
 
-def empty_rows(rows: int, features: int, device: torch.device) -> Quantised:
+def empty_rows(rows: int, features: int, device: torch.device) -> Quantized:
     """Return rows in float8 to write to."""
     values = torch.empty(rows, features, dtype=FLOAT8, device=device)
-    return Quantised(values, torch.empty(rows, dtype=torch.float32, device=device))
+    return Quantized(values, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 def transposed(weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A linear layer whose frozen weight is in float8, and that multiplies float8 numbers.
 
-A kernel that computes what such linears read may quantise it, too. These rows travel as an
+A kernel that computes what such linears read may quantize it, too. These rows travel as an
 attribute of the tensor, which modules pass on unchanged (`hand_over`). Whoever takes them removes
 them: autograd stores the tensor, and would store them with it.
 
@@ -16,12 +16,12 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.float8.format import FLOAT8, Quantised
-from sft_play.models.float8.quantise import input_product, product, quantise
+from sft_play.models.float8.format import FLOAT8, Quantized
+from sft_play.models.float8.quantize import input_product, product, quantize
 
 
 class Float8Linear(nn.Linear):
-    """y = x W^T + b with x quantised per token, and its gradient with dy quantised per token.
+    """y = x W^T + b with x quantized per token, and its gradient with dy quantized per token.
 
     `weight` (out, in) is float8, `weight_scale` (out,) float32.
     """
@@ -30,14 +30,14 @@ class Float8Linear(nn.Linear):
     compute_dtype: torch.dtype  # of what it replaces; PEFT makes adapters in it first
 
     @classmethod
-    def of(cls, linear: nn.Linear, quantised: Quantised) -> Self:
+    def of(cls, linear: nn.Linear, quantized: Quantized) -> Self:
         """Turn a plain linear into this one, in place: names and hooks stay."""
         linear.compute_dtype = linear.weight.dtype
         linear.__class__ = cls
-        linear.weight = nn.Parameter(quantised.values, requires_grad=False)
-        # transformers draws anew what it thinks was not loaded
-        quantised.scales._is_hf_initialized = True
-        linear.register_buffer("weight_scale", quantised.scales)
+        linear.weight = nn.Parameter(quantized.values, requires_grad=False)
+        # transformers draws again what it thinks was not loaded
+        quantized.scales._is_hf_initialized = True
+        linear.register_buffer("weight_scale", quantized.scales)
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ class Float8Linear(nn.Linear):
         y = _Float8Product.apply(x.to(dtype), self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(dtype)
 
-    def dequantised_weight(self, dtype: torch.dtype) -> Tensor:
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) that the layer computes with."""
-        return Quantised(self.weight, self.weight_scale).dequantised(dtype)
+        return Quantized(self.weight, self.weight_scale).dequantized(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device, but keep the types: half() would make nonsense of both."""
@@ -79,7 +79,7 @@ class _Float8Product(torch.autograd.Function):
         ctx.weight = weight
         ctx.scales = scales
         flat = x.reshape(-1, x.shape[-1])
-        y = product(quantise(flat), weight, scales, x.dtype)
+        y = product(quantize(flat), weight, scales, x.dtype)
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -87,7 +87,7 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of x."""
         flat = dy.reshape(-1, dy.shape[-1])
-        dx = input_product(quantise(flat, ctx.scales), ctx.weight, dy.dtype)
+        dx = input_product(quantize(flat, ctx.scales), ctx.weight, dy.dtype)
         return dx.view(*dy.shape[:-1], -1), None, None
 
 
@@ -122,12 +122,12 @@ def refuse_merging(model: PeftModel) -> None:
 NAME = "rows_in_float8"
 
 
-def hand_over(x: Tensor, quantised: Quantised) -> None:
+def hand_over(x: Tensor, quantized: Quantized) -> None:
     """Leave x (..., F) in float8 (N, F) for the linears that read it."""
-    setattr(x, NAME, quantised)
+    setattr(x, NAME, quantized)
 
 
-def take(x: Tensor) -> Quantised | None:
+def take(x: Tensor) -> Quantized | None:
     """Return what was left with x, which is gone from it then; None if nothing was."""
     return vars(x).pop(NAME, None) if hasattr(x, NAME) else None
 

@@ -1,6 +1,6 @@
-"""Which weights of a model become float8, and `from_pretrained` that quantises them as it reads.
+"""Which weights of a model become float8, and `from_pretrained` that quantizes them as it reads.
 
-transformers reads one tensor after the other to its device and quantises it there, so beside the
+transformers reads one tensor after the other to its device and quantizes it there, so next to the
 float8 model no more than one weight is there in 16 bits.
 """
 
@@ -22,10 +22,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.experts import expert_weights, unquantised_linears
-from sft_play.models.float8.format import FLOAT8, Quantised
+from sft_play.models.experts import expert_weights, unquantized_linears
+from sft_play.models.float8.format import FLOAT8, Quantized
 from sft_play.models.float8.linear import Float8Linear
-from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
+from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
 from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.plan.structure import FLOAT8_MULTIPLE
 
@@ -39,12 +39,12 @@ NAMED = 3  # layers of one reason that the log names
 class Float8Layers:
     """What became of the linears of a model's layers, by name."""
 
-    quantised: list[str] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)  # why they stay as they were loaded
 
     def lines(self) -> list[str]:
         """Return the log lines: a count, and a line for each reason."""
-        count = len(self.quantised)
+        count = len(self.quantized)
         lines = [f"float8: {count} of {count + len(self.kept)} linears of the layers"]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.kept.items():
@@ -60,7 +60,7 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
 
     Those are frozen linears of the decoder: not embeddings, the head, routers or 3-D experts.
     """
-    routers = unquantised_linears(model)
+    routers = unquantized_linears(model)
     of_layers = {module for layer in decoder_layers(model) for module in layer.modules()}
     found = Float8Layers()
     for name, module in model.named_modules():
@@ -71,25 +71,25 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
         elif module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
             found.kept[name] = f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
         else:
-            found.quantised.append(name)
+            found.quantized.append(name)
     for weight in expert_weights(model):
         found.kept[weight.name] = "experts in one parameter"
     return found
 
 
 class Float8Config(QuantizationConfigMixin):
-    """What `from_pretrained` is given to quantise to float8 while it reads."""
+    """What `from_pretrained` is given to quantize to float8 while it reads."""
 
     def __init__(self) -> None:
         self.quant_method = METHOD
 
 
 class Float8Quantizer(HfQuantizer):
-    """transformers' interface for quantising while weights are read."""
+    """transformers' interface for quantizing while weights are read."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.layers = float8_candidates(model)
-        self._wanted = {f"{name}.weight" for name in self.layers.quantised}
+        self._wanted = {f"{name}.weight" for name in self.layers.quantized}
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
@@ -110,8 +110,8 @@ class Float8Quantizer(HfQuantizer):
         return 1 if param_name in self._wanted else param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return the operation that quantises a weight."""
-        return _Quantise(self.layers)
+        """Return the operation that quantizes a weight."""
+        return _Quantize(self.layers)
 
     def is_serializable(self, **kwargs: Any) -> bool:
         """Return whether the model itself can be saved: adapters are, it is not."""
@@ -123,8 +123,8 @@ class Float8Quantizer(HfQuantizer):
         return True
 
 
-class _Quantise(ConversionOps):
-    """Quantise one weight, and make its layer one of float8."""
+class _Quantize(ConversionOps):
+    """Quantize one weight, and make its layer one of float8."""
 
     def __init__(self, layers: Float8Layers):
         self.layers = layers
@@ -137,33 +137,33 @@ class _Quantise(ConversionOps):
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             module_name = name.removesuffix(".weight")
-            tensors[name] = quantise_layer(
+            tensors[name] = quantize_layer(
                 model.get_submodule(module_name), weight, module_name, self.layers
             )
         return tensors
 
 
-def quantise_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8Layers) -> Tensor:
+def quantize_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8Layers) -> Tensor:
     """Make a linear one of float8, with `weight`; return what its parameter now is.
 
     A layer that float8 cannot hold stays plain, and `layers` says why.
     """
-    quantised = quantise_weight(weight)
-    reason = why_not_quantised(weight, quantised)
+    quantized = quantize_weight(weight)
+    reason = why_not_quantized(weight, quantized)
     if reason is None:
-        return Float8Linear.of(linear, quantised).weight
-    layers.quantised.remove(name)
+        return Float8Linear.of(linear, quantized).weight
+    layers.quantized.remove(name)
     layers.kept[name] = reason
     return weight
 
 
-def quantise_on_meta(model: PreTrainedModel) -> None:
+def float8_on_meta(model: PreTrainedModel) -> None:
     """Make the linears of a model without weights those of a float8 base."""
-    for name in float8_candidates(model).quantised:
+    for name in float8_candidates(model).quantized:
         linear = model.get_submodule(name)
         values = torch.empty_like(linear.weight, dtype=FLOAT8)
         scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
-        Float8Linear.of(linear, Quantised(values, scales))
+        Float8Linear.of(linear, Quantized(values, scales))
 
 
 def float8_config(device: torch.device) -> Float8Config:
@@ -192,7 +192,7 @@ def leave_to_each_rank(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def quantising_to_float8() -> Iterator[None]:
+def quantizing_to_float8() -> Iterator[None]:
     """Let `from_pretrained` understand Float8Config in this context."""
     with patch.dict(AUTO_QUANTIZER_MAPPING, {METHOD: Float8Quantizer}):
         yield

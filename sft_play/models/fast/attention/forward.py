@@ -41,7 +41,7 @@ from sft_play.models.fast.documents import (
     named_documents,
 )
 from sft_play.models.fast.linears.lora import LinearGroup
-from sft_play.models.fast.recognise import AttentionKind
+from sft_play.models.fast.recognize import AttentionKind
 from sft_play.models.fast.setup import is_training
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def mask_chunks(
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a decoder with chunks: mask longer packed rows by document.
 
-    transformers cuts chunks by the place in the row. A causal mask of positions that begin anew at
+    transformers cuts chunks by the place in the row. A causal mask of positions that begin again at
     each chunk keeps the chunks of each document apart, as documents are.
     """
     positions = kwargs.get("position_ids")

@@ -22,7 +22,7 @@ from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, Call, as_it_was
 from sft_play.models.fast.documents import UNMASKED, DocumentBatch, watch_documents
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import own_code, prove
-from sft_play.models.fast.recognise import (
+from sft_play.models.fast.recognize import (
     AttentionKind,
     attention_kind_of,
     calls_attention_interface,

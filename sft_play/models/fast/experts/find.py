@@ -1,6 +1,6 @@
-"""Recognise modules of experts, and what PEFT has wrapped around them.
+"""Recognize modules of experts, and what PEFT has wrapped around them.
 
-They are recognised by what transformers' `use_experts_implementation` leaves on a module: the
+They are recognized by what transformers' `use_experts_implementation` leaves on a module: the
 matrices of all experts in one parameter, and flags that say how they lie in memory. PEFT wraps such
 a module once for each adapted parameter; the outermost wrapper gets the fused forward method.
 """

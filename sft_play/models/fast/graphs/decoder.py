@@ -3,7 +3,7 @@
 The first micro-batch of a shape runs as always, and kernels are chosen and compiled. At the second
 forward and backward pass of the layers are recorded, and later micro-batches of that shape replay
 them: two launches instead of thousands. The output head stays outside, because every micro-batch
-has another number of labelled tokens.
+has another number of labeled tokens.
 
 A recording reads `recorded.StaticInputs` and adds to `recorded.StaticGradients`. Shapes are few:
 rows have few widths (`packing.padded_width`), and documents are padded with empty ones to a power
@@ -13,7 +13,7 @@ Before it is used the first recording of a shape proves itself: recorded with th
 its output and gradients for the second are compared with those of the layers.
 
 Nothing else can use the memory of recordings. So they give it back before layers run by
-themselves, for an evaluation or a shape that is new, and are made anew when their shape comes
+themselves, for an evaluation or a shape that is new, and are made again when their shape comes
 again. Those are not proven again: the layers would take the memory of all others for it.
 
 Ranks that share experts compute together. They record and replay together too, in a shape that
@@ -214,7 +214,7 @@ class GraphedDecoder:
     def _stop(self, reason: str) -> None:
         self.counts.stopped = reason
         self._give_back()
-        logger.warning("cuda graphs: %s; training goes on without them", reason)
+        logger.warning("cuda graphs: %s; training continues without them", reason)
 
 
 def graph_layers(

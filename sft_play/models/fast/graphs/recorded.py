@@ -99,7 +99,7 @@ def readable_call(
     """Return a decoder's arguments as a call, None if something else is among them."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache", *BOUNDARIES}
     others = [value for name, value in kwargs.items() if name not in known]
-    # a decoder with experts is told that nobody asks for their routers' numbers
+    # a decoder with experts need not return their routers' numbers
     if args or kwargs.get("use_cache") or any(value not in (None, False) for value in others):
         return None
     if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):

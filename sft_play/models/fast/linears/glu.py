@@ -23,8 +23,8 @@ from sft_play.models.fast.linears.products import (
     flatten_tokens,
     is_hopper,
 )
-from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.quantise import quantise
+from sft_play.models.float8.format import Quantized
+from sft_play.models.float8.quantize import quantize
 
 
 def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -99,14 +99,14 @@ def glu_backward(
 
 def glu_forward_float8(
     gate: Tensor, up: Tensor, activation: Activation
-) -> tuple[Tensor, Quantised]:
+) -> tuple[Tensor, Quantized]:
     """Return h (N, I) of gate and up (N, I), and h in float8; one kernel on a GPU."""
     if gate.is_cuda:
         from sft_play.models.fast.linears import glu_float8_kernels
 
         return glu_float8_kernels.forward(gate, up, activation)
     h = glu_forward(gate, up, activation)
-    return h, quantise(h)
+    return h, quantize(h)
 
 
 def glu_backward_float8(
@@ -118,7 +118,7 @@ def glu_backward_float8(
     dup: Tensor,
     gate_scales: Tensor,
     up_scales: Tensor,
-) -> tuple[Quantised, Quantised]:
+) -> tuple[Quantized, Quantized]:
     """Write dgate, dup and, in the place of dh, h; return dgate and dup (N, I) in float8.
 
     They are multiplied by the scales (I,) of the rows of gate's and up's weights before.
@@ -129,7 +129,7 @@ def glu_backward_float8(
         scales = (gate_scales, up_scales)
         return glu_float8_kernels.backward(dh, gate, up, activation, dgate, dup, *scales)
     glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
-    return quantise(dgate, gate_scales), quantise(dup, up_scales)
+    return quantize(dgate, gate_scales), quantize(dup, up_scales)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Triton kernels of `glu` for linears in float8: what they compute is quantised in the same pass.
+"""Triton kernels of `glu` for linears in float8: what they compute is quantized in the same pass.
 
 One program a row. It writes the row in 16 bits, which LoRA's products read, seeks the largest
-number meanwhile, and reads the row again from the cache to quantise it. Imported only on a GPU.
+number meanwhile, and reads the row again from the cache to quantize it. Imported only on a GPU.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
-from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.kernels import (
     empty_rows,
     load_float32,
     program_number,
-    quantise_row,
+    quantize_row,
     scale_of,
 )
 
@@ -52,7 +52,7 @@ def _forward(
     tl.store(scales + row, scale)
     at_row = row * features
     tl.debug_barrier()  # other threads of this program have written parts of the row
-    quantise_row(h + at_row, scales, values + at_row, scale, features, False, block)
+    quantize_row(h + at_row, scales, values + at_row, scale, features, False, block)
 
 
 @triton.jit
@@ -97,23 +97,23 @@ def _backward(
     scale = scale_of(tl.max(largest_gate, 0))
     tl.store(gate_scales + row, scale)
     tl.debug_barrier()  # as in `_forward`
-    quantise_row(dgate + at_row, gate_columns, gate_values + at_row, scale, features, True, block)
+    quantize_row(dgate + at_row, gate_columns, gate_values + at_row, scale, features, True, block)
     scale = scale_of(tl.max(largest_up, 0))
     tl.store(up_scales + row, scale)
     tl.debug_barrier()
-    quantise_row(dup + at_row, up_columns, up_values + at_row, scale, features, True, block)
+    quantize_row(dup + at_row, up_columns, up_values + at_row, scale, features, True, block)
 
 
-def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Quantised]:
+def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Quantized]:
     """Return h = act(gate) * up (N, I), and h in float8."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
     rows, features = gate.shape
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    quantised = empty_rows(rows, features, gate.device)
+    quantized = empty_rows(rows, features, gate.device)
     strides = (gate.stride(0), up.stride(0))
     flags = (activation == "gelu_tanh", BLOCK)
-    _forward[(rows,)](gate, up, h, *quantised, *strides, features, *flags, num_warps=WARPS)
-    return h, quantised
+    _forward[(rows,)](gate, up, h, *quantized, *strides, features, *flags, num_warps=WARPS)
+    return h, quantized
 
 
 def backward(
@@ -125,7 +125,7 @@ def backward(
     dup: Tensor,
     gate_scales: Tensor,
     up_scales: Tensor,
-) -> tuple[Quantised, Quantised]:
+) -> tuple[Quantized, Quantized]:
     """Write dgate and dup, and h in the place of dh; return dgate and dup in float8."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
     assert all(tensor.is_contiguous() for tensor in (dh, dgate, dup)), "rows lie side by side"

@@ -38,7 +38,7 @@ from sft_play.models.fast.linears.products import (
     rank_and_output_gradients,
 )
 from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
-from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.models.sharding import is_divided
@@ -261,14 +261,14 @@ class LoraLinearsFunction(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        known: Quantised | None,
+        known: Quantized | None,
         linears: tuple[FrozenLinear, ...],
         copies: Adapters | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `known` is x in float8, if the kernel that computed it has quantised it. `parameters`
+        `known` is x in float8, if the kernel that computed it has quantized it. `parameters`
         are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type, and `copies` the same
         in the dtype of products, if there are some.
         """
@@ -369,6 +369,6 @@ class AdapterCopies:
             bound = group.bind()
             a = [next(remaining) for each in bound.adapters[0::2] if each is not None]
             b = [None if each is None else next(remaining) for each in bound.adapters[1::2]]
-            ranks = sum(map(len, a))  # the A of a group are neighbours in `flat`
+            ranks = sum(map(len, a))  # the A of a group are neighbors in `flat`
             stacked = a[0].as_strided((ranks, a[0].shape[1]), (a[0].shape[1], 1))
             group.copies = Adapters(stacked, tuple(b))

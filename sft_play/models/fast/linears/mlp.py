@@ -48,7 +48,7 @@ from sft_play.models.fast.linears.products import (
     rank_and_output_gradients,
 )
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.recognise import GatedMlp, gated_mlp_of, is_linear
+from sft_play.models.fast.recognize import GatedMlp, gated_mlp_of, is_linear
 from sft_play.models.fast.setup import (
     Gradients,
     TrainingSetup,
@@ -57,7 +57,7 @@ from sft_play.models.fast.setup import (
     is_fused,
     is_training,
 )
-from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import take
 
 
@@ -91,7 +91,7 @@ class LoraMlpFunction(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        known: Quantised | None,
+        known: Quantized | None,
         inner: tuple[FrozenLinear, ...],
         copies: Adapters | None,
         down: FrozenLinear,
@@ -165,11 +165,11 @@ def down_backward(
     activation: Activation,
     dtype: torch.dtype | None,
     scales: list[Tensor | None],
-) -> tuple[list[Tensor], tuple[Quantised, ...] | None, list[Tensor | None]]:
+) -> tuple[list[Tensor], tuple[Quantized, ...] | None, list[Tensor | None]]:
     """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
 
     dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
-    of gate's and up's rows; if both have some, their gradients are quantised, too.
+    of gate's and up's rows; if both have some, their gradients are quantized, too.
     """
     du, db = rank_and_output_gradients([dy], ha, [down], adapters, dtype)
     dh = input_gradient([dy], du, [down], adapters)
@@ -213,7 +213,7 @@ def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
 
 
 def why_mlp_linears_not_fusable(setup: TrainingSetup) -> str | None:
-    """Return why the linears of the MLPs run their own forward, None where they are fused."""
+    """Return why the linears of the MLPs run their own forward, None if they are fused."""
     if setup.config.tuning.mode == "full":
         return None  # nothing is fused into the product of a trained weight
     for module in setup.decoder.modules():

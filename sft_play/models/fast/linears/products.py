@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears.four_bit import unpack
-from sft_play.models.float8.format import Quantised
-from sft_play.models.float8.quantise import input_product, product, quantise
+from sft_play.models.float8.format import Quantized
+from sft_play.models.float8.quantize import input_product, product, quantize
 from sft_play.models.partitioned import gathered
 from sft_play.plan.needs import HOPPER
 
@@ -110,7 +110,7 @@ def project(
     x: Tensor,
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
-    known: Quantised | None = None,
+    known: Quantized | None = None,
     xa: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return y_i (..., out_i) of x (..., in), and x A^T (N, R).
@@ -120,7 +120,7 @@ def project(
     flat = x.reshape(-1, x.shape[-1])
     if xa is None and adapters.a is not None:
         xa = flat @ adapters.a.t()
-    quantised = known
+    quantized = known
     outputs = []
     for linear, b in zip(linears, adapters.b, strict=True):
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
@@ -129,8 +129,8 @@ def project(
             outputs.append(functional.linear(rounded, linear.rounded_weight(x.dtype), bias))
             continue
         if linear.row_scales is not None:
-            quantised = quantise(flat) if quantised is None else quantised
-            y = product(quantised, linear.weight, linear.row_scales, x.dtype)
+            quantized = quantize(flat) if quantized is None else quantized
+            y = product(quantized, linear.weight, linear.row_scales, x.dtype)
             if bias is not None:
                 y.add_(bias)
             if b is not None:
@@ -141,7 +141,7 @@ def project(
         if b is None:
             outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
             continue
-        # Allocate the output before the dequantised weight: otherwise freeing the weight fragments
+        # Allocate the output before the dequantized weight: otherwise freeing the weight fragments
         # the allocator, by 2.4 GiB for an 8B model.
         y = x.new_empty(*x.shape[:-1], len(b))
         flat_y = y.view(-1, len(b))
@@ -159,7 +159,7 @@ def input_gradient(
     du: Tensor | None,
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
-    known: Sequence[Quantised | None] | None = None,
+    known: Sequence[Quantized | None] | None = None,
 ) -> Tensor:
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
 
@@ -173,11 +173,11 @@ def input_gradient(
         is_float8 = is_float8 or linear.row_scales is not None
     is_rounded = linears[0].delivered is not None
     dx = None if du is None or is_float8 or is_rounded else du @ adapters.a
-    for grad, linear, quantised in zip(dy, linears, known, strict=True):
+    for grad, linear, quantized in zip(dy, linears, known, strict=True):
         if linear.row_scales is not None:
-            if quantised is None:
-                quantised = quantise(grad, linear.row_scales)
-            part = input_product(quantised, linear.weight, grad.dtype)
+            if quantized is None:
+                quantized = quantize(grad, linear.row_scales)
+            part = input_product(quantized, linear.weight, grad.dtype)
             dx = part if dx is None else dx.add_(part)
             continue
         with gathered([linear.weight]) if linear.is_partitioned else contextlib.nullcontext():
@@ -186,7 +186,7 @@ def input_gradient(
             else:
                 weight = dequantize(linear.weight, grad.dtype)
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            del weight  # before the next one is dequantised
+            del weight  # before the next one is dequantized
     return dx.addmm_(du, adapters.a) if is_float8 and du is not None else dx
 
 

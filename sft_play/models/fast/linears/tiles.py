@@ -2,7 +2,7 @@
 
 What an MLP holds for a row grows with its intermediate features, the largest part of a layer that
 is recomputed. Here the forward pass keeps the input alone, and the backward pass computes a tile
-anew, goes back through it, and forgets it. The gradients of weights are summed over tiles.
+again, goes back through it, and forgets it. The gradients of weights are summed over tiles.
 
 Nothing is computed more often than by checkpointing. The input is saved by a function of its own:
 where the MLP ends a layer, recomputing that layer stops there, before the MLP.

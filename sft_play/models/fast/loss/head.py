@@ -1,8 +1,8 @@
-"""An output head that computes the loss of labelled tokens in place of logits.
+"""An output head that computes the loss of labeled tokens in place of logits.
 
 It is installed on heads whose logits follow from its scores by a known formula.
 
-Legend: B rows, T tokens, H hidden features, V vocabulary, N labelled tokens.
+Legend: B rows, T tokens, H hidden features, V vocabulary, N labeled tokens.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class FusedHead:
     ) -> Iterator[None]:
         """Compute the loss in the one forward pass inside this context.
 
-        With `tokens_of_rows`, the labelled tokens of each row, that is the loss of each row.
+        With `tokens_of_rows`, the labeled tokens of each row, that is the loss of each row.
         """
         self._labels = (positions, targets)
         self._tokens_of_rows = tokens_of_rows
@@ -115,7 +115,7 @@ def fused_nll(
 
     `wrapped` is called with `inputs`; it is the model itself, or DDP or DeepSpeed around it.
     positions (N,) int64 index the hidden states that predict, in the flattened (B * T); targets
-    (N,) int64 are the tokens after them. With `tokens_of_rows`, the labelled tokens of each row, it
+    (N,) int64 are the tokens after them. With `tokens_of_rows`, the labeled tokens of each row, it
     is the nll of each row, (B,).
     """
     head = _forward_of_head(model)
@@ -142,7 +142,7 @@ CHECK_TOKENS = 8
 
 
 def install_loss(setup: TrainingSetup) -> int:
-    """Fuse the output head and the loss, which then compute labelled tokens only."""
+    """Fuse the output head and the loss, which then compute labeled tokens only."""
     if setup.has_packed_parts:
         raise Unsupported(ZERO_3)
     reason = why_loss_not_fusable(setup.model)

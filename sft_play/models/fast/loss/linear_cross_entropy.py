@@ -1,4 +1,4 @@
-"""Fused linear cross entropy: the loss over labelled tokens, without ever holding all logits.
+"""Fused linear cross entropy: the loss over labeled tokens, without ever holding all logits.
 
 Per token, with logits z = hidden @ weight.T, softmax p and target y:
     nll = logsumexp(z) - z[y],  d nll / d z = p - onehot(y),
@@ -11,9 +11,9 @@ without a label (prompts and padding) are left out altogether. `nll_and_gradient
 for CPUs; the kernel for GPUs is in `kernel`.
 
 What a model computes from the output of its head (logits as they are, scaled, or capped) is found
-by running the code of its class on stubs, as in `recognise`: no weights are read.
+by running the code of its class on stubs, as in `recognize`: no weights are read.
 
-Legend: H hidden features, V vocabulary, N labelled tokens.
+Legend: H hidden features, V vocabulary, N labeled tokens.
 """
 
 import copy
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from sft_play.models.fast.recognise import Stub, numbers, own_result
+from sft_play.models.fast.recognize import Stub, numbers, own_result
 from sft_play.models.sharding import shallow_copy
 
 TOKENS = 2

@@ -1,1 +1,1 @@
-"""Token mixers that keep a state, which starts anew at each document."""
+"""Token mixers that keep a state, which starts again at each document."""

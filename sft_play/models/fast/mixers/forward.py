@@ -40,7 +40,7 @@ class MixerState:
 
 
 def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = True) -> None:
-    """Make a mixer start anew at each document of the batches in `packed`."""
+    """Make a mixer start again at each document of the batches in `packed`."""
     fast = rebound(type(module).forward) if is_fast else None
     module.mixer_state = MixerState(packed, fast)
     fuse([module], mixer_forward)

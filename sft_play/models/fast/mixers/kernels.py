@@ -158,7 +158,7 @@ def _delta_rule(own: Kernel, name: str) -> Kernel:
     in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
 
     def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-        """Return the delta rule that starts anew at each document."""
+        """Return the delta rule that starts again at each document."""
         is_plain = not kwargs.get("output_final_state")
         if not (uses_fla(query) and is_plain):
             return in_groups(query, key, value, **kwargs)

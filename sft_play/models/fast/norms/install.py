@@ -7,7 +7,7 @@ from torch import nn
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.norms import residual, rms
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.recognise import layer_roles_of, norm_kind_of
+from sft_play.models.fast.recognize import layer_roles_of, norm_kind_of
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused
 from sft_play.plan.fast import ZERO_3, has_liger
 

@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import Gradients, is_training
-from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import hand_over, reads_float8, take
-from sft_play.models.float8.quantise import quantise
+from sft_play.models.float8.quantize import quantize
 from sft_play.models.partitioned import gathered, is_partitioned
 
 
@@ -102,9 +102,9 @@ def add_norm(
     With `in_float8`, norm(s) is handed over in float8, too.
     """
     weight = norm.weight
-    y, s, *quantised = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, in_float8)
-    if quantised:
-        hand_over(y, Quantised(*quantised))
+    y, s, *quantized = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, in_float8)
+    if quantized:
+        hand_over(y, Quantized(*quantized))
     return y, s
 
 
@@ -123,16 +123,16 @@ class AddNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return y and s (..., H); if asked for, values (N, H) and scales (N,) of y in float8."""
         assert not weight.requires_grad, "a norm whose weight is trained"
-        y, s, inverse_rms, quantised = _kernels(x).forward(
+        y, s, inverse_rms, quantized = _kernels(x).forward(
             x, residual, weight, eps, kind, in_float8
         )
         ctx.save_for_backward(s, weight, inverse_rms)
         ctx.kind = kind
         ctx.has_residual = residual is not None
-        if quantised is None:
+        if quantized is None:
             return y, s
-        ctx.mark_non_differentiable(*quantised)
-        return y, s, *quantised
+        ctx.mark_non_differentiable(*quantized)
+        return y, s, *quantized
 
     @staticmethod
     @once_differentiable
@@ -155,7 +155,7 @@ class Reference:
         eps: float,
         kind: NormKind,
         in_float8: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
         """Return y and s (..., H), 1 / rms(s) (..., 1) float32, and y in float8 if asked for."""
         s = x if residual is None else residual + x
         wide = s.float()
@@ -164,8 +164,8 @@ class Reference:
             y = (wide * inverse_rms * (kind.offset + weight.float())).to(x.dtype)
         else:
             y = (kind.offset + weight) * (wide * inverse_rms).to(x.dtype)
-        quantised = quantise(y.flatten(0, -2)) if in_float8 else None
-        return y, s, inverse_rms, quantised
+        quantized = quantize(y.flatten(0, -2)) if in_float8 else None
+        return y, s, inverse_rms, quantized
 
     @staticmethod
     def backward(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.norms.rms import NormKind
-from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.kernels import (
     empty_rows,
     in_range,
@@ -93,7 +93,7 @@ def forward(
     eps: float,
     kind: NormKind,
     in_float8: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
+) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
     """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for."""
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -103,15 +103,15 @@ def forward(
         s = torch.empty_like(x)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     features, block, warps = _sizes(x)
-    quantised = None
+    quantized = None
     if in_float8:
-        quantised = empty_rows(inverse.numel(), features, x.device)
-    tensors = (x, residual, weight, y, s, inverse, *(quantised or (y, inverse)))
+        quantized = empty_rows(inverse.numel(), features, x.device)
+    tensors = (x, residual, weight, y, s, inverse, *(quantized or (y, inverse)))
     flags = (kind.casting == "gemma", residual is not None, in_float8)
     _forward[(inverse.numel(),)](
         *(*tensors, features, eps, kind.offset, *flags, block), num_warps=warps
     )
-    return y, s, inverse, quantised
+    return y, s, inverse, quantized
 
 
 def backward(

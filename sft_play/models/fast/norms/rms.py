@@ -35,10 +35,10 @@ def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """
     if not is_training(self):
         return type(self).forward(self, hidden_states)
-    return normalise(hidden_states, self.weight, epsilon(self), self.norm_kind)
+    return normalize(hidden_states, self.weight, epsilon(self), self.norm_kind)
 
 
-def normalise(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """Return y like x, by Liger's kernel."""
     from liger_kernel.ops import LigerRMSNormFunction  # imports Triton, which needs a GPU
 

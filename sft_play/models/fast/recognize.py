@@ -35,7 +35,7 @@ NORM_KINDS = (
     NormKind("gemma", 0.0, in_place=False),
     NormKind("llama", 1.0, in_place=False),
 )
-# Share of a norm's outputs that may round to the number beside the formula's: the order of its
+# Share of a norm's outputs that may round to the number next to the formula's: the order of its
 # products is its own. Casting at another place changes a third of them.
 OTHER_ROUNDING = 0.02
 ATTENDED = 3  # tokens

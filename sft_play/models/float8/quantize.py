@@ -12,7 +12,7 @@ The two products with a frozen float8 weight W, of which row o is W_q[o] * s[o]:
     input gradient  dx = dy W    = ((dy * s)_q W_q) * scale of the token
 
 s stands on the inner dimension of the second one, where no kernel takes it: dy is multiplied by it
-before it is quantised.
+before it is quantized.
 
 A GPU multiplies float8 rows by rows: the second product wants W_q^T, which is made in a scratch
 buffer each time. That reads and writes a byte of each weight, about 2 % of the product's time at
@@ -28,7 +28,7 @@ Legend: N rows or tokens, F features of a row, `in` and `out` features of a weig
 import torch
 from torch import Tensor
 
-from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantised
+from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
 # What half the numbers of a row may be off by, relative to their size. In e4m3's normal range it is
 # 2 to 3 %; more says that an outlier, 40,000 times as large, pushes them below that range.
@@ -38,7 +38,7 @@ SCALED_AT_A_TIME = 1 << 24  # weights; the trials make copies
 SAMPLED = 1024  # numbers of a row that are looked at
 
 
-def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
+def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     """Return rows x (N, F) in float8, multiplied by `column_scales` (F,) before.
 
     On a GPU one kernel reads and writes them, elsewhere the reference below does.
@@ -46,11 +46,11 @@ def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
     if x.is_cuda:
         from sft_play.models.float8 import kernels  # Triton needs a GPU when it is imported
 
-        return kernels.quantise(x, column_scales)
-    return quantise_reference(x, column_scales)
+        return kernels.quantize(x, column_scales)
+    return quantize_reference(x, column_scales)
 
 
-def quantise_reference(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
+def quantize_reference(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     """Return the same in plain torch."""
     wide = x.float()
     if column_scales is not None:
@@ -58,16 +58,16 @@ def quantise_reference(x: Tensor, column_scales: Tensor | None = None) -> Quanti
     return to_float8(wide)
 
 
-def to_float8(wide: Tensor) -> Quantised:
+def to_float8(wide: Tensor) -> Quantized:
     """Return float32 rows (N, F) in float8."""
     largest = wide.abs().amax(dim=-1)
     scales = torch.where(largest > 0, largest * ONE_OVER_LARGEST, 1.0)
     # torch 2.11 makes NaN of what rounding takes beyond the largest number
     values = (wide / scales[:, None]).clamp(-LARGEST, LARGEST)
-    return Quantised(values.to(FLOAT8), scales)
+    return Quantized(values.to(FLOAT8), scales)
 
 
-def quantise_weight(weight: Tensor) -> Quantised:
+def quantize_weight(weight: Tensor) -> Quantized:
     """Return a weight (N, F) in float8, each row with the scale that costs it least.
 
     A larger scale than that of the largest number moves a row along the steps of e4m3: the best of
@@ -76,23 +76,23 @@ def quantise_weight(weight: Tensor) -> Quantised:
     parts = []
     for rows in weight.split(max(1, SCALED_AT_A_TIME // weight.shape[1])):
         parts.append(_best_scaled(rows.float()))
-    return Quantised(
+    return Quantized(
         torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
     )
 
 
-def _best_scaled(wide: Tensor) -> Quantised:
+def _best_scaled(wide: Tensor) -> Quantized:
     """Return float32 rows with the best of SCALES scales."""
     best = to_float8(wide)
-    least = (best.dequantised(torch.float32) - wide).square().sum(-1)
+    least = (best.dequantized(torch.float32) - wide).square().sum(-1)
     smallest = best.scales
     for number in range(1, SCALES):
         scales = smallest * 2 ** (number / SCALES)
         values = (wide / scales[:, None]).to(FLOAT8)
-        error = (Quantised(values, scales).dequantised(torch.float32) - wide).square().sum(-1)
+        error = (Quantized(values, scales).dequantized(torch.float32) - wide).square().sum(-1)
         is_less = error < least
         least = torch.where(is_less, error, least)
-        best = Quantised(
+        best = Quantized(
             torch.where(
                 is_less[:, None], values.view(torch.uint8), best.values.view(torch.uint8)
             ).view(FLOAT8),
@@ -101,7 +101,7 @@ def _best_scaled(wide: Tensor) -> Quantised:
     return best
 
 
-def worst_row_error(weight: Tensor, quantised: Quantised) -> float:
+def worst_row_error(weight: Tensor, quantized: Quantized) -> float:
     """Return the largest error of the rows of a weight (N, F): what half its numbers are off by.
 
     It is relative to what half the numbers are smaller than, so that the outlier itself, which is
@@ -111,15 +111,15 @@ def worst_row_error(weight: Tensor, quantised: Quantised) -> float:
         return float("nan")
     step = max(1, weight.shape[1] // SAMPLED)
     wide = weight[:, ::step].float()
-    values = quantised.values[:, ::step].float() * quantised.scales[:, None]
+    values = quantized.values[:, ::step].float() * quantized.scales[:, None]
     sizes = wide.abs().median(dim=-1).values
     errors = (values - wide).abs().median(dim=-1).values
     return float(torch.where(sizes == 0, errors, errors / sizes).max())
 
 
-def why_not_quantised(weight: Tensor, quantised: Quantised) -> str | None:
+def why_not_quantized(weight: Tensor, quantized: Quantized) -> str | None:
     """Return why a layer keeps its weight (out, in) as it was loaded, None if float8 holds it."""
-    error = worst_row_error(weight, quantised)
+    error = worst_row_error(weight, quantized)
     if error <= MAX_ROW_ERROR:
         return None
     if error != error:
@@ -130,14 +130,14 @@ def why_not_quantised(weight: Tensor, quantised: Quantised) -> str | None:
 FAST_ACCUMULATION = True
 
 
-def product(x: Quantised, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return y (N, out) in `dtype` of x (N, in), weight (out, in) and its scales (out,)."""
     if weight.is_cuda:
         return _scaled_mm(x, weight.t(), scales).to(dtype)
     return _reference(x, weight.t(), scales).to(dtype)
 
 
-def input_product(dy: Quantised, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dx (N, in) in `dtype` of dy (N, out), which the weight's scales have multiplied."""
     ones = torch.ones(weight.shape[1], device=weight.device)
     if weight.is_cuda:
@@ -147,7 +147,7 @@ def input_product(dy: Quantised, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return _reference(dy, weight, ones).to(dtype)
 
 
-def _scaled_mm(rows: Quantised, columns: Tensor, scales: Tensor) -> Tensor:
+def _scaled_mm(rows: Quantized, columns: Tensor, scales: Tensor) -> Tensor:
     """Return the product (N, M) in bfloat16; `columns` (K, M) lie side by side in memory.
 
     Row-wise scales give bfloat16 alone.
@@ -162,7 +162,7 @@ def _scaled_mm(rows: Quantised, columns: Tensor, scales: Tensor) -> Tensor:
     )
 
 
-def _reference(rows: Quantised, columns: Tensor, scales: Tensor) -> Tensor:
+def _reference(rows: Quantized, columns: Tensor, scales: Tensor) -> Tensor:
     """Return the product (N, M) in float32."""
     with torch.autocast(rows.values.device.type, enabled=False):
         sums = rows.values.float() @ columns.float()
