@@ -96,7 +96,7 @@ def _read_namespace() -> str | None:
 def _read_start(pid: int) -> float:
     """Return when a process started.
 
-    Raises: ProcessLookupError if it has ended, PermissionError where it is hidden.
+    Raises: ProcessLookupError if it has ended, PermissionError if it is hidden.
     """
     if sys.platform != "linux":
         return _read_start_elsewhere(pid)

@@ -67,7 +67,7 @@ _open_stages: list[Stage] = []  # the innermost is the last
 
 
 class Output:
-    """A standard stream that says its name where it refuses what is printed.
+    """A standard stream that says its name if it refuses what is printed.
 
     Once a run continues without it (`go_on_without_output`), what follows goes nowhere: the run
     has its log files.

@@ -23,7 +23,7 @@ from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_o
 from sft_play.runs.files import write_text
 from sft_play.runs.resumed import settings_of_run
 
-FIRST_MACHINE = "the-first-machine"  # where nothing is launched
+FIRST_MACHINE = "the-first-machine"  # if nothing is launched
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Resumption(NamedTuple):
 def resumption(call: Call) -> Resumption:
     """Return the call as RESUME means it.
 
-    auto, the default, continues with the run of the same name where it has a checkpoint; never does
+    auto, the default, continues with the run of the same name if it has a checkpoint; never does
     not; anything else is what train.resume_from would be.
     Raises: ConfigError for two answers; EnvironmentFault if the run continues elsewhere.
     """

@@ -368,7 +368,7 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
     run = RunFolder(Path(folder))
 
     def say_last_words() -> None:
-        """Print why the run has ended, where it did not end well."""
+        """Print why the run has ended, if it did not end well."""
         words = last_words(run)
         if words is not None:
             with contextlib.suppress(OSError):  # the terminal is gone

@@ -116,7 +116,7 @@ def fetching(raw: DeepSpeedJson, hidden_size: int) -> Fetching:
 
 
 def prefetched_by_auto(hidden_size: int) -> int:
-    """Return transformers' stage3_prefetch_bucket_size where it is "auto"."""
+    """Return transformers' stage3_prefetch_bucket_size if it is "auto"."""
     return int(0.9 * hidden_size * hidden_size)
 
 

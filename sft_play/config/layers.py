@@ -42,7 +42,7 @@ Layer = dict[str, Located]  # by dotted name
 
 
 def displayed(path: Path) -> str:
-    """Return a file's name for messages: relative where it is below the current folder."""
+    """Return a file's name for messages: relative if it is below the current folder."""
     relative = os.path.relpath(path)
     return str(path.absolute()) if relative.startswith("..") else relative
 

@@ -134,7 +134,7 @@ def without_launcher(environ: Mapping[str, str], place: Place | None) -> dict[st
 def is_of_launcher(name: str) -> bool:
     """Return whether a variable says to a launcher or its ranks what the plan decides."""
     is_named = name in OF_LAUNCHERS or name.startswith(PREFIXES_OF_LAUNCHERS)
-    return is_named and name != "TORCHELASTIC_ERROR_FILE"  # only where a cause is read
+    return is_named and name != "TORCHELASTIC_ERROR_FILE"  # only if a cause is read
 
 
 def _derive(environ: Mapping[str, str]) -> dict[str, str]:

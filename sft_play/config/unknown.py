@@ -2,7 +2,7 @@
 
 Known names are given as facts: the same name in another section, or what another program calls it
 (transformers' TrainingArguments, PEFT's LoraConfig, TRL, Axolotl, LLaMA-Factory, Unsloth). A name
-that is only spelled alike is offered as a guess, and only where it is very much alike.
+that is only spelled alike is offered as a guess, and only if it is very much alike.
 """
 
 import difflib

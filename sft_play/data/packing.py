@@ -14,7 +14,7 @@ from sft_play.plan.step import Layout
 # A row of all documents of a micro-batch is padded to a multiple of so many tokens; one of less
 # than 1,024 to a width of `padded_width`.
 ROW_STEP = 64
-# Rows of one document each stay rows where no more of their tokens are padding: there are faster
+# Rows of one document each stay rows if no more of their tokens are padding: there are faster
 # kernels for whole rows than for documents. A document alone always does, of one of few widths:
 # for each new one cuDNN plans its kernels, which takes a while.
 MOST_ROW_PADDING = 1 / 32
@@ -180,7 +180,7 @@ def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) 
     """Pack into at most `max_sequences` sequences that are as short as that number allows.
 
     Short sequences cost less if attention is computed over whole sequences, and sequences of one
-    length need no padding. There are more than `max_sequences` where `max_seq_len` is too short for
+    length need no padding. There are more than `max_sequences` if `max_seq_len` is too short for
     it.
     """
     mean_tokens = -(-sum(lengths) // max_sequences)

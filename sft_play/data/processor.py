@@ -1,7 +1,7 @@
 """The model's own processor: what stands for an image in a text, and the tensors of its pixels.
 
 Nothing is resized here: transformers' processor of the base does it, with its own settings.
-torchvision is used where it is installed, as transformers does, and Pillow elsewhere.
+torchvision is used if it is installed, as transformers does, and Pillow elsewhere.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class Processor:
                 f"{type(self._own).__name__}: {first_line(error)}"
             ) from error
         ((place,),) = found["text_replacement_offsets"]
-        sides: Sequence[int] = (height, width)  # where it does not say
+        sides: Sequence[int] = (height, width)  # if it does not say
         if "image_grid_thw" in found:
             patch = self._own.image_processor.patch_size
             sides = [patch * patches for patches in found["image_grid_thw"][0, 1:].tolist()]

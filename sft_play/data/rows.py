@@ -32,7 +32,7 @@ class ImageFile:
     """An encoded image that was opened once: a file, or its bytes; its size as it is shown."""
 
     path: str  # "" if the row has its bytes
-    data: bytes = field(repr=False)  # b"" where it is a file
+    data: bytes = field(repr=False)  # b"" if it is a file
     width: int  # pixels
     height: int
     token: str = ""  # that the chat template writes for it, once the model's processor was asked

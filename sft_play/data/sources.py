@@ -351,8 +351,8 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
 def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
     """Return in what the sources are not those of a run's data.json (`facts`), by setting.
 
-    Files are compared by their bytes, and read only where their size is that of the run's. A source
-    of the same name is the run's where it is of the hub, or if its files are gone.
+    Files are compared by their bytes, and read only if their size is that of the run's. A source
+    of the same name is the run's if it is of the hub, or if its files are gone.
     Raises: DataError if a setting names nothing that can be read.
     """
     changed: dict[str, list[str]] = {}

@@ -232,7 +232,7 @@ class StopWhen(StoppingCriteria):
         return torch.full((len(input_ids),), self._is_stopping(), device=input_ids.device)
 
 
-NO_SAMPLING = Sampling(temperature=None)  # what transformers warns of where nothing is drawn
+NO_SAMPLING = Sampling(temperature=None)  # what transformers warns of if nothing is drawn
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ from sft_play.runs.files import json_line
 SCRIPT = Path(__file__).with_name("plain.py")
 # What the script needs, as far as importing it starts no CUDA: PEFT's would, by way of bitsandbytes
 LIBRARIES = ("transformers.models.auto.tokenization_auto", "transformers.masking_utils")
-MODELS = "transformers.modeling_utils"  # imports torchao where it is installed, which starts CUDA
+MODELS = "transformers.modeling_utils"  # imports torchao if it is installed, which starts CUDA
 POLL_SECONDS = 0.02
 SECONDS = 3600
 

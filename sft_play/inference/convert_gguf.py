@@ -42,7 +42,7 @@ def kinds_that_know_tokenizers(converter: Any) -> list[type]:
 
 
 def named(known: Callable[..., str], pre_tokenizer: str) -> Callable[..., str]:
-    """Return a lookup that answers `pre_tokenizer` where the converter's own knows none."""
+    """Return a lookup that answers `pre_tokenizer` if the converter's own knows none."""
 
     def find(self: Any, tokenizer: Any) -> str:
         try:

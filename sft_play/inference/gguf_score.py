@@ -127,7 +127,7 @@ def score_gguf(path: Path, export: Export) -> GgufScores | None:
     samples, written = found
     tokens = same_tokens(path, export.data.test, export.tokenizer)
     context = max(LEAST_CONTEXT, ROOM + max(len(sample.ids) for sample in samples))
-    # on a GPU where llama-cpp-python was built for one
+    # on a GPU if llama-cpp-python was built for one
     with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
         nats = [nats_of(model, sample) for sample in samples]
         answers = score_answers(model, export)

@@ -23,7 +23,7 @@ SYSTEM, QUESTION, ANSWER, NEXT = "⟦system⟧", "⟦question⟧", "⟦answer⟧
 class TurnTexts:
     """The texts that a chat template writes around the contents of messages."""
 
-    start: str  # where the first message is no system message
+    start: str  # if the first message is no system message
     before_system: str | None  # None: the template takes no system message
     after_system: str
     before_user: str

@@ -49,7 +49,7 @@ from sft_play.models.sharding import has_rows_alone, run_within, store_as
 
 
 def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:
-    """Return the type in which the bytes of a 4-bit base are stored: uint8 where it is whole.
+    """Return the type in which the bytes of a 4-bit base are stored: uint8 if it is whole.
 
     DeepSpeed divides only floating-point tensors, and so does the FSDP of torch before 2.13.
     DeepSpeed casts those in another type than it computes in. FSDP copies several tensors in one
@@ -214,7 +214,7 @@ class _PackWeights(Bnb4bitQuantize):
     def convert(
         self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the tensors by name, packed where they are weights of linears or experts."""
+        """Return the tensors by name, packed if they are weights of linears or experts."""
         packed: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value

@@ -198,7 +198,7 @@ def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
 
 
 def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter, also where it is partitioned (ZeRO-3) or packed."""
+    """Return the shape of a parameter, also if it is partitioned (ZeRO-3) or packed."""
     state = getattr(parameter, "quant_state", None)
     shape = parameter.shape if state is None else state.shape
     return tuple(getattr(parameter, "ds_shape", shape))

@@ -190,7 +190,7 @@ def _fault(generation: GenerationConfig) -> str | None:
 def _with_fixed_eos(template: str | dict[str, str], eos: str) -> str | dict[str, str]:
     """Return a template, or several by name, in which eos_token is what it was in training.
 
-    `+%}` keeps the template's first character where that is a line break.
+    `+%}` keeps the template's first character if that is a line break.
     """
     if isinstance(template, dict):
         return {name: _with_fixed_eos(text, eos) for name, text in template.items()}

@@ -77,7 +77,7 @@ class WeightPlaces:
     zero_stage: int = 0  # of DeepSpeed
     is_fsdp: bool = False  # base weights are divided among the ranks
     is_expert_parallel: bool = False  # each rank has a part of the experts
-    most_layers: int = 0  # of a GPU where model.device_map fills one after the other
+    most_layers: int = 0  # of a GPU if model.device_map fills one after the other
     offloaded_layers: int = 0  # whose frozen weights are in host memory
 
 

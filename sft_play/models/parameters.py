@@ -99,7 +99,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def stored_weights(parameter: nn.Parameter) -> int:
-    """Return the number of weights that a parameter stores: in full where it is partitioned."""
+    """Return the number of weights that a parameter stores: in full if it is partitioned."""
     count = getattr(parameter, "ds_numel", None) or parameter.numel()
     if hasattr(parameter, "quant_state"):
         count *= parameter.element_size() * 2  # two 4-bit weights in a byte

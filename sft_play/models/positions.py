@@ -121,7 +121,7 @@ def with_stretched_rope(stored: PretrainedConfig, model: ModelSection) -> Pretra
 
 
 def write_rope_beside_adapter(config: Config, trained: PretrainedConfig, folder: Path) -> None:
-    """Write config.json into an adapter's folder where the base's own has another rope.
+    """Write config.json into an adapter's folder if the base's own has another rope.
 
     The folder's README.md loads it. transformers takes the folder for a whole model then, and finds
     no weights: without the file it would load the base with its own rope, without a word.

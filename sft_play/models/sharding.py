@@ -251,7 +251,7 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 @torch.no_grad()
 def move_undivided(model: nn.Module, process: Process) -> None:
-    """Move what FSDP does not divide to this rank's device, where it was loaded to the host.
+    """Move what FSDP does not divide to this rank's device, if it was loaded to the host.
 
     Those are buffers, and adapters that PEFT has put next to their weights.
     """

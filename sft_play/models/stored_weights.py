@@ -59,7 +59,7 @@ class Stored:
     dtype: torch.dtype | None  # in which a plain checkpoint would store it
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the weight in float32, or in 16 bits where that is exact."""
+        """Return the weight in float32, or in 16 bits if that is exact."""
         read = {}
         for name, part in self.parts.items():
             tensor = part[...]

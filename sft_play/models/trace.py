@@ -121,7 +121,7 @@ def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
 
 
 def cut_depths(signatures: Sequence[Any]) -> tuple[int, ...]:
-    """Return the depths to trace: a few layers and a period fewer; all layers where that is all.
+    """Return the depths to trace: a few layers and a period fewer; all layers if that is all.
 
     >>> cut_depths("aaaaaaaa"), cut_depths("dababababab"), cut_depths("abcd")
     ((3, 2), (5, 3), (4,))

@@ -127,7 +127,7 @@ def links(gpus: Sequence[Gpu]) -> list[Link]:
 
 
 def link_lines(found: Sequence[Link]) -> list[str]:
-    """Return one line where all pairs are connected alike, else one line a pair."""
+    """Return one line if all pairs are connected alike, else one line a pair."""
     paths = {link.path.words for link in found}
     if len(paths) == 1:
         return [f"links: {paths.pop()} between {'the two' if len(found) == 1 else 'all'} GPUs"]

@@ -93,7 +93,7 @@ CALLS = {
     "set_device": "chooses a GPU; device_map and torchrun do so here",
 }
 DEVICE = "device"
-OTHER_NAME = "inference_device"  # where the notebook has a `device` of its own
+OTHER_NAME = "inference_device"  # if the notebook has a `device` of its own
 SETS_DEVICE = '{name} = "cuda:0" if torch.cuda.is_available() else "cpu"\n'
 
 

@@ -154,7 +154,7 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
 def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
     """Return the last statement that all processes must run: a training or an evaluation.
 
-    Where that is in a function, it is the last call of the function; in a class, the last
+    If that is in a function, it is the last call of the function; in a class, the last
     statement of all.
     """
     uses = [use for use in notebook.functions(TOGETHER) if use.receiver in notebook.trainer_names]

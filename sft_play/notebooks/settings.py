@@ -51,7 +51,7 @@ COMPARES_CHECKPOINTS = """
 train.load_best_model_at_end train.early_stopping_patience
 train.metric_for_best_model
 """.split()
-# Where the notebook says nothing the choice is made here, so a person should know
+# If the notebook says nothing the choice is made here, so a person should know
 CHOSEN_HERE = {
     "train.learning_rate": "auto",
     "train.batch_size": "auto",

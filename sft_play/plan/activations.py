@@ -147,7 +147,7 @@ def _stream_bytes(step: StepSpec) -> int:
 
 
 def _recomputed_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what the backward pass of a layer needs of all its tokens, where it is recomputed.
+    """Return what the backward pass of a layer needs of all its tokens, if it is recomputed.
 
     The MLP of a long row is recomputed in tiles, and keeps its input alone.
     """
@@ -223,7 +223,7 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
     """Return what the backward pass adds to the kept activations while it is in a layer.
 
     A checkpointed layer is recomputed after the layers above it have freed theirs. So it adds to
-    the peak only where all layers are checkpointed, and then after the loss is freed.
+    the peak only if all layers are checkpointed, and then after the loss is freed.
     """
     are_all = layout.checkpointed_layers == step.model.layers
     recomputed = 0

@@ -125,7 +125,7 @@ def merged(
     `_batch_sizes` counts full sequences, and as many micro-batches as the fullest step has. In
     usual steps they contain less: 6,300 tokens in place of 8,192 in a run of an 8B, which trained
     2.5 % faster in one micro-batch. A micro-batch grows as far as memory allows, with no other
-    layers recomputed. It stays as it is where `step_tokens` is None.
+    layers recomputed. It stays as it is if `step_tokens` is None.
     """
     step_tokens = request.step_tokens
     if step_tokens is None:

@@ -117,7 +117,7 @@ class ModelFacts(NamedTuple):
 
     name: str  # of several well-known models of one shape, the first in the file; "" for others
     config: ModelConfigJson
-    structure: Structure | None  # where the config does not say it all
+    structure: Structure | None  # if the config does not say it all
 
 
 def load_facts(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelFacts:

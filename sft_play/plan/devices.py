@@ -76,7 +76,7 @@ class VisibleGpus(NamedTuple):
     """The GPUs that a CUDA program sees."""
 
     gpus: tuple[Gpu, ...]
-    reason: str | None  # where there are none: why, and what to do
+    reason: str | None  # if there are none: why, and what to do
 
 
 class NvmlUnavailable(EnvironmentFault):

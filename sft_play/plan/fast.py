@@ -19,7 +19,7 @@ from sft_play.plan.traced import TracedStep
 PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # as they are listed
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-# Where there is a trace (plan.counting), it says what is fused
+# If there is a trace (plan.counting), it says what is fused
 UNTRACED = "what its modules compute is found when the model is loaded"
 ALL_PARTS = "fused kernels"  # stands for all parts that one reason is given for
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention

@@ -262,7 +262,7 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
     if step.generates:
         cache = rows * layout.max_seq_len * 2 * model.counts.kv_features * step.compute_bytes
     in_layers = layer_working_bytes(step, tokens)
-    if step.traced is not None:  # where no layer keeps anything
+    if step.traced is not None:  # if no layer keeps anything
         in_layers = int(step.traced.layers_peak(rows, row_tokens, share=1))
     activations = max(cache, in_layers - logits)
     return replace(

@@ -254,7 +254,7 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
     times as fast in micro-batches of 16 and 1.6 times in those of 1, in CPU seconds: sequences are
     no longer than needed, so attention costs no more. `true` also packs an architecture that `auto`
     does not. Every packed run checks before the first step whether its documents stay apart.
-    Raises: ConfigError for `true` where packing cannot work.
+    Raises: ConfigError for `true` if packing cannot work.
     """
     setting = config.train.packing
     backend = backend_of(config)

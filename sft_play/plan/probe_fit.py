@@ -36,7 +36,7 @@ class Point:
     tokens: int  # of a micro-batch on one rank
     checkpointed_layers: int
     accumulates: bool  # gradients of an earlier micro-batch were held
-    phases: Mapping[str, int]  # forward, backward, and optimizer where it was stepped
+    phases: Mapping[str, int]  # forward, backward, and optimizer if it was stepped
 
     @property
     def peak(self) -> int:

@@ -160,7 +160,7 @@ def choose_precision(
 ) -> PrecisionChoice:
     """Return bfloat16 if every GPU has it, else float16, and float32 on a CPU unless asked.
 
-    What `raw`, the DeepSpeed JSON at `json_path`, says decides where the config leaves both to
+    What `raw`, the DeepSpeed JSON at `json_path`, says decides if the config leaves both to
     auto.
     Raises: ConfigError for float16 without a GPU.
     """

@@ -1,4 +1,4 @@
-"""Learning rate, epochs and longest row where the config says auto. Pure: no torch, no I/O.
+"""Learning rate, epochs and longest row if the config says auto. Pure: no torch, no I/O.
 
 They follow from mode, model and rows. Each choice has a reason, which becomes the setting's origin.
 """

@@ -56,7 +56,7 @@ class RunPlan:
     step: StepSpec  # what each rank computes
     layout: Layout  # how the rows of a step are cut into micro-batches
     packing: bool  # whether rows share sequences; counted ones are in `layout`
-    unpacked_because: str | None  # where train.packing=auto is off
+    unpacked_because: str | None  # if train.packing=auto is off
     memory: StepBytes  # by the closed form, once probed by measurement
     budget_bytes: int  # that a rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU

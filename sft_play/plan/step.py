@@ -235,7 +235,7 @@ class StepSpec:
     keeps_attention: bool = False  # outputs of attention in layers that are recomputed
     host_layers: int | None = None  # whose inputs the host has room for; None: all
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
-    traced: TracedStep | None = None  # where the closed form has not been shown to fit
+    traced: TracedStep | None = None  # if the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
     is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
     expert_ranks: int = 1  # ranks that share the experts of each layer
@@ -255,7 +255,7 @@ class StepSpec:
 
     @property
     def most_layers(self) -> int:
-        """Layers of the fullest GPU where one model is placed on several, else 0."""
+        """Layers of the fullest GPU if one model is placed on several, else 0."""
         return max(self.layers_by_gpu, default=0)
 
     def offloaded(self, checkpointed_layers: int) -> int:

@@ -35,7 +35,7 @@ DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 @dataclass(frozen=True)
 class Engine:
-    """A strategy, with DeepSpeed's JSON where it is ZeRO."""
+    """A strategy, with DeepSpeed's JSON if it is ZeRO."""
 
     strategy: Strategy
     deepspeed_path: Path | None = None

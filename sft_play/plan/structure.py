@@ -33,7 +33,7 @@ class MatrixKind:
     layers: tuple[int, ...] | None = None  # of the decoder, that have it; None: all
     experts: int = 1
     active: int = 1  # of the experts, that a token meets
-    is_adapted: bool = True  # where all linear layers are
+    is_adapted: bool = True  # if all linear layers are
     is_quantized: bool = True  # over a 4-bit base
     is_stacked: bool = False  # the experts are one parameter with three dimensions
 

@@ -145,7 +145,7 @@ def _map_warnings(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, 
     described = loaded.described(MAP_NAME)
     if ranks.world_size > 1:
         holding = "each rank holds a whole copy"
-        if ranks.strategy == "fsdp":  # where a copy does not fit
+        if ranks.strategy == "fsdp":  # if a copy does not fit
             holding = "they divide its weights among them"
         return [
             f"{described} is for one process, and this run has {ranks.world_size}: {holding} "

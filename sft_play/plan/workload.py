@@ -177,7 +177,7 @@ FLOAT8_MEASURED = "8B on an H200: 1.4 times, in 37 GiB instead of 43"  # docs/ev
 
 
 def describe_speed(plan: RunPlan) -> str:
-    """Return how fast a run is where its rows are full, and how well that is known."""
+    """Return how fast a run is if its rows are full, and how well that is known."""
     speed = plan.speed
     if speed is None:
         if plan.ranks.device == "cpu":

@@ -45,7 +45,7 @@ class Estimate:
 
     @property
     def is_significant(self) -> bool:
-        """Whether 0 lies outside the interval, where this is a mean of differences."""
+        """Whether 0 lies outside the interval, if this is a mean of differences."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 

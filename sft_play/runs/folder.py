@@ -169,7 +169,7 @@ class RunFolder:
 
 
 def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
-    """Make a new run folder, `<stem>-<time>` where the run has no name.
+    """Make a new run folder, `<stem>-<time>` if the run has no name.
 
     Raises: ConfigError when the name is taken, or cannot be a folder's.
     """
@@ -201,7 +201,7 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
 
 
 def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
-    """Rename the run of this name where it has ended and kept nothing, so that it can be used.
+    """Rename the run of this name if it has ended and kept nothing, so that it can be used.
 
     Returns the folder under its new name, None if the name is free or stays taken.
     """

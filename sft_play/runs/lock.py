@@ -191,7 +191,7 @@ def _refusal(folder: Path, holder: ProcessId | None) -> EnvironmentFault:
             "there"
         )
         if not holder.is_of_this_boot:
-            advice += f"; where it is gone for good, rm {folder / NAME}"
+            advice += f"; if it is gone for good, rm {folder / NAME}"
     else:
         advice += "; its launcher is gone, and its ranks save a last checkpoint: wait for them"
     return EnvironmentFault(f"{folder}: {holder or 'a process'} trains in it; {advice}")

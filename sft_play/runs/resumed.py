@@ -225,7 +225,7 @@ def check_resumable(
     Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
     shard of the optimizer for each rank, so the world size must be the same. FSDP divides the
     optimizer of a full run, whose parts fit any world size; that of adapters is whole. Still,
-    another world size is taken only where the user says so (`is_elastic`).
+    another world size is taken only if the user says so (`is_elastic`).
     """
     is_full = saved.get("mode") == "full"
     form = _form_of_optimizer(strategy, is_full)

@@ -111,7 +111,7 @@ def _may_be_held_elsewhere(lock: Path) -> bool:
 def _is_open(path: Path) -> bool:
     """Return whether any process of this kernel has a file open, or the kernel does not say.
 
-    It leases a file only where nobody else has it open: not in another container either, whose
+    It leases a file only if nobody else has it open: not in another container either, whose
     processes /proc does not show.
     """
     descriptor = os.open(path, os.O_RDWR)
@@ -138,7 +138,7 @@ def holders(path: Path) -> Iterator[int]:
 
 def _compile() -> str | None:
     """Compile and load the optimizer; return the first line of what went wrong, if anything."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder  # seconds, so only where it is needed
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # seconds, so only if it is needed
 
     try:
         CPUAdamBuilder().load(verbose=False)

@@ -188,7 +188,7 @@ class StepGuard:
 
 
 def spread(loss: Tensor) -> Tensor:
-    """Return a loss whose gradients are NaN where it is NaN or infinite, else the loss itself.
+    """Return a loss whose gradients are NaN if it is NaN or infinite, else the loss itself.
 
     An infinite loss may have finite gradients: of a target whose logit is -inf.
     """

@@ -98,7 +98,7 @@ class Collectives:
 
     world_size: int
     bytes_per_second: float | None  # through the link of each rank; None on CPUs
-    expected: float | None  # where the card is known
+    expected: float | None  # if the card is known
 
     def __str__(self) -> str:
         if self.bytes_per_second is None:
@@ -290,7 +290,7 @@ def _word(value: Any) -> str:
 
 @contextmanager
 def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
-    """Call `give_up(cause)` in a thread where what the ranks do inside does not end in time.
+    """Call `give_up(cause)` in a thread if what the ranks do inside does not end in time.
 
     While they join, the group's own timeout counts, which gloo does not keep if addresses are
     wrong; machines may start minutes apart. Then they are all there.

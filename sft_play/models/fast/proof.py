@@ -132,7 +132,7 @@ def _why_not_proved(
     if sample is None:
         return "no token of the proof reached it"
     module = sample.module
-    # where both are called in one way, a token's result does not depend on its document, but it may
+    # if both are called in one way, a token's result does not depend on its document, but it may
     # depend on its row, of which the packed batch has one
     mixes_tokens = fused_call is not None
     for batch, call in sample.calls.items():

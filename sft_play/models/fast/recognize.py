@@ -204,7 +204,7 @@ def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerR
     pairs = itertools.product(
         itertools.permutations(norm_names),
         itertools.permutations(block_names),
-        # first without: some layers unpack a tuple only where they are given one
+        # first without: some layers unpack a tuple only if they are given one
         itertools.product((False, True), repeat=2),
     )
     for (norm1, norm2), (block1, block2), (tuple1, tuple2) in pairs:

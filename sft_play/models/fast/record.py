@@ -1,7 +1,7 @@
 """Records of proofs: what one start has proved of fused kernels, later ones take.
 
 A record is a file of the cache, with the largest difference that each proof found. Its name is a
-digest of all that the proofs depend on, and its seal one of what it says. Where it is taken, only
+digest of all that the proofs depend on, and its seal one of what it says. If it is taken, only
 outputs are compared, on the inputs of this start, and no gradients.
 
 It is not taken if a byte has changed, if it is of something else, and if another user may

@@ -103,7 +103,7 @@ class TrainingSetup:
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Keep a module's own weights in place where ranks divide them, or the host stores them.
+        """Keep a module's own weights in place if ranks divide them, or the host stores them.
 
         Layers gather, or bring, their own.
         """

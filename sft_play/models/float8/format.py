@@ -7,7 +7,7 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that e4m3 holds
-# Scales are multiplied by it: torch does so on a GPU where a tensor is divided by a number.
+# Scales are multiplied by it: torch does so on a GPU if a tensor is divided by a number.
 ONE_OVER_LARGEST = 1 / LARGEST
 
 

@@ -1,6 +1,6 @@
 """Find the attention modules of a decoder, and install attention without masks on them.
 
-Packed documents may lie in one long row where no module counts the tokens before them in its row.
+Packed documents may lie in one long row if no module counts the tokens before them in its row.
 """
 
 import inspect
@@ -35,7 +35,7 @@ UNREAD = "the mask is for attention alone"  # in the record of proofs
 
 
 def install_attention(setup: TrainingSetup) -> int:
-    """Install attention without masks; where it is like Llama's, with rotary and projections.
+    """Install attention without masks and, if it is like Llama's, with rotary and projections.
 
     Other modules keep their own code around the attention function. A module that needs a mask
     would not get one, so either all modules are fused or none.

@@ -63,7 +63,7 @@ def _taker(name: str, wrapper: nn.Module, chosen: Tensor, count: int) -> Taker:
 
 
 def _few_of(parameter: nn.Parameter, chosen: Tensor, count: int) -> Tensor:
-    """Return the chosen experts of a weight or bias, in full where it is packed."""
+    """Return the chosen experts of a weight or bias, in full if it is packed."""
     if true_shape(parameter)[0] != count:
         return parameter.clone()
     if not hasattr(parameter, "quant_state"):

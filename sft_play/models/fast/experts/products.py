@@ -128,7 +128,7 @@ class ExpertLinear(NamedTuple):
     is_shared: bool = False  # the adapter is that of every expert
 
     def matrices(self, dtype: torch.dtype) -> Tensor | Packed:
-        """Return the matrices (E, in, out); those in 4 bits as they are where a kernel reads them.
+        """Return the matrices (E, in, out); those in 4 bits as they are if a kernel reads them.
 
         Otherwise these become a new tensor in `dtype`.
         """

@@ -164,7 +164,7 @@ def backward_with_adapter(
 ) -> Tensor | None:
     """Write dgate and dup (N, I); return dA (r, I) for dU (N, r), in `dtype` or that of dh.
 
-    Where it is a product of its own, h overwrites dh. None without an adapter.
+    If it is a product of its own, h overwrites dh. None without an adapter.
     """
     if du is None:
         glu_backward(dh, gate, up, activation, dgate, dup)

@@ -207,7 +207,7 @@ def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
     """Set what `mlp_forward` reads of a gated MLP."""
     names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
     module.fused_roles = roles
-    module.is_tiled = False  # where the layer is recomputed: see `checkpointing`
+    module.is_tiled = False  # if the layer is recomputed: see `checkpointing`
     module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
     module.down_linear = LinearGroup(getattr(module, roles.down))
 

@@ -276,7 +276,7 @@ def adapter_gradients(
 def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return dA (R, in) = dU^T x for dU (N, R) and x (N, in).
 
-    In `dtype` where that is float32 and a GPU multiplies 16 bits: it adds in float32.
+    In `dtype` if that is float32 and a GPU multiplies 16 bits: it adds in float32.
     """
     if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
         return torch.mm(du.t(), x, out_dtype=dtype)

@@ -77,7 +77,7 @@ def layer_forward(
     block2 = getattr(self, roles.block2)
     normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind, reads_float8(block1))
     mixed = block1(hidden_states=normed, **roles.arguments_of(kwargs))
-    take(normed)  # where no linear has
+    take(normed)  # if no linear has
     mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
     normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind, reads_float8(block2))
     output = block2(normed)
