@@ -149,7 +149,7 @@ def choose_device_map() -> DeviceMap:
     if place is not None:
         if place.local_rank >= num_gpus:
             raise EnvironmentFault(
-                f"LOCAL_RANK={place.local_rank} has no GPU of its own: torch sees {num_gpus}; "
+                f"LOCAL_RANK={place.local_rank} has no GPU: torch sees {num_gpus}; "
                 f"start {num_gpus} processes, as with torchrun --nproc_per_node={num_gpus}"
             )
         print_main(f"{place.world_size} processes, one GPU each - the whole model on every GPU")

@@ -20,20 +20,20 @@ UNREACHABLE = "the server of its disk does not answer: mount it again, then resu
 # What to do if the system refuses a path, by its reason
 OF_PATH = {
     errno.EROFS: (
-        "make its disk writable again (dmesg says what happened to it), or set TRAIN_OUTPUT_DIR "
+        "make its disk writable again (dmesg shows what happened), or set TRAIN_OUTPUT_DIR "
         "and DATA_CACHE_DIR to folders on another"
     ),
     errno.EACCES: NO_PERMISSION,
     errno.EPERM: NO_PERMISSION,
     errno.ENAMETOOLONG: "give it a shorter name",
     errno.ELOOP: "its links point at each other: name the file or folder itself",
-    errno.EISDIR: "a folder stands where a file is to be: move it away",
-    errno.ENOTDIR: "a file stands where a folder is to be: move it away, or name another path",
+    errno.EISDIR: "a folder is in the place of a file: move it away",
+    errno.ENOTDIR: "a file is in the place of a folder: move it away, or name another path",
     errno.ETXTBSY: "another program uses it: wait, or name another path",
     errno.EMFILE: "this shell allows no more: raise it with ulimit -n 65536, and start again",
     errno.ENFILE: "this machine allows no more: end other programs, and start again",
-    errno.EFBIG: "this shell or the disk allows no larger one: ulimit -f says how large",
-    errno.EIO: "the disk does not answer: dmesg says more; resume once it does, or elsewhere",
+    errno.EFBIG: "this shell or the disk allows no larger file: `ulimit -f` prints the limit",
+    errno.EIO: "the disk does not answer: dmesg shows why; resume once it does, or elsewhere",
     errno.ESTALE: "the disk was unmounted or exported again: mount it again, then resume",
     errno.ENODEV: "the disk is gone: mount it again, then resume",
     errno.ENXIO: "the disk is gone: mount it again, then resume",

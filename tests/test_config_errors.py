@@ -56,7 +56,7 @@ BAD_FILES = [
     ("train: 4", "a.yaml:1 train=4 section"),
     ("train:\n  include: b.yaml", "a.yaml:2 include section"),
     ("include: b.yaml", "a.yaml:1 include=b.yaml"),
-    ("include: next to.yml", "a.yaml:1 include=next to.yml next to.yaml?"),
+    ("include: beside.yml", "a.yaml:1 include=beside.yml beside.yaml?"),
     ("include: .", "a.yaml:1 include=."),
     ("include: {a: b}", "a.yaml:1 include={...} list"),
     ("include: [1]", "a.yaml:1 include=[1] list"),

@@ -13,7 +13,7 @@ ANSWERS = {
     "tuning.learning_rate": "here it is train.learning_rate",
     "warmup_ratio": "here it is train.warmup_steps",
     "max_seq_length": "here it is model.max_seq_len",
-    "assistant_only_loss": "answers alone carry loss here",
+    "assistant_only_loss": "only answers carry loss here",
     "dataset_text_field": "data.columns: {text:",
     "deepspeed": "DEEPSPEED_CONFIG=",
     "fsdp": "train.strategy: fsdp",

@@ -197,7 +197,7 @@ def drawn(mode: str, kind: str, **options: Any) -> bytes:
 FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (5, 7), "red")]}
 HUGE = b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + (20_000).to_bytes(4, "little") * 2
 BROKEN = {
-    "empty": (b"", "is empty; fetch or write it again"),
+    "empty": (b"", "is empty; download or write it again"),
     "cut png": (encoded((64, 64))[:-400], "is damaged, or breaks off (Truncated File Read)"),
     "overwritten png": (
         encoded((64, 64))[:-100] + bytes(100),
@@ -211,8 +211,8 @@ BROKEN = {
         "is a pointer of git-lfs, not the image; git lfs p",
     ),
     "svg": (b'<?xml version="1.0"?><svg xmlns="x"/>', "is an SVG drawing; save it as PNG"),
-    "text": (b"hello", "is no image that is read: it begins with 'hello'; save it as JPEG, PNG or"),
-    "postscript": (drawn("RGB", "EPS"), "is no image that is read: it begins with '%!PS-Adobe"),
+    "text": (b"hello", "is not a supported image: it starts with 'hello'; save it as JPEG, PNG or"),
+    "postscript": (drawn("RGB", "EPS"), "is not a supported image: it starts with '%!PS-Adobe"),
     "bomb": (HUGE + b"\1\0\x18\0" + bytes(24), "has more than 89,478,485 pixels; save it smaller"),
     "animation": (drawn("RGB", "GIF", **FRAMES), "has 2 frames or pages; save the one that is"),
     "animated png": (drawn("RGB", "PNG", **FRAMES), "has 2 frames or pages"),

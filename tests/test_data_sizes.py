@@ -250,7 +250,7 @@ def test_many_marks_keys_and_calls_take_no_time():
     turns = split_marked_text("Human: q\n\nAssistant: a" + " </s>" * 50_000, "text")
     assert turns == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     keys = ",".join(f'"{number}": 1' for number in range(60_000))
-    with pytest.raises(ValueError, match="the key '59999' stands twice"):
+    with pytest.raises(ValueError, match="the key '59999' appears twice"):
         parse_json("{" + keys + ', "59999": 1}')
     parsed = code.parse(1, "!pip install x\n" * 20_000)
     assert parsed.tree is None and "line" in parsed.problem

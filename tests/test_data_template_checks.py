@@ -161,7 +161,7 @@ def test_an_error_says_where_training_on_the_last_answer_helps():
     thought, plain = Message("assistant", "a", reasoning="because"), Message("assistant", "b")
     ask = Message("user", "q")
     assert error_of(Row((ask, thought, ask, plain), "r:1"), LAST_PART).endswith(
-        "without it; DATA_TRAIN_ON=last trains the last answer alone"
+        "without it; DATA_TRAIN_ON=last trains only the last answer"
     )
     assert error_of(Row((ask, thought, ask, thought), "r:1"), LAST_PART).endswith(
         "'because'; DATA_REASONING=drop trains the answers without it"

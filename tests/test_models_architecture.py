@@ -106,5 +106,5 @@ def test_a_type_that_generates_no_text_is_named():
 
 @pytest.mark.parametrize("model_type", ["kosmos-2", "pix2struct", "t5gemma2", "blip-2"])
 def test_a_model_that_needs_more_than_text_is_refused_with_what_it_needs(model_type):
-    with pytest.raises(ConfigError, match=r"cannot be run on text alone: .*set MODEL_NAME"):
+    with pytest.raises(ConfigError, match=r"cannot run on text only: .*set MODEL_NAME"):
         towers_of(published_model(model_type))

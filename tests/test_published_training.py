@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL_NAME = re.compile(r"(?:MODEL_NAME=|model\.name=|\bname: )\"?([\w-]+/[\w.-]+)")
 # Why the others of transformers' image-text types are not trained on text rows
 REFUSED = {
-    "cannot be run on text alone": (
+    "cannot run on text only": (
         *("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0"),
         *("pix2struct", "pp_formulanet", "qwen2_5_omni", "qwen3_omni_moe", "t5gemma2"),
         "voxtral_realtime",

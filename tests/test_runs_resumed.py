@@ -90,5 +90,5 @@ def test_a_stamp_of_another_version_is_named():
 def test_a_checkpoint_that_was_renamed_is_refused():
     now = {"data_digest": "a", "effective_batch": 32}
     refuse_other_steps(Path("checkpoint-5"), facts(), now)
-    with pytest.raises(CheckpointError, match="its stamp says step 5, so it was renamed"):
+    with pytest.raises(CheckpointError, match="its stamp has step 5, so it was renamed"):
         refuse_other_steps(Path("checkpoint-50"), facts(), now)

@@ -298,7 +298,7 @@ def test_rows_that_changed_since_are_refused_before_the_launch(whole, other_rows
 
 def test_a_checkpoint_without_its_run_needs_the_config_that_it_was_trained_with(whole, tmp_path):
     copy = shutil.copytree(whole.checkpoints / "checkpoint-2", tmp_path / "a" / "checkpoint-2")
-    with pytest.raises(CheckpointError, match="of its run is not next to it; set CONFIG"):
+    with pytest.raises(CheckpointError, match="of its run is missing; set CONFIG"):
         typed(copy)
 
 

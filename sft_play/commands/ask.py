@@ -83,7 +83,9 @@ def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> dict[str
                 raise
         code = process.wait()
         if not answer.exists():
-            raise SftPlayError(f"{request.command} ended with exit code {code}; it says why above")
+            raise SftPlayError(
+                f"{request.command} ended with exit code {code}; the reason is above"
+            )
         return json.loads(answer.read_text(encoding="utf-8"))
 
 

@@ -245,7 +245,7 @@ def _refuse_failed(children: Sequence[subprocess.Popen], command: str) -> None:
             raise of_class(
                 child.returncode if known else None,
                 f"{command}: process {number} of {len(children)} ended with exit code "
-                f"{child.returncode}; it says why above",
+                f"{child.returncode}; the reason is above",
             )
 
 

@@ -237,7 +237,7 @@ def _push(call: Call, folder: Path) -> list[str]:
     try:
         found = api.create_repo(repo, private=not is_public, exist_ok=True)
         if not is_public and not api.repo_info(repo).private:
-            raise ConfigError(f"REPO={repo} is public; PUBLIC=1 says that this is meant")
+            raise ConfigError(f"REPO={repo} is public; type PUBLIC=1 if that is intended")
         message = f"{folder.name} of run {folder.parent.parent.name}"
         done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
         if signature is not None:

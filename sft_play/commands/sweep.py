@@ -49,7 +49,7 @@ def grid(over: str) -> list[tuple[str, ...]]:
         if not equals or not values:
             raise ConfigError(f"OVER: {word} names no values; write {EXAMPLE}")
         if path in axes:
-            raise ConfigError(f"OVER: {path} stands there twice; write all its values in one word")
+            raise ConfigError(f"OVER: {path} appears twice; write all its values in one word")
         if path in NOT_SWEPT:
             raise ConfigError(f"OVER: {path} cannot be swept; leave it out")
         axes[path] = [f"{path}={value}" for value in dict.fromkeys(values)]

@@ -181,7 +181,7 @@ def plain(value: Located | YamlValue) -> YamlValue:
 
 def _unknown_key(key: str, located: Located, prefix: str) -> str:
     if key == "include":
-        return "include stands inside a section; write it at the top level of the file"
+        return "include is inside a section; write it at the top level of the file"
     if key in settings():
         section, _, name = key.rpartition(".")
         return (

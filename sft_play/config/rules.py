@@ -120,7 +120,7 @@ TOWER_RULES = (
     Rule(
         ("tuning.towers", "tuning.mode"),
         lambda c: c.tuning.towers == "full" and c.tuning.mode != "full",
-        "every weight of a tower is trained in mode full; set TUNING_TOWERS=lora, or "
+        "every weight of an encoder is trained in mode full; set TUNING_TOWERS=lora, or "
         "TUNING_MODE=full",
     ),
     Rule(
@@ -136,7 +136,7 @@ TOWER_RULES = (
     Rule(
         ("tuning.towers_learning_rate", "tuning.towers"),
         lambda c: c.tuning.towers_learning_rate is not None and not c.tuning.trains_towers,
-        "no tower is trained; set TUNING_TOWERS=lora, or full in mode full",
+        "no encoder is trained; set TUNING_TOWERS=lora, or full in mode full",
     ),
 )
 FLOAT8_RULES = (
@@ -166,7 +166,7 @@ FLOAT8_RULES = (
     Rule(
         ("tuning.base_dtype", "tuning.lora.init_lora_weights"),
         lambda c: c.tuning.has_float8_base and c.tuning.lora.init_lora_weights == "orthogonal",
-        "PEFT makes orthogonal adapters for 16-bit weights alone; set "
+        "PEFT makes orthogonal adapters only for 16-bit weights; set "
         "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_BASE_DTYPE=auto",
     ),
 )
@@ -190,7 +190,7 @@ NOT_DELIVERED: dict[str, tuple[Callable[[Config], bool], str]] = {
     ),
     "tuning.lora.dropout": (
         lambda c: c.tuning.mode != "full" and c.tuning.lora.dropout > 0,
-        "an adapter that is rounded with its weight has no input of its own to drop; set "
+        "an adapter that is rounded with its weight has no input to drop; set "
         "TUNING_LORA_DROPOUT=0",
     ),
 }
@@ -258,8 +258,7 @@ RULES = (
     Rule(
         ("model.attn_implementation", "tuning.backend"),
         lambda c: c.model.attn_implementation != "auto" and backend_of(c).has_own_kernels,
-        "Unsloth brings its own attention; set TUNING_BACKEND=bnb, or "
-        "MODEL_ATTN_IMPLEMENTATION=auto",
+        "Unsloth has its own attention; set TUNING_BACKEND=bnb, or MODEL_ATTN_IMPLEMENTATION=auto",
     ),
     Rule(
         ("train.generation_max_new_tokens", "model.max_seq_len"),
@@ -318,7 +317,7 @@ RULES = (
     Rule(
         ("tuning.lora.init_lora_weights", "tuning.mode"),
         lambda c: c.tuning.lora.init_lora_weights == "orthogonal" and c.tuning.mode == "qlora",
-        "PEFT makes orthogonal adapters for 16-bit weights alone; set "
+        "PEFT makes orthogonal adapters only for 16-bit weights; set "
         "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_MODE=lora",
     ),
     *FLOAT8_RULES,

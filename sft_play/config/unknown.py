@@ -130,8 +130,8 @@ ADVICE = names_by_meaning(
         ),
         "it is the compute type of train.bf16 and train.fp16": "bnb_4bit_compute_dtype",
         "it is chosen with train.strategy; nothing to set": "bnb_4bit_quant_storage",
-        "this program does supervised fine-tuning alone; delete the line": "stage",
-        "this program trains causal language models alone; delete the line": "task_type",
+        "this program only does supervised fine-tuning; delete the line": "stage",
+        "this program only trains causal language models; delete the line": "task_type",
         "write tuning.mode: lora": "use_lora",
         "write the tokens, not their ids, in tuning.lora.trainable_tokens": (
             "trainable_token_indices"
@@ -181,7 +181,7 @@ ADVICE = names_by_meaning(
             "logging_dir tensorboard plot_loss"
         ),
         "`make train` prints the loss before and after": "compute_metrics",
-        "every run has a folder of its own; train.run_name names it": "overwrite_output_dir",
+        "every run has its own folder; train.run_name names it": "overwrite_output_dir",
         "write train.report_to: wandb; wandb reads its variables, such as WANDB_PROJECT": (
             "wandb_entity wandb_project wandb_run_id wandb"
         ),
@@ -191,7 +191,7 @@ ADVICE = names_by_meaning(
         "write train.eval_strategy: epoch, or steps with train.eval_steps": "evals_per_epoch",
         "write train.save_strategy: epoch, or steps with train.save_steps": "saves_per_epoch",
         # rows
-        "answers alone carry loss here; data.train_on chooses which": """
+        "only answers carry loss here; data.train_on chooses which": """
         assistant_only_loss completion_only_loss roles_to_train train_on_inputs train_on_prompt
         train_on_responses_only
         """,

@@ -73,7 +73,7 @@ class ColumnarFile:
             reason = str(error).partition("\n")[0]
             raise DataError(
                 f"{self.path}: no {self.path.suffix} file, or a damaged one ({reason}); "
-                "fetch or write it again"
+                "download or write it again"
             ) from None
 
     def _read_parquet(self) -> Iterator[tuple[pa.RecordBatch, float]]:
@@ -96,7 +96,7 @@ class ColumnarFile:
             # Arrow takes a stream that is cut off between two batches for a complete one
             if not is_file and source.read() != END_OF_STREAM:
                 raise DataError(
-                    f"{self.path}: no Arrow stream, or one that breaks off; fetch or write it again"
+                    f"{self.path}: not a complete Arrow stream; download or write it again"
                 )
             source.seek(8 if is_file else 0)
             size = sum(map(_stated_bytes, pa.ipc.MessageReader.open_stream(source)))

@@ -187,7 +187,7 @@ class TokenizedSource:
         if not (Path(source.folder) / RECORDS).is_file():
             raise DataError(
                 f"{source.folder}: the tokenized rows of {source.name} are gone; "
-                "start the run again, which makes them again"
+                "start the run again, which makes new ones"
             )
         return source
 

@@ -197,7 +197,7 @@ def _errors_naming(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: the compressed text breaks off or is damaged ({error}); "
-            "fetch or compress it again"
+            "download or compress it again"
         ) from None
     except OSError as error:  # Arrow raises it, too, for damaged pages
         reason = error.strerror or str(error).partition("\n")[0]

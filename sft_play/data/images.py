@@ -172,7 +172,7 @@ def decode(image: ImageFile) -> "Image.Image":
         was = f"{image.width} x {image.height}"
         raise DataError(
             f"{name}: {shown.width} x {shown.height} pixels, and {was} when the rows were read; "
-            "start again, which reads them again"
+            "start again, which reads the rows again"
         )
     return shown
 
@@ -291,19 +291,19 @@ def _explain(image: ImageFile, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     if not isinstance(error, UnidentifiedImageError):
-        return f"is damaged, or breaks off ({first_line(error)}); fetch or write it again"
+        return f"is damaged, or breaks off ({first_line(error)}); download or write it again"
     begins = image.data[:BEGINNING_BYTES]
     if not begins:
         with path.open("rb") as file:
             begins = file.read(BEGINNING_BYTES)
     if not begins:
-        return "is empty; fetch or write it again"
+        return "is empty; download or write it again"
     text = begins.lstrip().lower()
     for beginning, meaning in BEGINNINGS.items():
         if beginning in text:
             return f"is {meaning}"
     return (
-        f"is no image that is read: it begins with {shorten(repr(begins[:16])[1:])}; {AS_FORMATS}"
+        f"is not a supported image: it starts with {shorten(repr(begins[:16])[1:])}; {AS_FORMATS}"
     )
 
 

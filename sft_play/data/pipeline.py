@@ -117,7 +117,7 @@ def refuse_images(planned: PlannedRun, data: RunData) -> None:
         )
     if tuning.towers == "drop":
         raise ConfigError(
-            "tuning.towers=drop: rows have images, which towers read; set TUNING_TOWERS=frozen"
+            "tuning.towers=drop: rows have images, which encoders read; set TUNING_TOWERS=frozen"
         )
     if planned.plan.zero_stage == 3:
         raise ConfigError(

@@ -132,9 +132,9 @@ def _refuse_other_training(
             raise DataError(f"{path}: {refused['reason']}")
     if PREFERENCE.issubset(keys) and (found is None or not _works(records, found)):
         columns = _suggest_chosen(records)
-        hint = "to train on chosen alone, write it as messages"
+        hint = "to train only on chosen, write it as messages"
         if columns:
-            hint = f"to train on chosen alone: {columns_setting(columns)}"
+            hint = f"to train only on chosen: {columns_setting(columns)}"
         raise DataError(
             f"{path}: chosen and rejected are a preference set, "
             f"and preference training is not here; {hint}"
@@ -144,7 +144,7 @@ def _refuse_other_training(
     if has_prompt and all(isinstance(label, bool) for label in labels):
         raise DataError(
             f"{path}: label says which completions are good (KTO), "
-            "and preference training is not here; to train on the good ones alone: "
+            "and preference training is not here; to train only on the good ones: "
             f"jq -c 'select(.label)' {path} > good.jsonl"
         )
 

@@ -96,7 +96,7 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
         if is_marked:
             meanings[key] = (
                 "every token is trained, also the questions'; "
-                f"to train the answers alone: DATA_COLUMNS='{{messages: {column}}}'"
+                f"to train only the answers: DATA_COLUMNS='{{messages: {column}}}'"
             )
     known = [key for key in sorted(unused) if key in meanings]
     others = [key for key in sorted(unused) if key not in (*meanings, NULL_ARGUMENTS)]

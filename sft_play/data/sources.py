@@ -167,7 +167,7 @@ class Source:
         try:
             found = [file.stat() for file in self.files]
         except FileNotFoundError as error:
-            words = f"{error.filename}: removed meanwhile; put it back, and begin again"
+            words = f"{error.filename}: removed while it was read; put it back, and start again"
             raise DataError(words) from None
         return [(each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns) for each in found]
 
@@ -177,7 +177,7 @@ class Source:
             if now != then:
                 raise DataError(
                     f"{file}: written to while it was tokenized ({then[0]:,} bytes, now "
-                    f"{now[0]:,}); nothing is kept: begin again once it is complete"
+                    f"{now[0]:,}); nothing is kept: start again when it is complete"
                 )
 
 

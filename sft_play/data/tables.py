@@ -119,7 +119,7 @@ def name_columns(where: str, names: list[str]) -> list[str]:
             raise DataError(f"{where}, and number {number} of {len(names)} has no name")
     for name, times in Counter(names).items():
         if times > 1:
-            raise DataError(f"{where}, and {shorten(name)!r} stands there twice")
+            raise DataError(f"{where}, and {shorten(name)!r} appears twice")
     return names
 
 
@@ -146,7 +146,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
     if len(fields) != len(header):
         reason = (
             f"{len(fields)} fields, and the first line names {len(header)} columns; "
-            "a field that holds the separator stands in quotes"
+            "put a field that contains the separator in quotes"
         )
         return UnreadableRecord(reason, row_text)
     return dict(zip(header, fields, strict=True))

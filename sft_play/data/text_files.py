@@ -62,7 +62,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     if len(record) != len(pairs):
         keys = Counter(key for key, _ in pairs)
         repeated = next(key for key in keys if keys[key] > 1)
-        raise InvalidJsonError(f"the key {shorten(repeated)!r} stands twice in one object")
+        raise InvalidJsonError(f"the key {shorten(repeated)!r} appears twice in one object")
     return record
 
 
@@ -87,7 +87,7 @@ def parse_json_line(line: bytes) -> Json | UnreadableRecord:
     except InvalidJsonError as error:
         reason = str(error)
         if line.strip() in (b"{", b"["):
-            reason = "the line ends behind the first bracket; a row stands on one line, whole"
+            reason = "the line ends after the first bracket; write each row on one line"
         elif not line.endswith(b"\n"):
             reason += "; the file ends with this line, perhaps cut off"
     return UnreadableRecord(reason, line.decode("utf-8", "backslashreplace").rstrip("\r\n"))

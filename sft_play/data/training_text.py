@@ -188,7 +188,7 @@ class TrainingTextBuilder:
         with contextlib.suppress(RenderError):
             if len(trained) > 1 and not describe_losses(self._template, row, trained[-1:]):
                 self._generation_view(row, template_messages(row.messages), trained[-1])
-                return "; DATA_TRAIN_ON=last trains the last answer alone"
+                return "; DATA_TRAIN_ON=last trains only the last answer"
         return ""
 
     def _generation_view(self, row: Row, messages: list[Json], index: int) -> RenderedSample:

@@ -196,7 +196,7 @@ class Generator:
             half = count // 2
             logger.warning(
                 "generation of %d answers at once is out of memory: %d at once; "
-                "TRAIN_GENERATION_BATCH_SIZE=%d begins with fewer",
+                "TRAIN_GENERATION_BATCH_SIZE=%d starts with fewer",
                 *(count, count - half, half),
             )
             middle = part.start + half

@@ -117,7 +117,7 @@ def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     They are those next to the decoder, and those inside it that a text does not run, such as the
     cross-attention of Mllama. A model of text has none.
 
-    Raises: ConfigError for a model that cannot be run on text alone.
+    Raises: ConfigError for a model that cannot run on text only.
     """
     if not model.config.sub_configs:
         return {}

@@ -289,7 +289,7 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
     name = config.model.name
     refuse_unsafe_base(config)
     if config.model.trust_remote_code:
-        logger.warning("model %s@%s runs code of its own", name, config.model.revision or "local")
+        logger.warning("model %s@%s runs its own code", name, config.model.revision or "local")
     try:
         model, loading_info = opened_by.from_pretrained(
             name,
@@ -318,8 +318,8 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
         remedy = "see that the folder is whole, or get the model again"
         if isinstance(error, ImportError) and config.model.trust_remote_code:
             remedy = (
-                "its own code was written for another transformers: mend it, or set MODEL_NAME to "
-                "a model without"
+                "its code was written for another transformers version: fix it, or set MODEL_NAME "
+                "to a model without"
             )
         raise EnvironmentFault(
             f"model.name={name}: the weights could not be loaded: {first_line(error)}; {remedy}"

@@ -78,7 +78,7 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     as its `guess`, and the counts of a Llama of its sizes.
 
     Raises: EnvironmentFault if there is no config.json, or its code needs a package that is
-    missing; ConfigError for a model that cannot be run on text alone.
+    missing; ConfigError for a model that cannot run on text only.
     """
     shape = _counted_shape(config, environ)
     shape = shape.with_vocab(grown_vocabulary(config.model, shape.vocab, environ))

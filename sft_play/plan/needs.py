@@ -113,7 +113,7 @@ def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
     if loaded.config.tuning.has_float8_base and gpu is not None:
         raise EnvironmentFault(
             f"{loaded.described('tuning.base_dtype')}: cuda:{gpu.index} {gpu.name} has capability "
-            f"{_capability(gpu)}, and float8 products need 8.9 (Ada, Hopper and later); set "
+            f"{_capability(gpu)}, and float8 needs 8.9 (Ada, Hopper and later); set "
             "TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
         )
 

@@ -130,7 +130,7 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
     if folder is None:
         if Path(resume_from).is_dir() and not has_config:
             raise CheckpointError(
-                f"train.resume_from={resume_from}: the config.yaml of its run is not next to it; "
+                f"train.resume_from={resume_from}: the config.yaml of its run is missing; "
                 "set CONFIG to the one that it was trained with, or resume the run's folder"
             )
         return None
@@ -195,7 +195,7 @@ def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, A
     step = step_of(checkpoint)
     if step is not None and saved["global_step"] != step:
         raise CheckpointError(
-            f"{checkpoint}: its stamp says step {saved['global_step']}, so it was renamed, or "
+            f"{checkpoint}: its stamp has step {saved['global_step']}, so it was renamed, or "
             "copied over another one; choose another checkpoint"
         )
     if saved["data_digest"] != now["data_digest"]:

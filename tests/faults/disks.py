@@ -360,7 +360,7 @@ ROWS = (
         "the tokenized rows are removed before the ranks read them",
         removed_before("data.cache_dir"),
         ExitClass.DATA,
-        ("start the run again, which makes them again",),
+        ("start the run again, which makes new ones",),
         CLASSES,
     ),
     Fault(

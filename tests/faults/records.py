@@ -71,7 +71,7 @@ def names_twice(path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), path)
 
 
-ANEW = "fetch or write it again"
+ANEW = "download or write it again"
 ROWS = (
     of_data(
         "arrow-runs",
