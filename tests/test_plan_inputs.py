@@ -78,7 +78,7 @@ def test_the_request_says_what_the_config_says():
 
 
 def test_a_backend_that_patches_all_layers_is_asked_for_all_or_none():
-    unsloth = inputs_of(2).changed("tuning", backend="unsloth")
+    unsloth = inputs_of(2).changed({"tuning.backend": "unsloth"})
     assert not planned(unsloth).request.recomputes_by_layer
 
 
@@ -104,7 +104,7 @@ def test_weights_are_counted_in_the_type_that_they_are_loaded_in(gpus, settings,
 
 def long_row(budget_gib: float, host_gib: float, **train: Any) -> Draft:
     """Return the plan of rows of 65,536 tokens."""
-    return planned(inputs_of(budget_gib, host_gib, **train).changed("model", max_seq_len=65_536))
+    return planned(inputs_of(budget_gib, host_gib, **train).changed({"model.max_seq_len": 65_536}))
 
 
 def gib_without_offloading() -> float:

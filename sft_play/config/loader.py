@@ -72,7 +72,7 @@ class LoadedConfig:
         """
         config = self.config.changed({path: located.value for path, located in values.items()})
         origins = {path: located.origin for path, located in values.items()}
-        loaded = replace(self, config=config, origin={**self.origin, **origins})
+        loaded = replace(self, config=config, origin=self.origin | origins)
         refuse(rules.broken(loaded.config, loaded.described))
         return loaded
 

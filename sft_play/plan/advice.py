@@ -1,6 +1,6 @@
 """What would make a step fit: changes of settings, ranked by what they cost in speed. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -172,7 +172,7 @@ def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
         tokens //= 2
 
 
-def _setting(settings: Mapping[str, str | int], group: str, costs: str = "") -> Option:
+def _setting(settings: dict[str, str | int], group: str, costs: str = "") -> Option:
     """Return the option that changes settings."""
     words = []
     for path, value in settings.items():

@@ -82,9 +82,11 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     """
     shape = _counted_shape(config, environ)
     shape = shape.with_vocab(grown_vocabulary(config.model, shape.vocab, environ))
-    if config.tuning.towers == "full" and shape.structure is not None:
-        return replace(shape, structure=shape.structure.with_trained_towers())
-    return shape.without_towers() if config.tuning.towers == "drop" else shape
+    counts, towers = shape.structure, config.tuning.towers
+    if counts is None or towers not in ("full", "drop"):
+        return shape
+    dropped = counts.towers if towers == "drop" else 0
+    return replace(shape, structure=replace(counts.with_more(-dropped), towers=0))
 
 
 def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:

@@ -305,25 +305,26 @@ def host_memory(
     return HostMemory(total_bytes, available_bytes)
 
 
-class CgroupFiles(NamedTuple):
-    """Where a version of cgroups keeps the memory of a group."""
-
-    root: Path
-    limit: str  # names of files
-    used: str
-    cache: str  # name of a line in memory.stat
+# Of a memory cgroup of version 1, and of version 2: files of its limit and of what it uses, and the
+# line of memory.stat about its cache
+MEMORY_FILES = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "inactive_file"),
+)
 
 
 def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[HostMemory]:
     """Yield the limit of this process's memory cgroup and of all above it."""
-    v1 = CgroupFiles(
-        cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    )
-    v2 = CgroupFiles(cgroups, "memory.max", "memory.current", "inactive_file")
     for folder in _cgroup_folders("memory", cgroups, membership):
-        for files in (v1, v2):
-            if folder.is_relative_to(files.root) and (folder / files.limit).exists():
-                yield from _read_limit(folder, files)
+        for limit, used, cache in MEMORY_FILES:
+            text = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
+            if text == "max":
+                continue
+            lines = (folder / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            # unused file cache counts as used, but is the first to go when memory runs short
+            used_bytes = int((folder / used).read_text()) - int(stat.get(cache, 0))
+            yield HostMemory(int(text), max(int(text) - used_bytes, 0))
 
 
 def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
@@ -355,14 +356,3 @@ def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterato
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
                 yield folder
-
-
-def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[HostMemory]:
-    text = (folder / files.limit).read_text().strip()
-    if text == "max":
-        return
-    limit_bytes = int(text)
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    # unused file cache counts as used, but is the first to go when memory runs short
-    used_bytes = int((folder / files.used).read_text()) - int(stat.get(files.cache, 0))
-    yield HostMemory(limit_bytes, max(limit_bytes - used_bytes, 0))

@@ -45,7 +45,7 @@ class PlanInputs:
     environ: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = False  # a model like Llama is traced, too
 
-    def changed(self, settings: Mapping[str, Any]) -> Self:
+    def changed(self, settings: dict[str, Any]) -> Self:
         """Return the inputs with other settings."""
         return replace(self, config=self.config.changed(settings))
 

@@ -112,12 +112,6 @@ class ModelShape:
         more = (rows - self.vocab) * self.hidden * (1 if self.is_tied else 2)
         return replace(shape, structure=self.structure.with_more(more))
 
-    def without_towers(self) -> Self:
-        """Return the shape of the language model alone."""
-        if self.structure is None:
-            return self
-        return replace(self, structure=self.structure.without_towers())
-
 
 def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
     """Return the shape that a transformers config.json describes.

@@ -165,20 +165,17 @@ def choose_precision(
     Raises: ConfigError for float16 without a GPU.
     """
     train = loaded.config.train
+    wants_bf16, wants_fp16 = train.bf16, train.fp16
     of_json = deepspeed.precision(raw)
-    if of_json and train.bf16 == train.fp16 == "auto":
-        wants_bf16 = of_json == "bf16"
-        wants_fp16 = of_json == "fp16"
-    else:
-        wants_bf16 = train.bf16 is True
-        if train.bf16 == "auto":
-            wants_bf16 = hardware.supports_bf16 and train.fp16 is not True
-        wants_fp16 = train.fp16 is True
-        if train.fp16 == "auto":
-            has_old_gpu = hardware.kind == "cuda" and not hardware.supports_bf16
-            wants_fp16 = has_old_gpu and not wants_bf16
+    if of_json and wants_bf16 == wants_fp16 == "auto":
+        wants_bf16, wants_fp16 = of_json == "bf16", of_json == "fp16"
+    has_old_gpu = hardware.kind == "cuda" and not hardware.supports_bf16
+    if wants_bf16 == "auto":
+        wants_bf16 = hardware.supports_bf16 and wants_fp16 is not True
+    if wants_fp16 == "auto":
+        wants_fp16 = has_old_gpu and not wants_bf16
     warnings = []
-    if wants_bf16 and hardware.kind == "cuda" and not hardware.supports_bf16:
+    if wants_bf16 and has_old_gpu:
         wants_bf16 = False
         wants_fp16 = train.fp16 is not False
         name, setting = "float32", "TRAIN_BF16=false"

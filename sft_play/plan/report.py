@@ -80,6 +80,7 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
     """Return what `plan --json` prints."""
     ranks = plan.ranks
     layout = plan.layout
+    zero = plan.deepspeed
     return {
         "strategy": ranks.strategy,
         "device": ranks.device,
@@ -94,9 +95,9 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "checkpointed_layers": layout.checkpointed_layers,
         "gradient_checkpointing": layout.checkpointed_layers > 0,
         "zero_stage": plan.zero_stage,
-        "deepspeed": plan.deepspeed.settings if plan.deepspeed else None,
-        "deepspeed_source": plan.deepspeed.source if plan.deepspeed else None,
-        "deepspeed_digest": plan.deepspeed.source_digest if plan.deepspeed else None,
+        "deepspeed": zero and zero.settings,
+        "deepspeed_source": zero and zero.source,
+        "deepspeed_digest": zero and zero.source_digest,
         "backend_of_collectives": ranks.collective_backend,
         "memory": {**plan.memory.peak.components(), "predicted_peak": plan.memory.predicted_peak},
         "phases": phases_json(plan.memory),
@@ -135,30 +136,27 @@ def lines(
     run; `workload` is what it trains, or why that is not known.
     """
     plan = planned.plan
-    model = plan.step.model
-    shown = [] if model.composite is None else _labelled("model", describe_towers(planned))
-    shown += [
-        *_labelled("plan", _what(planned)),
-        *_labelled("on", _where(plan)),
-    ]
-    for warning in plan.warnings:
-        shown += _labelled("warning", warning)
+    is_composite = plan.step.model.composite is not None
+    shown = _labelled(
+        ("model", describe_towers(planned) if is_composite else None),
+        ("plan", _what(planned)),
+        ("on", _where(plan)),
+        *(("warning", warning) for warning in plan.warnings),
+    )
     shown += ["", *_phase_table(planned), ""]
-    shown += _labelled("memory", _memory(plan))
-    shown += _labelled("batch", _batch(plan))
-    shown += _labelled("checkpointing", _checkpointing(plan))
-    shown += _labelled("longest row", plan.longest_rows.describe())
-    shown += _labelled("packing", _packing(plan))
-    for number, sentence in enumerate(plan.recipe):
-        shown += _labelled("" if number else "recipe", sentence)
-    shown += _labelled("precision", _precision(planned))
-    shown += _labelled("speed", describe_speed(plan))
-    offer = describe_float8(planned)
-    if offer:
-        shown += _labelled("float8", offer)
-    shown += _labelled("run", describe_run(workload))
-    if isinstance(workload, Workload) and workload.warning:
-        shown += _labelled("warning", workload.warning)
+    shown += _labelled(
+        ("memory", _memory(plan)),
+        ("batch", _batch(plan)),
+        ("checkpointing", _checkpointing(plan)),
+        ("longest row", plan.longest_rows.describe()),
+        ("packing", _packing(plan)),
+        *(("" if number else "recipe", text) for number, text in enumerate(plan.recipe)),
+        ("precision", _precision(planned)),
+        ("speed", describe_speed(plan)),
+        ("float8", describe_float8(planned)),
+        ("run", describe_run(workload)),
+        ("warning", workload.warning if isinstance(workload, Workload) else None),
+    )
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]
         for change in plan.changes:
@@ -188,8 +186,13 @@ def closed_form_line(plan: RunPlan) -> str:
     return f"exact: the closed form differs by {', '.join(differences)}"
 
 
-def _labelled(label: str, text: str) -> list[str]:
-    return _wrapped(f"{label:<{LABEL_WIDTH}}{text}", LABEL_WIDTH)
+def _labelled(*facts: tuple[str, str | None]) -> list[str]:
+    """Return the lines of labels and texts; a text of None has none."""
+    shown = []
+    for label, text in facts:
+        if text:
+            shown += _wrapped(f"{label:<{LABEL_WIDTH}}{text}", LABEL_WIDTH)
+    return shown
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -1,6 +1,6 @@
 """What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -87,10 +87,14 @@ def resolve(
 
     has_idle_gpus = hardware.count > ranks.gpus_per_node
     for tried in resident_first(loaded, has_idle_gpus):
-        planned = _with_largest_adapters(tried, plan_engines)
-        if planned.plan.fits:
-            break
-    return planned
+        first = plan_engines(tried)
+        if first.plan.fits:
+            return first
+        for settings in _smaller_adapters(tried, first.plan):
+            smaller = plan_engines(tried.with_values(settings))
+            if smaller.plan.fits:
+                return smaller
+    return first
 
 
 def fastest(
@@ -112,45 +116,30 @@ def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
     return planned.plan.fits, speed.tokens_per_second if speed else 0.0
 
 
-def _with_largest_adapters(
-    loaded: LoadedConfig, plan_for: Callable[[LoadedConfig], PlannedRun]
-) -> PlannedRun:
-    """Return the plan with the largest adapters on experts that fit, if the config leaves it open.
+def _smaller_adapters(loaded: LoadedConfig, plan: RunPlan) -> Iterator[Layer]:
+    """Yield settings that need less memory than a plan's, the largest adapters on experts first.
 
     Experts that are published in 4 bits also stay so, unless the user set a mode.
     """
-    first = plan_for(loaded)
-    if not first.plan.fits:
-        for settings in _smaller_adapters(loaded, first.plan):
-            smaller = plan_for(loaded.with_values(settings))
-            if smaller.plan.fits:
-                return smaller
-    return first
-
-
-def _smaller_adapters(loaded: LoadedConfig, plan: RunPlan) -> Iterator[Layer]:
-    """Yield settings that need less memory than a plan's, the largest adapters first."""
     config, step = loaded.config, plan.step
     lora = config.tuning.lora
     is_given = config.model.adapter or config.train.resume_from or config.tuning.backend != "bnb"
     if is_given or lora.experts != "auto" or not step.has_adapted_experts:
         return
-    needed = f"needs {plan.memory.predicted_peak / memory.GIB:.0f} GiB on each GPU"
-    weight_bytes = memory.base_weight_bytes(step, step.weight_bytes)
-    fewer = [
-        {},
-        {"tuning.lora.experts": Located("shared", f"{CHOSEN}one for each expert does not fit")},
-    ]
+    shared = Located("shared", f"{CHOSEN}one for each expert does not fit")
+    fewer = [{"tuning.lora.experts": shared}]
     if lora.target_modules == "all-linear":
         none = Located("none", f"{CHOSEN}adapters on experts do not fit")
         fewer.append({"tuning.lora.experts": none})
+    weight_bytes = memory.base_weight_bytes(step, step.weight_bytes)
     if weight_bytes < plan.budget_bytes * plan.ranks.world_size:
-        yield from fewer[1:]
+        yield from fewer
     is_open = is_default(loaded.origin["tuning.mode"]) and config.tuning.mode == "lora"
     if is_open and step.model.in_mxfp4:
-        reason = f"{CHOSEN}lora {needed}; experts stay in MXFP4, as published, others become NF4"
-        mode = Located("qlora", reason)
-        yield from ({"tuning.mode": mode} | settings for settings in fewer)
+        needed = f"{plan.memory.predicted_peak / memory.GIB:.0f} GiB on each GPU"
+        reason = f"lora needs {needed}; experts stay in MXFP4, as published, others become NF4"
+        mode = {"tuning.mode": Located("qlora", f"{CHOSEN}{reason}")}
+        yield from (mode | settings for settings in ({}, *fewer))
 
 
 def _resolve(

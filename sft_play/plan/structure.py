@@ -87,13 +87,9 @@ class Structure:
     towers: int = 0  # of the parameters: in towers, which are not trained
 
     def with_more(self, weights: int) -> "Structure":
-        """Return the counts with more weights in embedding and output head."""
+        """Return the counts with more weights outside of the matrices, or with fewer."""
         parameters, active = self.parameters + weights, self.active_parameters + weights
         return replace(self, parameters=parameters, active_parameters=active)
-
-    def with_trained_towers(self) -> "Structure":
-        """Return the counts if towers are trained as all else is."""
-        return replace(self, towers=0)
 
     def with_experts_of_rank(self, ranks: int) -> "Structure":
         """Return the counts of what one of `ranks` holds that share the experts equally."""
@@ -101,18 +97,9 @@ class Structure:
         for kind in self.matrices:
             experts = kind.experts // ranks if kind.is_stacked else kind.experts
             matrices.append(replace(kind, experts=experts))
-        elsewhere = self.product_weights - sum(kind.weights for kind in matrices)
-        parameters = self.parameters - elsewhere
-        return replace(self, parameters=parameters, matrices=tuple(matrices))
-
-    def without_towers(self) -> "Structure":
-        """Return the counts of the language model alone."""
-        return replace(
-            self,
-            parameters=self.parameters - self.towers,
-            active_parameters=self.active_parameters - self.towers,
-            towers=0,
-        )
+        part = replace(self, matrices=tuple(matrices))
+        elsewhere = self.product_weights - part.product_weights
+        return replace(part, parameters=self.parameters - elsewhere)
 
     @property
     def experts(self) -> int:

@@ -1,6 +1,5 @@
 """The base class of the config's sections, and the number types of their fields."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,7 +26,7 @@ class Section(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
-    def changed(self, values: Mapping[str, Any]) -> Self:
+    def changed(self, values: dict[str, Any]) -> Self:
         """Return a copy with other values at dotted names, which are not checked."""
         found = self
         for path, value in values.items():
