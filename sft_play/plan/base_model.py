@@ -4,10 +4,9 @@ transformers would say so after the rows are tokenized, in its own terms, or not
 model types are read from its files: they are tables of words, and its import would take seconds.
 """
 
-import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +19,9 @@ from sft_play.plan.stored_as import refuse_untrainable, stored_as
 from sft_play.runs.model_folder import Header, read_headers, read_object, refuse_odd_files
 
 FILES = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
-TABLE = "_MAPPING_NAMES"  # at the end of a table's name
+# A statement that fills a table, and a row of it
+TABLE = re.compile(r"^(\w+)_MAPPING_NAMES\b(.*?)(?=^\w|\Z)", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r'"([^"]+)"[,:]\s*"([^"]+)"')
 GENERATING = (
     "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
@@ -38,11 +39,9 @@ def type_tables() -> dict[str, dict[str, str]]:
     folders = package.submodule_search_locations if package else None
     found: dict[str, dict[str, str]] = {}
     for file in FILES if folders else ():
-        path = Path(folders[0]) / "models" / "auto" / file
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(statement, ast.Assign | ast.Expr):
-                name = _table(statement)
-                found[name] = found.get(name, {}) | dict(_pairs(statement))
+        text = (Path(folders[0]) / "models" / "auto" / file).read_text(encoding="utf-8")
+        for name, rows in TABLE.findall(text):
+            found.setdefault(name, {}).update(ROW.findall(rows))
     return found
 
 
@@ -59,23 +58,6 @@ def model_classes(*names: str, model_type: str | None = None) -> set[str]:
             if model_type in (None, key):
                 found.add(model_class)
     return found
-
-
-def _table(statement: ast.stmt) -> str:
-    """Return the table that a statement fills: the first that it names."""
-    names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
-    return next((name.removesuffix(TABLE) for name in names if name.endswith(TABLE)), "")
-
-
-def _pairs(statement: ast.stmt) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(statement):
-        match node:
-            case ast.Tuple(elts=[ast.Constant(value=str(key)), ast.Constant(value=str(name))]):
-                yield key, name
-            case ast.Dict(keys=keys, values=values):
-                for key, name in zip(keys, values, strict=True):
-                    if isinstance(key, ast.Constant) and isinstance(name, ast.Constant):
-                        yield key.value, name.value
 
 
 SINGLE = "model.safetensors"

@@ -47,18 +47,6 @@ class Card:
         return MEASURED_FLOPS.get(self.name, REACHED_SHARE * self.flops)
 
 
-def _card(
-    name: str,
-    gib: float,
-    capability: tuple[int, int],
-    tflops: float,
-    gigabytes: float,
-    link: Literal["NVLink", "PCIe"],
-    link_gigabytes: float,
-) -> Card:
-    return Card(name, gib, capability, tflops * 1e12, gigabytes * 1e9, link, link_gigabytes * 1e9)
-
-
 # Memory in GiB as CUDA reports it ("GPU 0 has a total capacity of 139.72 GiB"), the lowest of
 # several published torch logs: drivers differ by up to 0.2 GiB. All are below the advertised size,
 # because the driver keeps some and makers count in GB. The rest is from NVIDIA's data sheets,
@@ -67,25 +55,27 @@ def _card(
 # operations for each float32 one. x16 slots of PCIe 3, 4 and 5 carry 16, 32 and 63 GB/s. NVLink
 # bridges, which some PCIe cards can be given, are not counted.
 CARDS: dict[str, Card] = {
-    "B200": _card("NVIDIA B200", 178.35, (10, 0), 2250, 8000, "NVLink", 900),
-    "H200": _card("NVIDIA H200", 139.72, (9, 0), 989, 4800, "NVLink", 450),
-    "H100": _card("NVIDIA H100 80GB HBM3", 79.10, (9, 0), 989, 3350, "NVLink", 450),
-    "A100-80": _card("NVIDIA A100-SXM4-80GB", 79.14, (8, 0), 312, 2039, "NVLink", 300),
-    "A100-40": _card("NVIDIA A100-SXM4-40GB", 39.38, (8, 0), 312, 1555, "NVLink", 300),
-    "L40S": _card("NVIDIA L40S", 44.39, (8, 9), 362, 864, "PCIe", 32),
-    "L4": _card("NVIDIA L4", 22.16, (8, 9), 121, 300, "PCIe", 32),
-    "A10G": _card("NVIDIA A10G", 21.98, (8, 6), 70, 600, "PCIe", 32),
-    "A6000": _card("NVIDIA RTX A6000", 47.53, (8, 6), 154.8, 768, "PCIe", 32),
-    "6000-ADA": _card("NVIDIA RTX 6000 Ada Generation", 47.48, (8, 9), 364.2, 960, "PCIe", 32),
-    "5090": _card("NVIDIA GeForce RTX 5090", 31.36, (12, 0), 209.5, 1792, "PCIe", 63),
-    "4090": _card("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 165.2, 1008, "PCIe", 32),
-    "4080": _card("NVIDIA GeForce RTX 4080", 15.67, (8, 9), 97.5, 717, "PCIe", 32),
-    "3090": _card("NVIDIA GeForce RTX 3090", 23.67, (8, 6), 71, 936, "PCIe", 32),
-    "3060": _card("NVIDIA GeForce RTX 3060", 11.65, (8, 6), 25.5, 360, "PCIe", 32),
-    "2080-TI": _card("NVIDIA GeForce RTX 2080 Ti", 10.76, (7, 5), 53.8, 616, "PCIe", 16),
-    "T4": _card("Tesla T4", 14.56, (7, 5), 65, 320, "PCIe", 16),
-    "V100-32": _card("Tesla V100-SXM2-32GB", 31.74, (7, 0), 125, 900, "NVLink", 150),
-    "V100-16": _card("Tesla V100-SXM2-16GB", 15.75, (7, 0), 125, 900, "NVLink", 150),
+    "B200": Card("NVIDIA B200", 178.35, (10, 0), 2250e12, 8000e9, "NVLink", 900e9),
+    "H200": Card("NVIDIA H200", 139.72, (9, 0), 989e12, 4800e9, "NVLink", 450e9),
+    "H100": Card("NVIDIA H100 80GB HBM3", 79.10, (9, 0), 989e12, 3350e9, "NVLink", 450e9),
+    "A100-80": Card("NVIDIA A100-SXM4-80GB", 79.14, (8, 0), 312e12, 2039e9, "NVLink", 300e9),
+    "A100-40": Card("NVIDIA A100-SXM4-40GB", 39.38, (8, 0), 312e12, 1555e9, "NVLink", 300e9),
+    "L40S": Card("NVIDIA L40S", 44.39, (8, 9), 362e12, 864e9, "PCIe", 32e9),
+    "L4": Card("NVIDIA L4", 22.16, (8, 9), 121e12, 300e9, "PCIe", 32e9),
+    "A10G": Card("NVIDIA A10G", 21.98, (8, 6), 70e12, 600e9, "PCIe", 32e9),
+    "A6000": Card("NVIDIA RTX A6000", 47.53, (8, 6), 154.8e12, 768e9, "PCIe", 32e9),
+    "6000-ADA": Card(
+        "NVIDIA RTX 6000 Ada Generation", 47.48, (8, 9), 364.2e12, 960e9, "PCIe", 32e9
+    ),
+    "5090": Card("NVIDIA GeForce RTX 5090", 31.36, (12, 0), 209.5e12, 1792e9, "PCIe", 63e9),
+    "4090": Card("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 165.2e12, 1008e9, "PCIe", 32e9),
+    "4080": Card("NVIDIA GeForce RTX 4080", 15.67, (8, 9), 97.5e12, 717e9, "PCIe", 32e9),
+    "3090": Card("NVIDIA GeForce RTX 3090", 23.67, (8, 6), 71e12, 936e9, "PCIe", 32e9),
+    "3060": Card("NVIDIA GeForce RTX 3060", 11.65, (8, 6), 25.5e12, 360e9, "PCIe", 32e9),
+    "2080-TI": Card("NVIDIA GeForce RTX 2080 Ti", 10.76, (7, 5), 53.8e12, 616e9, "PCIe", 16e9),
+    "T4": Card("Tesla T4", 14.56, (7, 5), 65e12, 320e9, "PCIe", 16e9),
+    "V100-32": Card("Tesla V100-SXM2-32GB", 31.74, (7, 0), 125e12, 900e9, "NVLink", 150e9),
+    "V100-16": Card("Tesla V100-SXM2-16GB", 15.75, (7, 0), 125e12, 900e9, "NVLink", 150e9),
 }
 
 

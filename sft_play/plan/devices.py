@@ -218,7 +218,11 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     by_uuid = visible.startswith("GPU-")
     numbers: list[int] = []
     for entry in visible.split(","):
-        number = _find_uuid(entry, uuids) if by_uuid else _leading_number(entry)
+        if by_uuid:
+            number = _find_uuid(entry, uuids)
+        else:
+            digits = re.match(r"\s*\+?([0-9]+)", entry)
+            number = int(digits[1]) if digits else None
         if number is None or number >= len(uuids):
             break
         if number in numbers:
@@ -233,11 +237,6 @@ def _find_uuid(entry: str, uuids: Sequence[str]) -> int | None:
         return None
     matching = [number for number, uuid in enumerate(uuids) if uuid.startswith(entry.strip())]
     return matching[0] if len(matching) == 1 else None
-
-
-def _leading_number(entry: str) -> int | None:
-    digits = re.match(r"\s*\+?([0-9]+)", entry)
-    return int(digits[1]) if digits else None
 
 
 def _gpu(nvml: ModuleType, index: int, handle: Any) -> Gpu:

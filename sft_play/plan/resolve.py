@@ -34,7 +34,6 @@ from sft_play.plan.ranks import (
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.strategy import (
     Engine,
-    alternatives,
     asked_strategy,
     resolved_name,
 )
@@ -75,11 +74,8 @@ def resolve(
         """Return the plan of an engine that fits, else that of the first one."""
         needs.require(loaded, hardware)
         is_float16 = choose_precision(loaded, hardware, {}).precision == "fp16"  # without a JSON
-        engines = asked.engines(loaded.config, ranks, is_float16)
-        if compares:
-            engines = alternatives(loaded.config, is_float16)
         plans = []
-        for engine in engines:
+        for engine in asked.engines(loaded.config, ranks, is_float16, compares):
             plans.append(_resolve(loaded, invocation, hardware, environ, ranks, engine))
             if plans[-1].plan.fits and not compares:
                 return plans[-1]

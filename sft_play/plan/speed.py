@@ -5,6 +5,7 @@ same shares of their data sheets; of them only H100s were measured (docs/evidenc
 Cards without flash attention in their kernels (capability under 8.0) will be slower.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -184,7 +185,9 @@ def predict(
     compute = _compute_seconds(step, layout, of_rank, card)
     collective = 0.0
     if layout.world_size > 1:
-        collective = _collective_seconds(step, layout, work, compute, _link_bytes(card, nodes))
+        slowest = NODE_LINK_BYTES if nodes > 1 else math.inf
+        link_bytes = min(LINK_SHARE * card.link_bytes, slowest)
+        collective = _collective_seconds(step, layout, work, compute, link_bytes)
         scaling = SCALING
         if step.expert_ranks > 1:
             scaling = EXPERT_SCALING
@@ -320,11 +323,6 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
         moved = share * 2 * size / HOST_LINK_BYTES
         return moved + trained * (6 * size + 2 * state) / HOST_MEMORY_BYTES
     return share * (6 * size + 2 * state + 2 * step.master_bytes) / card.bandwidth
-
-
-def _link_bytes(card: Card, nodes: int) -> float:
-    within = LINK_SHARE * card.link_bytes
-    return min(within, NODE_LINK_BYTES) if nodes > 1 else within
 
 
 def _collective_seconds(

@@ -55,10 +55,13 @@ class AskedStrategy:
         """Whether it is for several processes, and so takes all GPUs if nobody says how many."""
         return self.name not in ("auto", "ddp")
 
-    def engines(self, config: Config, ranks: Ranks, is_float16: bool = False) -> tuple[Engine, ...]:
-        """Return what may run, the first that fits: the others are for if it does not fit.
+    def engines(
+        self, config: Config, ranks: Ranks, is_float16: bool, compares: bool
+    ) -> tuple[Engine, ...]:
+        """Return what may run; the others are for if the first does not fit.
 
-        `is_float16` says that the run computes in float16.
+        `is_float16` says that the run computes in float16. `compares` also asks for what is tried
+        only if its target is typed.
         Raises: ConfigError if the one that is asked for cannot run.
         """
         if self.uses_deepspeed:
@@ -68,9 +71,13 @@ class AskedStrategy:
             return (Engine("ep" if self.name == "ep" else "fsdp"),)
         if ranks.world_size == 1:
             return (Engine("single"),)
+        engines = [Engine("ddp")]
         if self.name == "auto" and not why_not_fsdp(config, is_float16):
-            return Engine("ddp"), Engine("fsdp")
-        return (Engine("ddp"),)
+            engines.append(Engine("fsdp"))
+        keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
+        if compares and backend_of(config).runs_under_deepspeed and not keeps_matrices:
+            engines += self._zero_engines()
+        return tuple(engines)
 
     def _zero_engines(self) -> tuple[Engine, ...]:
         if self.deepspeed_path is not None:
@@ -126,17 +133,6 @@ def asked_strategy(
                 f"TRAIN_STRATEGY={f'zero{stage}' if stage else 'auto'}, or name another JSON"
             )
     return AskedStrategy(name, described, use_deepspeed or is_zero, path)
-
-
-def alternatives(config: Config, is_float16: bool) -> tuple[Engine, ...]:
-    """Return every engine that may run on several GPUs, those first that are preferred."""
-    engines = [Engine("ddp")]
-    if not why_not_fsdp(config, is_float16):
-        engines.append(Engine("fsdp"))
-    keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
-    if backend_of(config).runs_under_deepspeed and not keeps_matrices:
-        engines += [Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in ZERO_ORDER]
-    return tuple(engines)
 
 
 def resolved_name(strategy: Strategy, zero_stage: int) -> str:
