@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
@@ -252,14 +251,6 @@ def nll_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32).sum()
 
 
-def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`linears.products.dequantize`, which knows 4-bit weights by a class that fakes lack."""
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return weight.to(dtype)
-    return dequantize_4bit(weight.view(-1, 1), state).to(dtype)
-
-
 def quantize(x: Tensor, *_: Any) -> Quantized:
     """`float8.quantize.quantize`: allocates its output and a float32 for each row."""
     scales = x.new_empty(len(x), dtype=torch.float32)
@@ -295,66 +286,57 @@ def dropout(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(tensor, p, True)[0] if p and training else tensor
 
 
-# Functions that read the values of tensors, which fake tensors do not have
-VALUE_READERS = (
-    patch.multiple(linear_products, dequantize=dequantize),
-    patch.multiple(experts_products, dequantize=dequantize),
-    patch.multiple(experts_function, rows_times=rows_times),
-    patch.multiple(experts_products, rows_outer=rows_outer),
-    patch.multiple(functional, grouped_mm=grouped_mm),
+# Functions that read the values of tensors, which fake tensors do not have, by where they are
+VALUE_READERS: dict[Any, dict[str, Any]] = {
+    experts_function: {"rows_times": rows_times},
+    experts_products: {"rows_outer": rows_outer},
+    functional: {"grouped_mm": grouped_mm},
     # tests check this for every model of plan.fast
-    patch.multiple(loss_head, _logits_come_from_head=lambda *_: True),
-    patch.multiple(attention_kernels, _attend_by_document=attend_whole_rows),
+    loss_head: {"_logits_come_from_head": lambda *_: True},
+    attention_kernels: {"_attend_by_document": attend_whole_rows},
     # the step passes its own mask for packed rows
-    patch.multiple(masking_utils, find_packed_sequence_indices=lambda position_ids: None),
-)
+    masking_utils: {"find_packed_sequence_indices": lambda position_ids: None},
+}
 FLOAT8_PRODUCTS = {
     "quantize": quantize,
     "product": float8_product,
     "input_product": float8_input_product,
 }
-GPU_KERNELS = (
-    patch.multiple(attention_kernels, _attend_by_document=attend_by_document),
-    patch.multiple(
-        functional, scaled_dot_product_attention=scaled_dot_product_attention, dropout=dropout
-    ),
-    patch.multiple(torch, is_autocast_enabled=is_autocast_enabled),
-    patch.multiple(attention_forward, apply_rotary=FakeRotary.apply),
-    # what a Hopper GPU's own kernels keep is no more
-    patch.multiple(linear_products, is_hopper=lambda device: False, **FLOAT8_PRODUCTS),
-    patch.multiple(float8_linear, **FLOAT8_PRODUCTS),
-    patch.multiple(
-        glu, is_hopper=lambda device: False, glu_forward=glu_forward, glu_backward=glu_backward
-    ),
-    patch.multiple(
-        mlp, glu_forward_float8=glu_forward_float8, glu_backward_float8=glu_backward_float8
-    ),
-    patch.multiple(experts_function, sum_choices=sum_choices),
-    patch.multiple(experts_function.FusedGlu, forward=gate_forward, backward=gate_backward),
-    patch.multiple(experts_function.ClampedGlu, forward=gate_forward, backward=gate_backward),
-    patch.multiple(rms, normalize=normalize),
-    patch.multiple(residual, _kernels=lambda x: FakeResidualKernels),
-    patch.multiple(linear_cross_entropy, nll_and_gradient_=nll_and_gradient_),
-    patch.multiple(
-        mixer_kernels,
-        uses_fla=linear_attention.will_use_fla,
-        fla_convolution=fake_mixer_kernels.fla_convolution,
-        fla_delta_rule=fake_mixer_kernels.fla_delta_rule,
-        fla_linear_attention=fake_mixer_kernels.fla_linear_attention,
-    ),
-    patch.multiple(
-        gated_norms,
-        uses_fla=linear_attention.will_use_fla,
-        norm_then_silu=fake_mixer_kernels.gated_norm,
-    ),
-    patch.multiple(torch.cuda, get_device_capability=lambda device=None: MIN_CAPABILITY),
-)
+GATE = {"forward": gate_forward, "backward": gate_backward}
+GPU_KERNELS: dict[Any, dict[str, Any]] = {
+    attention_kernels: {"_attend_by_document": attend_by_document},
+    functional: {"scaled_dot_product_attention": scaled_dot_product_attention, "dropout": dropout},
+    torch: {"is_autocast_enabled": is_autocast_enabled},
+    attention_forward: {"apply_rotary": FakeRotary.apply},
+    linear_products: FLOAT8_PRODUCTS,
+    float8_linear: FLOAT8_PRODUCTS,
+    glu: {"glu_forward": glu_forward, "glu_backward": glu_backward},
+    mlp: {"glu_forward_float8": glu_forward_float8, "glu_backward_float8": glu_backward_float8},
+    experts_function: {"sum_choices": sum_choices},
+    experts_function.FusedGlu: GATE,
+    experts_function.ClampedGlu: GATE,
+    rms: {"normalize": normalize},
+    residual: {"_kernels": lambda x: FakeResidualKernels},
+    linear_cross_entropy: {"nll_and_gradient_": nll_and_gradient_},
+    mixer_kernels: {
+        "uses_fla": linear_attention.will_use_fla,
+        "fla_convolution": fake_mixer_kernels.fla_convolution,
+        "fla_delta_rule": fake_mixer_kernels.fla_delta_rule,
+        "fla_linear_attention": fake_mixer_kernels.fla_linear_attention,
+    },
+    gated_norms: {
+        "uses_fla": linear_attention.will_use_fla,
+        "norm_then_silu": fake_mixer_kernels.gated_norm,
+    },
+    torch.cuda: {"get_device_capability": lambda device=None: MIN_CAPABILITY},
+}
 
 
 @contextlib.contextmanager
 def fake_kernels(is_gpu: bool) -> Iterator[None]:
     """Replace the functions that read values and, for a run on a GPU, those that need one."""
     with contextlib.ExitStack() as stack:
-        for replacement in (*VALUE_READERS, *(GPU_KERNELS if is_gpu else ())):
-            stack.enter_context(replacement)
+        for table in (VALUE_READERS, GPU_KERNELS if is_gpu else {}):
+            for owner, fakes in table.items():
+                stack.enter_context(patch.multiple(owner, **fakes))
         yield

@@ -62,19 +62,26 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
 
 
 def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
-    """Return the same if no tokens of other ranks come."""
+    """Return the same if no tokens of other ranks come.
+
+    In the backward pass a checkpointed layer is recomputed after the layers above it have freed
+    theirs. So it adds to the peak only if all layers are checkpointed, and then after the loss is
+    freed.
+    """
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
     loss = _loss_bytes(step, layout.tokens)
     kept = _kept_bytes(step, layout)
-    transient = _transient_bytes(step, layout)
+    are_all = layout.checkpointed_layers == step.model.layers
     in_forward = max(0, _dora_bytes(step) - loss.forward)
-    if layout.checkpointed_layers == step.model.layers:
+    recomputed = 0
+    if are_all:
         in_forward = max(0, layer_working_bytes(step, layout.tokens) - loss.forward)
+        recomputed = max(0, _recomputed_bytes(step, layout.tokens) - loss.backward)
     return Working(
         forward=kept + in_forward,
         forward_logits=loss.forward,
-        backward=kept + transient,
+        backward=kept + recomputed + _gradient_bytes(step, layout, are_all),
         backward_logits=loss.backward,
         last_layer=_last_layer_bytes(step, layout),
     )
@@ -217,20 +224,6 @@ def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
     """Return the bytes of host memory that activation offloading takes on one rank."""
     one_input = layout.tokens * step.compute_bytes * step.model.hidden
     return step.offloaded(layout.checkpointed_layers) * one_input
-
-
-def _transient_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what the backward pass adds to the kept activations while it is in a layer.
-
-    A checkpointed layer is recomputed after the layers above it have freed theirs. So it adds to
-    the peak only if all layers are checkpointed, and then after the loss is freed.
-    """
-    are_all = layout.checkpointed_layers == step.model.layers
-    recomputed = 0
-    if are_all:
-        layer = _recomputed_bytes(step, layout.tokens)
-        recomputed = max(0, layer - _loss_bytes(step, layout.tokens).backward)
-    return recomputed + _gradient_bytes(step, layout, are_all)
 
 
 def _gradient_bytes(step: StepSpec, layout: Layout, is_recomputed: bool) -> int:

@@ -64,11 +64,8 @@ class PhaseBytes:
         Of the last three, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, and a
         probe alone brings the third.
         """
-        found = dict(vars(self))
-        for name in ("gathered", "graphs", "measured_beyond"):
-            if not found[name]:
-                del found[name]
-        return found
+        rare = ("gathered", "graphs", "measured_beyond")
+        return {name: size for name, size in vars(self).items() if size or name not in rare}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
 
@@ -101,9 +100,9 @@ def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight (out, in) in `dtype`; a 4-bit weight becomes a new, full-size tensor."""
-    if isinstance(weight, Params4bit):
-        return unpack(weight).to(dtype)
-    return weight.to(dtype)
+    if getattr(weight, "quant_state", None) is None:
+        return weight.to(dtype)
+    return unpack(weight).to(dtype)
 
 
 def project(
