@@ -25,7 +25,6 @@ from sft_play.errors import (
     disk_errors_in_words,
     memory_errors_in_words,
 )
-from sft_play.evaluation.reference import Reference
 from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.improvement import Losses, losses_now, reference_of
 from sft_play.inference.load import (
@@ -101,7 +100,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
                 candidates.append(candidate)
             best = min(candidates, key=lambda candidate: candidate.found.kl)
             if best.found.faults():
-                refusal = refusal_of(folder, best)
+                refusal = explain(folder, best)
                 said = [*best.found.broken(), *filter(None, [refusal.get("cause")])]
                 raise CheckpointError(
                     f"{folder.path} was not merged: {'. '.join(said)}. {folder.path / REPORT} has "
@@ -139,7 +138,23 @@ def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Ite
         base_dtype = weight_dtype(config, compute_dtype)
         merges[words] = replace(merges["as stored"], quantization=how, base_dtype=base_dtype)
     for number, (base, merge) in enumerate(merges.items()):
-        yield merged_candidate(folder, base, merge, work / str(number), reference)
+        staging = work / str(number)
+        shutil.rmtree(staging, ignore_errors=True)
+        refuse_full_disk(config, folder.path)
+        started = time.perf_counter()
+        with quiet_libraries():
+            try:
+                model = merge_files(merge, staging)
+                way = "tensor by tensor"
+            except CannotStream as reason:
+                model = merge_whole(merge, staging)
+                way = f"whole in memory: {reason}"
+        describe(folder, merge, model, staging)
+        del model
+        way += f", {time.perf_counter() - started:.0f} s"
+        with merged_folder(staging, config) as opened:
+            found = reopen(opened, reference)
+        yield Candidate(base, weights, staging, found, way)
 
 
 def refuse_other_adapter(weights: Path, config: Config) -> None:
@@ -178,7 +193,7 @@ def what_vllm_does_not_serve(weights: Path) -> list[str]:
     return problems
 
 
-def refusal_of(folder: RunFolder, best: Candidate) -> dict[str, Any]:
+def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
     """Return why merged weights are not the adapter's model, and the figures of it.
 
     To find the cause, the adapter and its base are scored on the same rows, and the adapter is
@@ -230,27 +245,6 @@ def because_of_rounding(dtype: str, losses: Losses, adapter: str) -> str:
         f". Rounding to {dtype} costs {losses.lost:.3f}, and training improved these rows by "
         f"{losses.gain:.3f}. {remedy}; {adapter}; a longer run (TRAIN_EPOCHS) may improve more"
     )
-
-
-def merged_candidate(
-    folder: RunFolder, base: str, merge: Merge, staging: Path, reference: Reference
-) -> Candidate:
-    """Merge into a staging folder, complete it, and let plain transformers score it."""
-    shutil.rmtree(staging, ignore_errors=True)
-    refuse_full_disk(merge.config, folder.path)
-    started = time.perf_counter()
-    with quiet_libraries():
-        try:
-            model = merge_files(merge, staging)
-            way = "tensor by tensor"
-        except CannotStream as reason:
-            model = merge_whole(merge, staging)
-            way = f"whole in memory: {reason}"
-    describe(folder, merge, model, staging)
-    del model
-    way += f", {time.perf_counter() - started:.0f} s"
-    with merged_folder(staging, merge.config) as opened:
-        return Candidate(base, merge.adapter, staging, reopen(opened, reference), way)
 
 
 def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Path) -> None:
