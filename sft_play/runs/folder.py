@@ -173,8 +173,14 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
 
     Raises: ConfigError when the name is taken, or cannot be a folder's.
     """
-    if run_name:
-        _refuse_bad_name(run_name)
+    if run_name:  # RUN= comes here unchecked, and `../x` or `a/b` would leave the output folder
+        try:
+            TrainSection(run_name=run_name)
+        except ValidationError:
+            allowed = settings()["train.run_name"].json_schema_extra["write"]
+            raise ConfigError(
+                f"RUN={run_name} is no name for a run's folder; write {allowed}"
+            ) from None
     output_dir.mkdir(parents=True, exist_ok=True)
     if run_name:
         path = output_dir / run_name
@@ -291,17 +297,6 @@ def _some_runs(output_dir: Path) -> list[RunFolder]:
     if not found:
         raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
     return found
-
-
-def _refuse_bad_name(run_name: str) -> None:
-    """RUN= reaches this unchecked, and `../x` or `a/b` would leave the output folder."""
-    try:
-        TrainSection(run_name=run_name)
-    except ValidationError:
-        allowed = settings()["train.run_name"].json_schema_extra["write"]
-        raise ConfigError(
-            f"RUN={run_name} is no name for a run's folder; write {allowed}"
-        ) from None
 
 
 def first_fault(error: yaml.YAMLError | ValidationError) -> str:

@@ -17,8 +17,10 @@ GOING_ON = ("planned", "running")
 
 # Names that are no score of answers, and the ends of intervals
 NO_SCORES = frozenset(
-    {"eval_loss", "eval_loss_seconds", "rows", "answers", "cut_answers", "max_new_tokens"}
-    | {"generation_seconds", "loss", "loss_seconds"}
+    """
+    eval_loss eval_loss_seconds rows answers cut_answers max_new_tokens generation_seconds loss
+    loss_seconds
+    """.split()
 )
 BOUNDS = ("_low", "_high")
 
