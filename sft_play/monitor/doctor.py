@@ -17,7 +17,6 @@ from sft_play.monitor.packages import (
     GPU_REQUIREMENTS,
     INSTALL,
     Finding,
-    TorchBuild,
     dotted,
     gpu_kernel_findings,
     nccl,
@@ -54,6 +53,9 @@ def examine(
     """
     gpus, reason = nvml_gpus(environ)
     build = torch_build()
+    without_nccl = "not used: torch on a CPU talks through gloo"
+    if build and build.cuda:
+        without_nccl = "comes with torch"
     return [
         python_finding(sys.version_info[:2]),
         *package_findings(project_root / BNB.requirements),
@@ -63,7 +65,7 @@ def examine(
         gpu_finding(gpus, reason),
         *several_gpus_findings(gpus, num_gpus),
         *link_findings(gpus),
-        Finding("ok", "nccl", nccl() or _words_without_nccl(build)),
+        Finding("ok", "nccl", nccl() or without_nccl),
         disk_finding(output_dir),
         *compiler_findings(environ),
         *network_findings(environ),
@@ -104,12 +106,13 @@ def several_gpus_findings(gpus: tuple[Gpu, ...], num_gpus: int | None) -> Iterat
 def link_findings(gpus: tuple[Gpu, ...]) -> list[Finding]:
     """Report how several GPUs are connected; over PCIe alone, sharded training is slow."""
     found = links(gpus)
-    is_fast = all(link.is_nvlink for link in found)
-    slow = (
-        "adapters and models that fit on one GPU: `make train-distributed` (DDP) rather than ZeRO-3"
-    )
-    verdict = ("ok", "") if is_fast else ("warn", slow)
-    return [Finding(verdict[0], "links", line, verdict[1]) for line in link_lines(found)]
+    fix = ""
+    if not all(link.is_nvlink for link in found):
+        fix = (
+            "adapters and models that fit on one GPU: `make train-distributed` (DDP) rather than "
+            "ZeRO-3"
+        )
+    return [Finding("warn" if fix else "ok", "links", line, fix) for line in link_lines(found)]
 
 
 def disk_finding(output_dir: Path) -> Finding:
@@ -130,22 +133,22 @@ def disk_finding(output_dir: Path) -> Finding:
     return Finding("warn", "disk", found, fix)
 
 
-def compiler_findings(environ: Mapping[str, str], python: str = sys.executable) -> list[Finding]:
+def compiler_findings(
+    environ: Mapping[str, str], python: str = sys.executable
+) -> Iterator[Finding]:
     """Report g++ and ninja.
 
     DeepSpeed compiles an operator when it is first used, with the programs next to Python or on
     PATH.
     """
     search = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
-    findings = []
     for program, fix in {"g++": "sudo apt-get install g++", "ninja": INSTALL}.items():
         path = shutil.which(program, path=search)
         if path:
-            findings.append(Finding("ok", program, path))
+            yield Finding("ok", program, path)
         else:
             found = "not on PATH; `make train-deepspeed` compiles with it"
-            findings.append(Finding("warn", program, found, fix))
-    return findings
+            yield Finding("warn", program, found, fix)
 
 
 def network_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -167,12 +170,6 @@ def network_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
         except (OSError, UnicodeError):  # UnicodeError: no host name at all
             fix = "MASTER_ADDR=<the first machine's name or IP address>"
             yield Finding("missing", "MASTER_ADDR", f"{address} does not resolve", fix)
-
-
-def _words_without_nccl(build: TorchBuild | None) -> str:
-    if build and build.cuda:
-        return "comes with torch"
-    return "not used: torch on a CPU talks through gloo"
 
 
 def interfaces_of(value: str, interfaces: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from sft_play.plan.devices import (
     nvml_session,
 )
 from sft_play.runs import lock
-from sft_play.runs.folder import RunFolder, listing
+from sft_play.runs.folder import listing
 from sft_play.runs.report import RunReport
 
 PROCESSES_SHOWN = 5
@@ -72,18 +72,15 @@ def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
     It has the predicted peak and what the process holds; `uses` is what NVML says of each process.
     The last line says how to see it live.
     """
-    runs = [(folder.name, _training_here(folder)) for folder in listing(output_dir)]
-    active = [(name, run) for name, run in runs if run]
-    lines = [line for name, report in active for line in _run_lines(name, report, uses)]
-    latest = f" RUN={active[-1][0]}" if active else ""
+    lines: list[str] = []
+    latest = ""
+    for folder in listing(output_dir):
+        report, holder = folder.read_report(), lock.read_holder(folder.path)
+        # of another machine, its processes would have other numbers here
+        if report.state == "running" and holder is not None and holder.is_alive():
+            lines += _run_lines(folder.name, report, uses)
+            latest = f" RUN={folder.name}"
     return [*lines, f"live: make watch{latest} follows a run until it ends"]
-
-
-def _training_here(folder: RunFolder) -> RunReport | None:
-    """Return the report of a run that trains now, and whose processes have these numbers here."""
-    report, holder = folder.read_report(), lock.read_holder(folder.path)
-    is_here = holder is not None and holder.is_alive()
-    return report if report.state == "running" and is_here else None
 
 
 def _rank_pids(report: RunReport) -> list[int]:

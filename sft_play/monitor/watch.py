@@ -16,8 +16,8 @@ from sft_play.plan.devices import GIB
 from sft_play.progress import duration, in_short
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.folder import listing
-from sft_play.runs.metrics import GpuSample, MetricsLine
-from sft_play.runs.report import RankMemory, logged_scores, recorded_scores
+from sft_play.runs.metrics import MetricsLine
+from sft_play.runs.report import logged_scores, recorded_scores
 
 CURVE_WIDTH = 60
 CURVE_HEIGHT = 5
@@ -144,19 +144,15 @@ def _gpu_lines(run: RunFacts) -> Iterator[str]:
         rank = ranks.get(sample.rank)
         name = f" {rank.name}" if rank else ""
         host = f" of {rank.host}" if rank and len(hosts) > 1 else ""
-        yield f"GPU {sample.rank}{name}{host}: {', '.join(load_of(sample, rank))}"
-
-
-def load_of(sample: GpuSample, rank: RankMemory | None) -> list[str]:
-    """Return load, memory, power and temperature of a GPU, as far as they are known."""
-    total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
-    known = {
-        "{:.0f} % busy": sample.busy_percent,
-        f"{{:.1f}}{total} GiB used": sample.used_gib,
-        "{:.0f} W": sample.watts,
-        "{:.0f} °C": sample.celsius,
-    }
-    return [words.format(value) for words, value in known.items() if value is not None]
+        total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
+        known = {
+            "{:.0f} % busy": sample.busy_percent,
+            f"{{:.1f}}{total} GiB used": sample.used_gib,
+            "{:.0f} W": sample.watts,
+            "{:.0f} °C": sample.celsius,
+        }
+        loads = [words.format(value) for words, value in known.items() if value is not None]
+        yield f"GPU {sample.rank}{name}{host}: {', '.join(loads)}"
 
 
 def pipe_line(run: RunFacts, line: MetricsLine) -> str | None:

@@ -95,9 +95,9 @@ def lines(accuracy: Accuracy) -> list[str]:
     )
     if accuracy.tokens_per_second:
         first += f", tokens/s {accuracy.tokens_per_second.describe()}"
-    by_phase = []
-    for name, spread in accuracy.phases.items():
-        by_phase.append(f"{name} {100 * (spread.median - 1):+.1f} %")
+    by_phase = [
+        f"{name} {100 * (spread.median - 1):+.1f} %" for name, spread in accuracy.phases.items()
+    ]
     if not by_phase:
         return [first]
     return [first, f"  median by phase: {', '.join(by_phase)}"]

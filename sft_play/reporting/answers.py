@@ -167,17 +167,6 @@ def changed(title: str, early: Measured | None, late: Measured | None) -> Score:
     return Score(title, before, after, difference, higher_is_better=not is_loss(title))
 
 
-def scored_pairs(before: Evaluation, after: Evaluation) -> list[tuple[Answer, Answer]]:
-    """Return the rows that are scored in both; none if they do not answer the same rows."""
-    if [answer.row for answer in before.answers] != [answer.row for answer in after.answers]:
-        return []
-    return [
-        (early, late)
-        for early, late in zip(before.answers, after.answers, strict=True)
-        if early.rouge_l is not None and late.rouge_l is not None
-    ]
-
-
 def most_changed(pairs: Sequence[tuple[Answer, Answer]], sign: int) -> list[AnsweredRow]:
     """Return the rows whose score rose most (`sign` 1) or fell most (-1), largest change first."""
     changes = [(sign * (late.rouge_l - early.rouge_l), early, late) for early, late in pairs]

@@ -12,7 +12,7 @@ from sft_play.plan.config_json import find_file, is_composite
 from sft_play.runs.files import read_json
 
 LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
+LICENCE_FILES = "LICENSE LICENSE.txt LICENSE.md LICENCE COPYING".split()
 CAUSAL = "AutoModelForCausalLM"
 METHOD = "quant_method"
 # else PEFT would put adapters over products in 8 bits

@@ -110,10 +110,10 @@ def line_chart(title: str, series: Sequence[Series]) -> Chart | None:
     points = [point for line in lines for point in line.points]
     x_axis = replace(_axis([0.0, *(x for x, _ in points)], LEFT, RIGHT), has_whole_numbers=True)
     y_axis = _axis([y for _, y in points], BOTTOM, TOP, padding=0.05)
-    described = [_described(line.points) for line in lines]
-    if len(lines) > 1:
-        named = zip(lines, described, strict=True)
-        described = [f"{line.name}: {text}" for line, text in named]
+    names = [f"{line.name}: " if len(lines) > 1 else "" for line in lines]
+    described = [
+        f"{name}{_described(line.points)}" for name, line in zip(names, lines, strict=True)
+    ]
     return Chart(title, "; ".join(described), "step", x_axis, y_axis, lines)
 
 

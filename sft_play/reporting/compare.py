@@ -11,12 +11,9 @@ from sft_play.reporting import charts
 from sft_play.reporting.answers import LOSS, ROUGE_L, changed, title_of
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
 from sft_play.reporting.page import count, gib, render, seconds
-from sft_play.reporting.run_facts import RunFacts
+from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
 from sft_play.reporting.verdict import Score
 from sft_play.runs.folder import RunFolder
-
-# They differ between any two runs, or say where files are
-NOT_COMPARED = ("train.run_name", "train.output_dir", "data.cache_dir", "data.image_folder")
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 
@@ -68,6 +65,11 @@ class Comparison:
 def compare(folders: Sequence[RunFolder]) -> Comparison:
     """Return two or more runs next to each other."""
     runs = [RunFacts.read(folder) for folder in folders]
+    settings = []
+    for name in sorted(set(runs[0].values).difference(OF_THE_FOLDER)):
+        values = [run.values[name] for run in runs]
+        if len(set(values)) > 1:
+            settings.append(SettingDifference(name, values))
     differences = []
     notes = []
     for other in runs[1:]:
@@ -76,22 +78,7 @@ def compare(folders: Sequence[RunFolder]) -> Comparison:
                 differences.append(found)
             else:
                 notes.append(f"{other.run} against {runs[0].run}: {found}")
-    return Comparison(
-        runs=runs,
-        settings=differing_settings(runs),
-        differences=differences,
-        notes=notes,
-    )
-
-
-def differing_settings(runs: Sequence[RunFacts]) -> list[SettingDifference]:
-    """Return the settings that the runs did not all use with the same value, by name."""
-    found = []
-    for name in sorted(set(runs[0].values).difference(NOT_COMPARED)):
-        values = [run.values[name] for run in runs]
-        if len(set(values)) > 1:
-            found.append(SettingDifference(name, values))
-    return found
+    return Comparison(runs, settings, differences, notes)
 
 
 def _differences(first: RunFacts, other: RunFacts) -> Iterator[ScoreDifference | str]:

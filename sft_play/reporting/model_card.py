@@ -13,13 +13,12 @@ from sft_play.config.schema import Config
 from sft_play.data.images import image_limits
 from sft_play.reporting.base_facts import CAUSAL, BaseFacts
 from sft_play.reporting.page import public_name, render
-from sft_play.reporting.run_facts import RunFacts, UsedSetting
+from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts, UsedSetting
 from sft_play.runs.exports import COMPRESSED, SavedStops
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PLACES = ("model.name", "data.train_path", "data.val_path", "data.test_path")
-# They say nothing of the weights
-LEFT_OUT = ("data.cache_dir", "data.image_folder", "train.output_dir", "train.run_name")
+
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 ROUNDED_FORMATS = {"gguf", *COMPRESSED}  # whose scores are a little other than the run's
 
@@ -70,7 +69,7 @@ def chosen_settings(facts: RunFacts) -> list[UsedSetting]:
     """Return the settings that a user or a config chose, by name and without private folders."""
     chosen = []
     for setting in sorted(facts.settings, key=attrgetter("name")):
-        if setting.is_chosen and setting.name not in LEFT_OUT:
+        if setting.is_chosen and setting.name not in OF_THE_FOLDER:
             first, *others = setting.origin.split(" ")
             origin = " ".join([public_name(first), *others])
             value = public_name(setting.value) if setting.name in PLACES else setting.value

@@ -43,6 +43,8 @@ LEDGER_COUNTS = {
     "trained_tokens": "tokens with loss",
     "lost_trained_tokens": "tokens with loss that were lost",
 }
+# Settings that differ between any two runs, or say where files are: nothing of the weights
+OF_THE_FOLDER = ("data.cache_dir", "data.image_folder", "train.output_dir", "train.run_name")
 NOTHING_READ = NewLines([], 0)
 SPLITS = ("train", "validation", "test")
 SHORTEST = 0.5  # percent of the whole that a part must have taken to be shown
@@ -323,8 +325,15 @@ class RunFacts:
 
     @cached_property
     def pairs(self) -> list[tuple[Answer, Answer]]:
-        """The answers before and after training of the rows that are scored in both."""
-        return answers.scored_pairs(self.before, self.after)
+        """The answers before and after training of the rows that are scored in both.
+
+        None if these are not the same rows.
+        """
+        before, after = self.before.answers, self.after.answers
+        if [answer.row for answer in before] != [answer.row for answer in after]:
+            return []
+        pairs = zip(before, after, strict=True)
+        return [pair for pair in pairs if None not in (pair[0].rouge_l, pair[1].rouge_l)]
 
     @property
     def rows_scored(self) -> int:

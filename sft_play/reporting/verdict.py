@@ -58,7 +58,13 @@ class Verdict:
 def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdict:
     """Return what became of a run."""
     if report.status == "done":
-        return _done(folder, scores, report.warning)
+        reasons = [score_sentence(score) for score in scores if score.outcome]
+        if not reasons:
+            reasons = ["The test rows were not scored both before and after training."]
+        if report.warning is not None:
+            reasons.append(f"Warning: {report.warning}")
+        tone, headline = _tone_and_headline(scores)
+        return Verdict(tone, headline, reasons, f"make chat RUN={folder.name}")
     cause = report.cause.splitlines() if report.cause else []
     if report.status == "stopped":
         headline = f"Stopped on request at step {report.global_step or 0}"
@@ -87,16 +93,6 @@ def exit_words(exit_class: int | None) -> str:
     names = {int(member): member.name for member in ExitClass}
     name = names.get(exit_class, "unknown").lower().replace("_", " ")
     return f"{name} (exit class {exit_class})"
-
-
-def _done(folder: RunFolder, scores: list[Score], warning: str | None) -> Verdict:
-    reasons = [score_sentence(score) for score in scores if score.outcome]
-    if not reasons:
-        reasons = ["The test rows were not scored both before and after training."]
-    if warning is not None:
-        reasons.append(f"Warning: {warning}")
-    tone, headline = _tone_and_headline(scores)
-    return Verdict(tone, headline, reasons, f"make chat RUN={folder.name}")
 
 
 def _tone_and_headline(scores: list[Score]) -> tuple[Tone, str]:
