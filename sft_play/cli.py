@@ -6,7 +6,7 @@ no shell interprets their values.
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -20,7 +20,6 @@ from sft_play.commands import train as training
 from sft_play.commands.call import (
     as_text,
     load_config,
-    pid_file,
     plan_run,
     read_call,
     without_meeting,
@@ -34,6 +33,7 @@ from sft_play.commands.options import (
     DistributedOption,
     JsonOption,
     SetOption,
+    echo_lines,
 )
 from sft_play.config import loader, targets
 from sft_play.errors import (
@@ -54,10 +54,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Supervised fine-tuning, from a YAML file to a checked adapter.",
 )
-
-
-def _echo_lines(lines: Iterable[str]) -> None:
-    typer.echo("\n".join(lines))
 
 
 @app.callback()
@@ -86,7 +82,7 @@ def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption
     if json:
         typer.echo(as_text(present.as_json(loaded)))
     else:
-        _echo_lines(present.as_lines(loaded))
+        echo_lines(present.as_lines(loaded))
 
 
 @app.command()
@@ -165,7 +161,7 @@ def sweep(
 
     called = read_call(config, set_)
     over = over or called.environ.get("OVER", "")
-    _echo_lines(sweeping.sweep(called, over))
+    echo_lines(sweeping.sweep(called, over))
 
 
 @app.command("data-check")
@@ -183,7 +179,7 @@ def init(set_: SetOption = None) -> None:
     """Write a commented config for a model, rows and this machine, with a reason for each line."""
     from sft_play.commands import init as initial
 
-    _echo_lines(initial.init(read_call(None, set_)))
+    echo_lines(initial.init(read_call(None, set_)))
 
 
 @app.command("convert-notebook")
@@ -191,7 +187,7 @@ def convert_notebook() -> None:
     """Convert an Unsloth notebook (NB) for several GPUs: to OUT=x.ipynb, train.py or x.yaml."""
     from sft_play.commands import notebook
 
-    _echo_lines(notebook.convert_notebook(read_call()))
+    echo_lines(notebook.convert_notebook(read_call()))
 
 
 @app.command("check-notebook")
@@ -200,7 +196,7 @@ def check_notebook() -> None:
     from sft_play.commands import notebook
 
     lines, is_converted = notebook.check_notebook(read_call())
-    _echo_lines(lines)
+    echo_lines(lines)
     raise typer.Exit(0 if is_converted else int(ExitClass.CONFIG))
 
 
@@ -234,7 +230,7 @@ def preview(
 @app.command("setup-accelerate")
 def setup_accelerate(config: ConfigOption = None) -> None:
     """Write the accelerate file that train-distributed uses; asks nothing."""
-    _echo_lines(training.setup_accelerate(read_call(config)))
+    echo_lines(training.setup_accelerate(read_call(config)))
 
 
 @app.command("gpu-info")
@@ -246,7 +242,7 @@ def gpu_info(json: JsonOption = False) -> None:
     if json:
         typer.echo(as_text(gpus.gpu_facts(environ)))
     else:
-        _echo_lines(gpus.gpu_info_lines(environ))
+        echo_lines(gpus.gpu_info_lines(environ))
 
 
 @app.command("memory-check")
@@ -255,7 +251,7 @@ def memory_check() -> None:
     from sft_play.monitor.memory import memory_check_lines
 
     called = read_call()
-    _echo_lines(memory_check_lines(called.environ, called.output_dir))
+    echo_lines(memory_check_lines(called.environ, called.output_dir))
 
 
 @app.command()
@@ -270,7 +266,7 @@ def doctor(json: JsonOption = False) -> None:
     if json:
         typer.echo(as_text([asdict(finding) for finding in findings]))
     else:
-        _echo_lines(packages.report_lines(findings))
+        echo_lines(packages.report_lines(findings))
     raise typer.Exit(int(packages.exit_class(findings)))
 
 
@@ -287,7 +283,7 @@ def tb_stop() -> None:
     from sft_play.monitor import tensorboard as board
 
     call = read_call()
-    typer.echo(board.stop(pid_file(call), port=call.words.whole_number("TB_PORT", 1, 65535)))
+    typer.echo(board.stop(call.pid_file, port=call.words.whole_number("TB_PORT", 1, 65535)))
 
 
 @app.command()
@@ -299,7 +295,7 @@ def runs(json: JsonOption = False) -> None:
     if json:
         typer.echo(as_text(watch.runs_json(output_dir)))
     else:
-        _echo_lines(watch.run_table(output_dir))
+        echo_lines(watch.run_table(output_dir))
 
 
 @app.command()

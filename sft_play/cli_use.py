@@ -10,7 +10,7 @@ import typer
 
 from sft_play.commands import each_gpu, exports, use
 from sft_play.commands.call import read_call
-from sft_play.commands.options import SetOption
+from sft_play.commands.options import SetOption, echo_lines
 from sft_play.config.invocation import read_sampling
 
 app = typer.Typer()
@@ -46,7 +46,7 @@ def infer(
     request = read_sampling(call.environ)
     from sft_play.inference.chat import answer_all
 
-    device, questions = use.inference_device(call), use.prompts(call, prompt)
+    device, questions = call.machine.kind, use.prompts(call, prompt)
     for answer in answer_all(run, device, questions, config, request, use.images(call)):
         typer.echo(answer)  # flushes: a program that reads line by line need not wait
 
@@ -60,7 +60,7 @@ def chat(set_: SetOption = None) -> None:
     request = read_sampling(call.environ)
     from sft_play.inference.chat import chat_with
 
-    device = use.inference_device(call)
+    device = call.machine.kind
     chat_with(run, device, config, sys.stdin.isatty(), request, use.compares(call, run))
 
 
@@ -74,7 +74,7 @@ def merge(set_: SetOption = None) -> None:
 
     with use.used_alone(run):
         lines = merge_run(run, dtype)
-    typer.echo("\n".join([*lines, *not_scored(run.read_config())]))
+    echo_lines([*lines, *not_scored(run.read_config())])
 
 
 @app.command()
@@ -86,8 +86,8 @@ def export(set_: SetOption = None) -> None:
     from sft_play.inference.export import export_run
 
     with use.used_alone(run):
-        lines = export_run(run, asked, use.inference_device(call))
-    typer.echo("\n".join(lines))
+        lines = export_run(run, asked, call.machine.kind)
+    echo_lines(lines)
 
 
 @app.command()
@@ -103,10 +103,10 @@ def check_server() -> None:
 
     call = read_call()
     server = checking.Server.asked(call)
-    typer.echo("\n".join(checking.check_server(server, exports.parity_rows(call))))
+    echo_lines(checking.check_server(server, exports.parity_rows(call)))
 
 
 @app.command()
 def push() -> None:
     """Upload a run's export to the hub (REPO), private unless PUBLIC=1."""
-    typer.echo("\n".join(exports.push(read_call())))
+    echo_lines(exports.push(read_call()))

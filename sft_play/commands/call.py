@@ -40,6 +40,28 @@ class Call:
         return Path(self.environ.get("TRAIN_OUTPUT_DIR") or "outputs")
 
     @property
+    def machine(self) -> devices.Hardware:
+        """What this machine computes with, as DEVICE says."""
+        return devices.detect(self.invocation.device, self.environ)
+
+    @property
+    def hardware(self) -> devices.Hardware:
+        """What GPUS names, or this machine."""
+        gpus = self.invocation.gpus
+        return cards.parse(gpus) if gpus else self.machine
+
+    @property
+    def pid_file(self) -> Path:
+        """Where the TensorBoard of this project notes its process."""
+        return self.output_dir / ".tensorboard.json"
+
+    def given(self, path: str) -> str | None:
+        """Return what CONFIG, the environment or --set say of a setting, None if they do not."""
+        config = self.invocation.config
+        value = loader.given_value(path, config, self.environ, self.overrides)
+        return None if value is None else str(value)
+
+    @property
     def words(self) -> invocations.Words:
         """What reads the variables of one command; it collects what is wrong with them."""
         return invocations.Words(self.environ)
@@ -75,10 +97,11 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     target = None
     if backend:
         target = {"tuning.backend": Located(backend, f"make train-{backend}")}
-    resume_from = loader.given_value("train.resume_from", path, call.environ, call.overrides)
+    resume_from = call.given("train.resume_from")
     resumed = settings_of_run(resume_from, path is not None) if resume_from else None
     if backend and resumed is None:
         path = path or BACKENDS[backend].default_config
+    # of the config that the target has, too
     named = loader.given_value(SETTING, path, call.environ, call.overrides)
     adapter = settings_of_adapter(str(named), call.output_dir) if named else None
     loaded = loader.load(path, call.environ, call.overrides, target, resumed, adapter)
@@ -127,15 +150,8 @@ def plan_run(
     is_elsewhere = bool(call.invocation.gpus)
     loaded = settle(call, loaded, may_fetch=not is_elsewhere)
     distributed = distributed or is_elsewhere
-    hardware = hardware or hardware_of(call)
+    hardware = hardware or call.hardware
     return resolve(loaded, call.invocation, hardware, call.environ, distributed, use_deepspeed)
-
-
-def hardware_of(call: Call) -> devices.Hardware:
-    """Return what GPUS names, or this machine."""
-    if call.invocation.gpus:
-        return cards.parse(call.invocation.gpus)
-    return devices.detect(call.invocation.device, call.environ)
 
 
 def without_meeting(call: Call) -> Call:
@@ -147,11 +163,6 @@ def without_meeting(call: Call) -> Call:
         return call
     environ = {**call.environ, "MASTER_ADDR": FIRST_MACHINE}
     return replace(call, invocation=invocations.read(environ), environ=environ)
-
-
-def pid_file(call: Call) -> Path:
-    """Return where the TensorBoard of this project notes its process."""
-    return call.output_dir / ".tensorboard.json"
 
 
 def as_text(value: Any) -> str:

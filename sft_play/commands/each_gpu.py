@@ -22,7 +22,6 @@ from sft_play.config.messages import refuse
 from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt, SystemPrompt, read_prompts
 from sft_play.errors import DataError, ExitClass, StoppedOnRequest, of_class
-from sft_play.plan import devices
 from sft_play.plan.launch import free_port
 from sft_play.plan.ranks import visible_entries
 from sft_play.progress import counted
@@ -42,7 +41,7 @@ def score_run(call: Call, run: RunFolder) -> list[str]:
     The first of several processes prints them itself.
     """
     asked = use.settings_of(call, run, "eval")
-    device = use.inference_device(call)
+    device = call.machine.kind
     compares = use.compares(call, run)
     place = own_place(call.environ)
     count = count_processes(call, asked)
@@ -81,7 +80,7 @@ class FileCall:
         if inputs is None:
             return None
         loaded = use.settings_of(call, run, "infer")
-        device = use.inference_device(call)
+        device = call.machine.kind
         return cls(call, run, loaded, read_sampling(call.environ), Path(inputs), device)
 
     @property
@@ -182,7 +181,7 @@ def count_processes(call: Call, asked: LoadedConfig) -> int:
     """
     if asked.config.model.device_map is not None:
         return 1
-    hardware = devices.detect(call.invocation.device, call.environ)
+    hardware = call.machine
     wanted = call.invocation.num_gpus
     if hardware.kind == "cpu":
         return wanted or 1

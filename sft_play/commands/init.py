@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from sft_play.commands.call import Call, hardware_of, look, write_out
+from sft_play.commands.call import Call, look, write_out
 from sft_play.config import foreign, loader
 from sft_play.config.loader import CHOSEN, LoadedConfig
 from sft_play.config.present import Line, commented_yaml
@@ -99,7 +99,7 @@ def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
     Adapters whose base fits on each GPU are fastest without ZeRO, so that comes last.
     Raises: OutOfMemory if nothing fits.
     """
-    hardware = hardware_of(call)
+    hardware = call.hardware
 
     def planned(mode: str, sharded: bool = False) -> tuple[LoadedConfig, PlannedRun]:
         chosen = loaded

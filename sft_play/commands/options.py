@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +43,11 @@ OF_TARGET = {
     "distributed": "--distributed",
     "deepspeed": "--distributed --deepspeed",
 }
+
+
+def echo_lines(lines: Iterable[str]) -> None:
+    """Print lines at once."""
+    typer.echo("\n".join(lines))
 
 
 class Commands(TyperGroup):

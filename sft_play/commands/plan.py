@@ -7,7 +7,6 @@ from pathlib import Path
 from sft_play.commands.call import (
     Call,
     as_text,
-    hardware_of,
     load_config,
     plan_run,
     settle,
@@ -36,7 +35,7 @@ def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> Plan
     loaded = settle(call, loaded, may_fetch=False)
     if distributed or use_deepspeed:
         return plan_run(call, loaded, distributed, use_deepspeed)
-    return fastest(loaded, call.invocation, hardware_of(call), call.environ)
+    return fastest(loaded, call.invocation, call.hardware, call.environ)
 
 
 def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sft_play.commands.call import Call, load_config
-from sft_play.config import loader
 from sft_play.config.layers import defaults, displayed
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
@@ -47,7 +46,7 @@ def resumption(call: Call) -> Resumption:
     if call.invocation.elastic:
         call = _with(call, ELASTIC, "true")
     asked = call.invocation.resume
-    given = _given(call, RESUME_FROM)
+    given = call.given(RESUME_FROM)
     if asked is not None and given is not None:
         raise ConfigError(
             f"RESUME={asked} and {env_name(RESUME_FROM)}={given} both say where to continue from; "
@@ -67,11 +66,11 @@ def resumption(call: Call) -> Resumption:
 
 def run_of_name(call: Call) -> RunFolder | None:
     """Return the folder of the run that the call names, None without a name."""
-    name = call.invocation.run or _given(call, "train.run_name")
+    name = call.invocation.run or call.given("train.run_name")
     if not name:
         return None
-    output_dir = _given(call, "train.output_dir") or defaults()["train.output_dir"].value
-    return RunFolder(Path(str(output_dir)) / str(name))
+    output_dir = call.given("train.output_dir") or defaults()["train.output_dir"].value
+    return RunFolder(Path(str(output_dir)) / name)
 
 
 def is_in_place(folder: Path, resume_from: str | None) -> bool:
@@ -148,11 +147,6 @@ def _resuming(call: Call, path: Path) -> Call:
 
 def _with(call: Call, path: str, value: str) -> Call:
     return dataclasses.replace(call, environ={**call.environ, env_name(path): value})
-
-
-def _given(call: Call, path: str) -> str | None:
-    value = loader.given_value(path, call.invocation.config, call.environ, call.overrides)
-    return None if value is None else str(value)
 
 
 def plan_of_resumed(resume_from: str | None) -> RunPlan | None:

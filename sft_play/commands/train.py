@@ -20,7 +20,7 @@ from typing import NoReturn
 import yaml
 
 from sft_play import stops, timeline
-from sft_play.commands.call import Call, hardware_of, load_config, pid_file, plan_run
+from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.early import EarlyRank
 from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.nodes import Wait, meet
@@ -49,7 +49,7 @@ from sft_play.errors import (
     disk_errors_in_words,
 )
 from sft_play.monitor import packages
-from sft_play.plan import devices, launch, next_command, report
+from sft_play.plan import launch, next_command, report
 from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.launch import DEFAULT_PORT
@@ -150,7 +150,7 @@ def prepare_run(
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
     # before there is a rank, whose memory on a GPU would be taken for another program's
-    hardware = hardware_of(call)
+    hardware = call.hardware
     early = None
     if not (is_rank or distributed or use_deepspeed):
         early = EarlyRank.of(loaded.config, call.invocation, hardware, call.environ)
@@ -275,7 +275,7 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
     if not distributed or call.invocation.num_gpus is not None or not ACCELERATE_FILE.exists():
         return call
     found = yaml.safe_load(ACCELERATE_FILE.read_text(encoding="utf-8"))
-    is_cpu = devices.detect(call.invocation.device, call.environ).kind == "cpu"
+    is_cpu = call.machine.kind == "cpu"
     if bool(found.get("use_cpu")) != is_cpu:
         return call
     number = found["num_processes"] // max(1, found.get("num_machines", 1))
@@ -353,7 +353,7 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
     from sft_play.monitor import tensorboard
 
     _, message = tensorboard.start(
-        logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call)
+        logdir, call.invocation.tb_port, sys.executable, call.environ, call.pid_file
     )
     return f"{message}; make tb-stop ends it"
 

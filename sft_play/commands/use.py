@@ -15,7 +15,6 @@ from sft_play.config.messages import refuse
 from sft_play.config.schema import env_name, settings
 from sft_play.config.sections.model import ModelSection
 from sft_play.config.yaml_source import Located
-from sft_play.plan import devices
 from sft_play.plan.config_json import load_positions
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs import folder as run_folders
@@ -92,7 +91,7 @@ def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
 
 def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
     """Return what is known of weights without a run: base, length, and a type for this machine."""
-    hardware = devices.detect(call.invocation.device, call.environ)
+    hardware = call.machine
     is_bf16 = hardware.supports_bf16
     is_fp16 = hardware.kind == "cuda" and not is_bf16
     base = ModelSection(name=model.base or str(model.path), revision=model.revision)
@@ -170,11 +169,6 @@ def compares(call: Call, run: RunFolder) -> bool:
         )
     refuse(words.problems)
     return answer
-
-
-def inference_device(call: Call) -> str:
-    """Return cuda or cpu, as DEVICE and the machine say."""
-    return devices.detect(call.invocation.device, call.environ).kind
 
 
 def prompts(call: Call, given: str | None) -> Iterable[str]:
