@@ -223,7 +223,7 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
             continue
         tallies.append(tally)
     if not tallies:
-        raise EnvironmentFault(f"{server.url} has neither {CHAT} nor {COMPLETIONS}")
+        raise EnvironmentFault(f"{server.url} has neither chat/completions nor completions")
     named = visible(mask_secrets(f"server {server.url} model={server.model}"))
     lines = [named, *(tally.line() for tally in tallies)]
     differences = [line for tally in tallies for line in tally.differences]

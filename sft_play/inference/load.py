@@ -144,14 +144,11 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     config = with_attention_here(config, process)
     tokenizer = tokenizer_of(folder, config)
     with quiet_libraries():
-        if config.tuning.mode == "full":
-            # the saved model is its own base
-            model = load_base(config_of_weights(config, weights), process)
-            deliver(model, config)
-        else:
-            base = load_base(config, process)
-            deliver(base, config)
-            model = load_adapter(base, folder, weights)
+        is_full = config.tuning.mode == "full"  # the saved model is its own base
+        model = load_base(config_of_weights(config, weights) if is_full else config, process)
+        deliver(model, config)
+        if not is_full:
+            model = load_adapter(model, folder, weights)
             deliver_adapters(model)
     model.eval()
     if process.compute_dtype != torch.float32:

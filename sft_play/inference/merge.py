@@ -102,9 +102,9 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
             if best.found.faults():
                 refusal = explain(folder, best)
                 said = [*best.found.broken(), *filter(None, [refusal.get("cause")])]
+                report = folder.path / REPORT
                 raise CheckpointError(
-                    f"{folder.path} was not merged: {'. '.join(said)}. {folder.path / REPORT} has "
-                    "the figures"
+                    f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
                 )
             stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
             best.folder.rename(work / FILES)
