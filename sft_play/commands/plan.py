@@ -1,7 +1,7 @@
 """`make plan`. Loads no torch."""
 
-import dataclasses
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 from sft_play.commands.call import (
@@ -50,7 +50,7 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
         counts = None if isinstance(trained, str) else trained
         closed = report.phases_json(report.closed_form(plan)) if has_both else None
         facts = report.plan_json(plan, command, counts)
-        return as_text({**facts, "accuracy": dataclasses.asdict(near), "closed_form": closed})
+        return as_text({**facts, "accuracy": asdict(near), "closed_form": closed})
     words = next_command.start_command(plan, given_variables(call), override_variables(call))
     lines = report.lines(planned, command, words, trained) + accuracy.lines(near)
     if has_both:

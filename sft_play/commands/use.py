@@ -34,12 +34,12 @@ def chosen_run(call: Call, weights: Sequence[str] = WEIGHTS) -> RunFolder:
     """
     if call.invocation.run:
         found = run_folders.find(call.output_dir, call.invocation.run)
-        return replace(found, moved_base=base_now(call))
-    latest = run_folders.latest_with_weights(call.output_dir, weights)
-    for reason in latest.skipped:
-        sys.stderr.write(f"skipped: {reason}\n")
-    sys.stderr.write(f"run {latest.folder.path}, the latest with weights; RUN= chooses another\n")
-    return replace(latest.folder, moved_base=base_now(call))
+    else:
+        found, skipped = run_folders.latest_with_weights(call.output_dir, weights)
+        for reason in skipped:
+            sys.stderr.write(f"skipped: {reason}\n")
+        sys.stderr.write(f"run {found.path}, the latest with weights; RUN= chooses another\n")
+    return replace(found, moved_base=base_now(call))
 
 
 def base_now(call: Call) -> str | None:

@@ -78,16 +78,17 @@ def evaluate_run(
     config = with_answer_limit(config, rows.split)
     trained = with_batch_size(joined(load_run(folder, device, config), place), rows.split)
     lines = list(rows.lines)
+    answers = folder.evaluation / f"{rows.name}.jsonl"
     if isinstance(folder, ModelFolder):
         lines += said_of_model(folder, trained, rows.split)
-    scores = _score(trained, rows, folder.evaluation / f"{rows.name}.jsonl")
-    lines += [f"{folder.name} {scores.as_text()} rows={len(rows.split)}"]
+    scores = _score(trained, rows, answers)
+    lines.append(f"{folder.name} {scores.as_text()} rows={len(rows.split)}")
     if compares:
         base, is_used = base_of(trained)
         with is_used():
-            found = _score(base, rows, folder.evaluation / f"{rows.name}.base.jsonl")
+            found = _score(base, rows, answers.with_suffix(".base.jsonl"))
         lines.append(f"base {found.as_text()} rows={len(rows.split)}")
-    return [*lines, f"answers {folder.evaluation / f'{rows.name}.jsonl'}"]
+    return [*lines, f"answers {answers}"]
 
 
 def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -> ScoredRows:

@@ -271,9 +271,8 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
         os.environ.update(allocator_defaults(os.environ))  # a cache grows with each token
         gpus = 1 if config.model.device_map is None else torch.cuda.device_count()
         return replace(Process.alone(torch.device("cuda", 0), trained_dtype), gpus=gpus)
-    if isinstance(folder, ModelFolder) or read_plan(folder).ranks.device == "cpu":
-        return Process.alone(torch.device("cpu"), trained_dtype)
-    return Process.alone(torch.device("cpu"), torch.float32)
+    is_of_cpu = isinstance(folder, ModelFolder) or read_plan(folder).ranks.device == "cpu"
+    return Process.alone(torch.device("cpu"), trained_dtype if is_of_cpu else torch.float32)
 
 
 def config_of_weights(config: Config, weights: Path) -> Config:

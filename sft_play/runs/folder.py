@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -262,15 +262,10 @@ def named_run(output_dir: Path, run: str) -> RunFolder | None:
     return None
 
 
-class Latest(NamedTuple):
-    """The latest run with weights, and why each newer one was skipped."""
-
-    folder: RunFolder
-    skipped: list[str]
-
-
-def latest_with_weights(output_dir: Path, names: Sequence[str] = WEIGHTS) -> Latest:
-    """Return the latest run that has one of these folders of weights.
+def latest_with_weights(
+    output_dir: Path, names: Sequence[str] = WEIGHTS
+) -> tuple[RunFolder, list[str]]:
+    """Return the latest run that has one of these folders of weights, and why newer ones have not.
 
     Raises: EnvironmentFault when there is none.
     """
@@ -278,7 +273,7 @@ def latest_with_weights(output_dir: Path, names: Sequence[str] = WEIGHTS) -> Lat
     for folder in reversed(_some_runs(output_dir)):
         lack = folder.lacks_weights(names)
         if lack is None:
-            return Latest(folder, skipped)
+            return folder, skipped
         skipped.append(lack)
     raise EnvironmentFault(f"{skipped[0]}, and no earlier run has; `make runs` lists the runs")
 
