@@ -35,7 +35,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_900,
-    "commands": 21_180,
+    "commands": 21_210,
     "compat": 1_270,
     "config": 24_100,
     "data": 69_230,
@@ -50,7 +50,7 @@ TOKENS = {
     "training": 46_870,
 }
 FILES = 351
-FUNCTIONS = 4_040
+FUNCTIONS = 4_041
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

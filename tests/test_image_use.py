@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import opening_here
 from image_models import draw_image, image_rows, write_image_model
 from PIL import Image
 from record_files import write_rows
@@ -19,8 +20,7 @@ from transformers import AutoTokenizer
 from sft_play.config.schema import ModelSection
 from sft_play.data.processor import load_processor
 from sft_play.errors import CheckpointError, ConfigError, DataError
-from sft_play.evaluation import reference, reopened
-from sft_play.evaluation.plain import answer
+from sft_play.evaluation import reference
 from sft_play.evaluation.reference import Reference, chosen_samples
 from sft_play.evaluation.reopened import Folder, reopen
 from sft_play.inference.chat import answer as answer_of
@@ -169,8 +169,7 @@ def test_eval_scores_other_rows_with_images(call, pictures, seen):
 @pytest.fixture(scope="module")
 def merged(seen) -> Path:
     """The merged run."""
-    with pytest.MonkeyPatch.context() as changed:  # as opens_here
-        changed.setattr(reopened, "_run_script", lambda asked, answered, _: answer(asked, answered))
+    with opening_here():
         merge_run(seen)
     return seen.path / "merged"
 

@@ -146,19 +146,24 @@ def serve(call: Call) -> None:
     address = Address.read(call)
     launch = server_of(folder, run.name, address, call.machine.kind)
     address.refuse_taken()
-    name, url = run.name, address.url
-    request = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
+    print("\n".join(lines_of(folder, address, launch, run.name)), flush=True)
+    execute(launch, call.environ)
+
+
+def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[str]:
+    """Return what is printed before the server takes over."""
+    url = address.url
+    request = {"model": run, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     body = shlex.quote(json.dumps(request, ensure_ascii=False))
     lines = [
         " ".join(launch.argv),
-        f"serves {folder} at {url}/v1 as model {name}; Ctrl-C ends it, make check-server "
-        f"RUN={name} URL={url} checks it; once the server is ready, this line asks it:",
+        f"serves {folder} at {url}/v1 as model {run}; Ctrl-C ends it, make check-server RUN={run} "
+        f"URL={url} checks it; once the server is ready, this line asks it:",
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}",
     ]
     if address.host not in (LOOPBACK, "localhost", "::1"):
         lines.append(f"warning: BIND={address.host}: whoever reaches this machine may ask it")
-    print("\n".join(lines), flush=True)
-    execute(launch, call.environ)
+    return lines
 
 
 def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
